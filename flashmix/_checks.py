@@ -1,0 +1,112 @@
+"""One phrasing of every error: `{name} must ..., got ...`, raised before anything is computed.
+
+ValueError for shapes, devices and values, TypeError for dtypes and for things that are not tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_contents_everywhere = False
+
+
+class checks:
+    """Checks the *contents* of tensors (sorted `cu_seqlens`, positions within their table) on GPUs too.
+
+    On the CPU contents are always checked. On a GPU that costs a synchronisation, so it is off until
+    `checks(True)`; kernels bound what they read in any case. `with checks(True): ...` restores the setting.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        global _contents_everywhere
+        self._before = _contents_everywhere
+        _contents_everywhere = bool(enabled)
+
+    def __enter__(self) -> checks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _contents_everywhere
+        _contents_everywhere = self._before
+
+
+def contents_are_checked(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` may be read here: always on the CPU, on a GPU after `checks(True)`, never while tracing."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or _contents_everywhere
+
+
+def _brackets(sizes: Sequence[int | str]) -> str:
+    return "[" + ", ".join(str(size) for size in sizes) + "]"
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raises TypeError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def dims(name: str, tensor: Tensor, axes: str) -> tuple[int, ...]:
+    """The sizes of `tensor`, which must have as many axes as `axes` ("B T H K") names."""
+    check_tensor(name, tensor)
+    names = axes.split()
+    if tensor.dim() != len(names):
+        raise ValueError(f"{name} must have shape {_brackets(names)}, got {_brackets(tensor.shape)}")
+    return tuple(tensor.shape)
+
+
+def check_shape(name: str, tensor: Tensor, *expected: int) -> None:
+    """Raises ValueError unless `tensor` has exactly the sizes `expected`."""
+    check_tensor(name, tensor)
+    if tensor.dim() != len(expected) or any(have != want for have, want in zip(tensor.shape, expected, strict=True)):
+        raise ValueError(f"{name} must have shape {_brackets(expected)}, got {_brackets(tensor.shape)}")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless `tensor` is of a floating dtype."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must have a floating dtype, got {_dtype(tensor)}")
+
+
+def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raises TypeError unless the dtype of `tensor` is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name} must have dtype {wanted}, got {_dtype(tensor)}")
+
+
+def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
+    """Raises unless `tensor` lives on the device of `other` (ValueError) and, with `dtype`, shares its dtype (TypeError)."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name} must be on {other.device} like {other_name}, got {tensor.device}")
+    if dtype and tensor.dtype != other.dtype:
+        raise TypeError(f"{name} must have dtype {_dtype(other)} like {other_name}, got {_dtype(tensor)}")
+
+
+def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    """Raises ValueError unless `value` is a positive multiple of `of`."""
+    if of <= 0 or value <= 0 or value % of:
+        raise ValueError(f"{name} must be a positive multiple of {of_name} = {of}, got {value}")
+
+
+def check_range(name: str, value: int | float, low: int | float, high: int | float) -> None:
+    """Raises ValueError unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def check_choice(name: str, value: object, *allowed: object) -> None:
+    """Raises ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(repr(choice) for choice in allowed)}, got {value!r}")
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,99 @@
+"""Which implementation runs a problem, and why: `impl="auto"`, an explicit `impl`, and `explain`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+Problem = TypeVar("Problem")
+
+
+@dataclass(frozen=True)
+class Implementation(Generic[Problem]):
+    """One way to compute an op.
+
+    `supports(problem)` is None when it can run the problem, else the reason why not; it imports nothing heavy and touches
+    no GPU. `module` is imported when the implementation is first used.
+    """
+
+    name: str
+    module: str
+    supports: Callable[[Problem], str | None]
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the op, the implementation it takes (None: no one can), and what the others refuse for."""
+
+    op: str
+    choice: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.choice or 'no implementation can run this'}"]
+        for name, reason in self.reasons.items():
+            taken = "taken" if name == self.choice else "can run this, but an earlier one is taken"
+            lines.append(f"  {name}: {taken if reason is None else 'cannot run this: ' + reason}")
+        return "\n".join(lines)
+
+
+class _Explained(BaseException):
+    """Carries the explanation out of an op that was called by `explain`; nothing after the choice runs."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+_explaining: ContextVar[bool] = ContextVar("flashmix_explaining", default=False)
+
+
+def choose(
+    op: str, implementations: Sequence[Implementation[Problem]], problem: Problem, impl: str = "auto"
+) -> Implementation[Problem]:
+    """The first implementation that supports `problem`, or the one named by `impl`, which never falls back.
+
+    Raises ValueError: `impl` is unknown, or cannot run the problem (with its reason).
+    """
+    names = [implementation.name for implementation in implementations]
+    if impl != "auto" and impl not in names:
+        raise ValueError(f"impl must be one of 'auto', {', '.join(map(repr, names))}, got {impl!r}")
+    candidates = [i for i in implementations if impl in ("auto", i.name)]
+    if _explaining.get():
+        reasons = {i.name: i.supports(problem) for i in candidates}
+        choice = next((name for name, reason in reasons.items() if reason is None), None)
+        raise _Explained(Explanation(op, choice, reasons))
+    reason = None
+    for implementation in candidates:
+        reason = implementation.supports(problem)
+        if reason is None:
+            return implementation
+    raise ValueError(f"impl={impl!r} cannot run this: {reason}")
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation `op(*args, **kwargs)` would take, and why; the op itself does not run.
+
+    The arguments are checked as in a call and raise the same errors.
+
+    Example:
+        >>> import torch, flashmix
+        >>> q = k = v = torch.randn(1, 8, 2, 16)
+        >>> print(flashmix.explain(flashmix.linear_attention, q, k, v))
+        linear_attention: portable
+          portable: taken
+    """
+    token = _explaining.set(True)
+    try:
+        op(*args, **kwargs)
+    except _Explained as found:
+        return found.explanation
+    finally:
+        _explaining.reset(token)
+    raise TypeError(f"{getattr(op, '__name__', op)!r} is not a flashmix op: it chose no implementation")
