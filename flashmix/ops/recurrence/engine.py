@@ -1,0 +1,117 @@
+"""The one door to the recurrence: chooses an implementation and makes it an operator that autograd and compilers know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix._dispatch import Implementation, choose
+from flashmix.ops.recurrence.problem import Operands, Problem
+
+
+def _portable_supports(problem: Problem) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS: tuple[Implementation[Problem], ...] = (
+    Implementation("portable", "flashmix.ops.recurrence.portable", _portable_supports),
+)
+_BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
+
+
+def run(op: str, x: Operands, scale: float | None, read_before: bool, impl: str) -> tuple[Tensor, Tensor]:
+    """Output `[B, T, HV, V]` and final state `[N, HV, K, V]` of checked operands.
+
+    Under autocast `q, k, v, a, b` take the autocast dtype; gates, `beta` and states keep theirs.
+    """
+    chosen = choose(op, IMPLEMENTATIONS, Problem.of(x, read_before), impl)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in _tensors(x))
+    scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v, a, b = _autocast(x.q, x.k, x.v, x.a, x.b)
+    o, state, _ = recurrence(
+        q, k, v, x.beta, a, b, x.g, x.initial_state, x.cu_seqlens, scale, read_before, save, chosen.name
+    )
+    return o, state
+
+
+def _tensors(x: Operands) -> tuple[Tensor | None, ...]:
+    return x.q, x.k, x.v, x.beta, x.a, x.b, x.g, x.initial_state
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in the autocast dtype of their device, where autocast is on and they are not float64."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+@torch.library.custom_op("flashmix::recurrence", mutates_args=())
+def recurrence(
+    q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, read_before: bool, save: bool, impl: str,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Output, final state, and what the implementation keeps for its backward (nothing unless `save`)."""
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+    with torch.autocast(q.device.type, enabled=False):
+        return _BY_NAME[impl].load().forward(x, scale, read_before, save)
+
+
+@recurrence.register_fake
+def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl):  # type: ignore[no-untyped-def]
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+    problem = Problem.of(x, read_before)
+    state = v.new_empty(_state_shape(problem), dtype=state_dtype(v.dtype))
+    shapes = _BY_NAME[impl].load().residual_shapes(problem) if save else []
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, [state.new_empty(shape) for shape in shapes]
+
+
+@torch.library.custom_op("flashmix::recurrence_backward", mutates_args=())
+def recurrence_backward(
+    do: Tensor | None, dstate: Tensor | None,
+    q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, residuals: list[Tensor],
+    scale: float, read_before: bool, impl: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order."""
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+    with torch.autocast(q.device.type, enabled=False):
+        return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before)
+
+
+@recurrence_backward.register_fake
+def _(do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl):  # type: ignore[no-untyped-def]
+    present = [t for t in (q, k, v, beta, a, b, g, initial_state) if t is not None]
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    *tensors, ctx.scale, ctx.read_before, _, ctx.impl = inputs
+    ctx.set_materialize_grads(False)
+    ctx.inputs = len(tensors)
+    ctx.save_for_backward(*tensors, *output[2])
+
+
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 4  # scale, read_before, save, impl
+    tensors, residuals = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+    if do is None and dstate is None:
+        return (None,) * ctx.inputs + nothing
+    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), ctx.scale, ctx.read_before, ctx.impl))
+    return (*(None if t is None else next(found) for t in tensors[:-1]), None, *nothing)
+
+
+recurrence.register_autograd(_backward, setup_context=_setup_context)
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """States and everything computed inside are float32, for float64 inputs float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _state_shape(problem: Problem) -> tuple[int, int, int, int]:
+    return problem.sequences, problem.value_heads, problem.K, problem.V

@@ -1,0 +1,143 @@
+"""What a call of the recurrence is: its rule, its gate, its sizes; and the checks that its tensors are such a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import check_dtype, check_floating, check_like, check_multiple, check_shape, dims
+from flashmix.ops.packing import Packing, as_packing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Rule(Enum):
+    """How a token writes to the state: as it is (raw), minus what the state already holds (corrected), or both."""
+
+    LINEAR = "linear"  # S += k v^T
+    TIED = "tied delta"  # S += k u^T with u = beta (v - S^T k), S decayed
+    UNTIED = "untied delta"  # S += b u^T with u = v + S^T a, S before its decay
+    DPLR = "dplr"  # S += k v^T + b (S^T a)^T, S before its decay
+
+    @property
+    def raw(self) -> bool:
+        return self in (Rule.LINEAR, Rule.DPLR)
+
+    @property
+    def corrected(self) -> bool:
+        return self is not Rule.LINEAR
+
+
+class Gate(Enum):
+    """The shape of the log decay."""
+
+    NONE = "none"
+    HEAD = "[H]"
+    TOKEN = "[B, T, H]"
+    CHANNEL = "[B, T, H, K]"
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call: which are there tells the rule, the shape of `g` the gate.
+
+    `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `g` the log decay (natural logarithm),
+    `initial_state` is `[N, HV, K, V]`, `cu_seqlens` is `[N + 1]`.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    g: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def rule(self) -> Rule:
+        if self.a is None:
+            return Rule.LINEAR if self.beta is None else Rule.TIED
+        return Rule.UNTIED if self.k is None else Rule.DPLR
+
+    @property
+    def gate(self) -> Gate:
+        return Gate.NONE if self.g is None else {1: Gate.HEAD, 3: Gate.TOKEN, 4: Gate.CHANNEL}[self.g.dim()]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts of a call that decide which implementation runs it, and with which tiles."""
+
+    rule: Rule
+    gate: Gate
+    batch: int
+    tokens: int
+    heads: int
+    value_heads: int
+    K: int
+    V: int
+    sequences: int
+    packed: bool
+    read_before: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Operands, read_before: bool) -> Problem:
+        B, T, H, K = x.q.shape
+        _, _, HV, V = x.v.shape
+        packed = x.cu_seqlens is not None
+        N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else B
+        return Problem(x.rule, x.gate, B, T, H, HV, K, V, N, packed, read_before, x.v.dtype, x.v.device)
+
+
+def check_operands(
+    q: Tensor,
+    v: Tensor,
+    keys: dict[str, Tensor],
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | Packing | None,
+) -> Tensor | None:
+    """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name."""
+    B, T, H, K = dims("q", q, "B T H K")
+    check_dtype("q", q, *DTYPES)
+    _, _, HV, V = dims("v", v, "B T HV V")
+    check_shape("v", v, B, T, HV, V)
+    check_like("v", v, "q", q)
+    check_multiple("the number of heads of v", HV, "the number of heads of q", H)
+    if K < 1 or V < 1:
+        raise ValueError(f"q and v must have at least one channel, got K = {K} and V = {V}")
+    for name, key in keys.items():
+        heads = dims(name, key, "B T H K")[2]
+        check_shape(name, key, B, T, HV if name != "k" and heads == HV else H, K)
+        check_like(name, key, "q", q)
+    if beta is not None:
+        check_shape("beta", beta, B, T, HV)
+        check_floating("beta", beta)
+        check_like("beta", beta, "q", q, dtype=False)
+    if log_decay is not None:
+        _check_decay(log_decay, q, B, T, HV, K)
+    packing = as_packing(cu_seqlens, B, T, q.device)
+    if initial_state is not None:
+        check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)
+        check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        check_like("initial_state", initial_state, "q", q, dtype=False)
+    return None if packing is None else packing.cu_seqlens
+
+
+def _check_decay(log_decay: Tensor, q: Tensor, B: int, T: int, HV: int, K: int) -> None:
+    """The decay is one number a head, a token and head, or a token, head and channel."""
+    kinds: dict[int, tuple[int, ...]] = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
+    if not isinstance(log_decay, Tensor) or log_decay.dim() not in kinds:
+        got = list(log_decay.shape) if isinstance(log_decay, Tensor) else type(log_decay).__name__
+        raise ValueError(f"log_decay must have shape {' or '.join(str(list(s)) for s in kinds.values())}, got {got}")
+    check_shape("log_decay", log_decay, *kinds[log_decay.dim()])
+    check_floating("log_decay", log_decay)
+    check_like("log_decay", log_decay, "q", q, dtype=False)
