@@ -77,7 +77,8 @@ def _prepare(
     elif log_decay.dim() == 1:
         decay = log_decay.exp()[None, None, :, None, None].expand(B, T, HV, 1, 1)
     else:
-        decay = log_decay.exp().reshape(B, T, HV, -1, 1)
+        decay = log_decay.exp().unsqueeze(-1)
+        decay = decay.unsqueeze(-1) if log_decay.dim() == 3 else decay
     if initial_state is None:
         initial_state = v.new_zeros(B, HV, keys[0].shape[-1], V)
     return keys, decay, initial_state

@@ -67,9 +67,9 @@ class TokenDecay:
     def __init__(self, g: Tensor) -> None:
         G = g.double().cumsum(-1)  # a difference of two sums of 64 gates keeps its digits only in float64
         last = G[:, -1:]
-        self.row = G.to(g.dtype).exp_().unsqueeze(-1)  # [chunks, C, 1]
-        self.row_exclusive = (G - g).to(g.dtype).exp_().unsqueeze(-1)
-        self.column = (last - G).to(g.dtype).exp_().unsqueeze(-1)
+        self.row = G.to(g.dtype).exp().unsqueeze(-1)  # [chunks, C, 1]
+        self.row_exclusive = (G - g).to(g.dtype).exp().unsqueeze(-1)
+        self.column = (last - G).to(g.dtype).exp().unsqueeze(-1)
         self.total = last.to(g.dtype).exp().unsqueeze(-1)  # [chunks, 1, 1]
         self._G, self._g = G, g
         self._pair: dict[bool, Tensor] = {}
