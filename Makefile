@@ -1,0 +1,36 @@
+# Each target does its own set-up: a virtual environment in .venv, and in it torch and this package.
+#   make train     trains a small hybrid language model on Python's own standard library and prints a sample
+#   make test      runs the tests
+#   make lint      checks format, style and types
+# For another torch: make train TORCH="torch==2.9.1"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test lint clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/has-train
+	$(BIN)/flashmix train $(ARGS)
+
+test: $(VENV)/has-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/has-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/has-torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/has-train $(VENV)/has-dev: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

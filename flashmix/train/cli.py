@@ -1,0 +1,158 @@
+"""The command line: `flashmix train`, `flashmix generate`, `flashmix doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flashmix.train.run_folder import RunError, RunFolder, TrainConfig, reason
+
+# One line a setting of TrainConfig; its type and default are those of the dataclass.
+SETTINGS = {
+    "tokenizer": "a tokenizers file (JSON); without it a token is a byte",
+    "preset": "the model: a name from flashmix.models.presets",
+    "steps": "optimiser steps",
+    "batch_tokens": "tokens in one step, documents packed end to end",
+    "seq_len": "longest sequence in tokens; longer documents are cut",
+    "lr": "highest learning rate",
+    "final_lr": "learning rate at the last step, as a fraction of --lr",
+    "warmup": "steps over which the learning rate rises",
+    "weight_decay": "of matrices",
+    "clip": "largest gradient norm",
+    "held_out": "fraction of the bytes held out, in whole documents",
+    "eval_tokens": "most held-out tokens to measure on",
+    "eval_every": "steps between measurements on the held-out documents",
+    "save_every": "steps between checkpoints",
+    "log_every": "steps between readings of the loss",
+    "seed": "of the weights and of the order of the text",
+    "threads": "CPU threads (default: as torch chooses)",
+    "device": "cpu, cuda, cuda:1, ... (default: a GPU if there is one)",
+    "dtype": "of the matrix products: float32 or bfloat16",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashmix", description="Token mixing for sequence models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="train a language model on text files")
+    train.add_argument("--text", nargs="+", metavar="PATH", default=argparse.SUPPRESS,
+                       help="files and folders; each file is a document (default: Python's own standard library)")  # fmt: skip
+    train.add_argument("--out", metavar="RUN", help="the run's folder (default: runs/ and the time)")
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
+                       help="compile the model first (needs a C++ compiler on a CPU)")  # fmt: skip
+    train.add_argument(
+        "--sample", type=int, default=300, metavar="TOKENS", help="tokens to print at the end (default: 300)"
+    )
+    defaults = TrainConfig()
+    for name, text in SETTINGS.items():
+        default = getattr(defaults, name)
+        kind = type(default) if default is not None else {"threads": int}.get(name, str)
+        shown = "" if default is None else f" (default: {default})"
+        choices = ("float32", "bfloat16") if name == "dtype" else None
+        train.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, default=argparse.SUPPRESS,
+                           metavar=kind.__name__.upper(), help=text + shown)  # fmt: skip
+
+    generate = commands.add_parser("generate", help="continue a text with the model of a run")
+    generate.add_argument("run", metavar="RUN", help="the run's folder")
+    generate.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
+    generate.add_argument("--tokens", type=int, default=500, help="most tokens to add (default: 500)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    generate.add_argument("--top-k", type=int, default=None, help="choose among the k likeliest tokens")
+    generate.add_argument(
+        "--top-p", type=float, default=None, help="choose among the likeliest tokens of this total probability"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="of the choices (default: 0)")
+    generate.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
+
+    commands.add_parser("doctor", help="what is here, and which implementation each op would take")
+    return parser
+
+
+def train_command(arguments: argparse.Namespace) -> int:
+    from flashmix.train import runs
+
+    chosen = vars(arguments)
+    settings: dict[str, Any] = {name: chosen[name] for name in ("text", "compile", *SETTINGS) if name in chosen}
+    if "text" in settings:
+        settings["text"] = tuple(settings["text"])
+    if arguments.resume:
+        if arguments.out and arguments.out != arguments.resume:
+            raise RunError("--resume goes on in its own folder; leave --out away")
+        folder = RunFolder(arguments.resume)
+        trainer = runs.resume(folder, settings)
+        print(f"resuming {folder.path} at step {trainer.step} of {trainer.config.steps}")
+    else:
+        folder = RunFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+        trainer = runs.begin(TrainConfig(**settings), folder)
+        print(trainer.summary())
+    try:
+        finished = trainer.run()
+    except RunError as error:
+        raise RunError(f"{error}\n{how_to_go_on(folder)}") from error
+    if not finished:
+        print(f"stopped after step {trainer.step}. {how_to_go_on(folder)}")
+        return 130
+    if arguments.sample:
+        print(
+            f"--- a sample ({arguments.sample} tokens)\n{runs.sample(trainer.model, trainer.tokens, tokens=arguments.sample)}\n---"
+        )
+    print(f"everything is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
+    return 0
+
+
+def how_to_go_on(folder: RunFolder) -> str:
+    if not folder.checkpoint.exists():
+        return "there was no checkpoint yet."
+    return f"go on: flashmix train --resume {folder.path}"
+
+
+def generate_command(arguments: argparse.Namespace) -> int:
+    from flashmix.train import runs
+
+    model, tokens = runs.load(RunFolder(arguments.run), arguments.device)
+    text = runs.sample(
+        model,
+        tokens,
+        arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt + text)
+    return 0
+
+
+def doctor_command(arguments: argparse.Namespace) -> int:
+    from flashmix.doctor import report
+
+    print(report())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; what the user can put right is one line on stderr and exit code 1."""
+    arguments = make_parser().parse_args(argv)
+    command = {"train": train_command, "generate": generate_command, "doctor": doctor_command}[arguments.command]
+    try:
+        return command(arguments)
+    except RunError as error:
+        print(f"flashmix: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"flashmix: {error.filename or 'a file'}: {reason(error)}", file=sys.stderr)
+    except ImportError as error:
+        print(f"flashmix: {error}; the training command needs: pip install 'flashmix[train]'", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("flashmix: stopped", file=sys.stderr)
+        return 130
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Text files to packed batches: each file is a document, documents do not see each other, some are held out.
+
+The tokens of a run lie in one file, each document behind a separator that starts it (and ends the one before):
+
+    <sep> d0 d0 d0 <sep> d1 d1 <sep>
+
+so the targets of a document are its inputs moved by one, and the last target of each is the separator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashmix.ops.packing import Packing
+from flashmix.train.run_folder import RunError, RunFolder, read_json, reason, write_json, written_whole
+from flashmix.train.tokens import Tokens
+
+# Folders beside the standard library's own source: its tests, other people's packages, tables written by programs.
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file of the corpus: its name, its first token, its length in tokens (separator included) and in bytes."""
+
+    name: str
+    start: int
+    tokens: int
+    bytes: int
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokens of a run and the documents that they make up."""
+
+    tokens: np.ndarray
+    documents: list[Document]
+
+    def split(self, held_out: bool) -> list[Document]:
+        return [document for document in self.documents if document.held_out == held_out]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` consecutive tokens of a stream: inputs and targets `[1, tokens]`, and where its sequences begin."""
+
+    inputs: Tensor
+    targets: Tensor
+    packing: Packing
+
+    @classmethod
+    def on(cls, device: torch.device, inputs: np.ndarray, targets: np.ndarray, lengths: Sequence[int]) -> Batch:
+        """Moves a batch to `device` without waiting for it."""
+        boundaries = np.concatenate([[0], np.cumsum(lengths)])
+
+        def move(values: np.ndarray) -> Tensor:
+            tensor = torch.from_numpy(values.astype(np.int64))
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+        return cls(move(inputs)[None], move(targets)[None], Packing(move(boundaries), len(inputs)))
+
+
+class Stream:
+    """The windows of some documents, at most `seq_len` tokens each, shuffled anew each epoch and laid end to end.
+
+    A pure function of the position: the batch at a position is the same whatever was read before, so that the position is
+    all that a checkpoint must keep.
+    """
+
+    def __init__(self, corpus: Corpus, documents: list[Document], seq_len: int, seed: int) -> None:
+        starts = [np.arange(d.start, d.start + d.tokens, seq_len) for d in documents]
+        self.starts = np.concatenate(starts)
+        self.lengths = np.concatenate(
+            [np.minimum(d.start + d.tokens - begin, seq_len) for d, begin in zip(documents, starts, strict=True)]
+        )
+        self.tokens = corpus.tokens
+        self.total = int(self.lengths.sum())
+        self.bytes = sum(d.bytes for d in documents)
+        self.seed = seed
+        self._epoch = -1
+
+    def bits_per_byte(self, loss: float) -> float:
+        """`loss` (nats per token) in bits per byte of the texts; the separator's bits count, its byte does not."""
+        return loss / math.log(2) * self.total / self.bytes
+
+    def _shuffle(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.starts))
+            self._ends = np.cumsum(self.lengths[self._order])
+            self._epoch = epoch
+
+    def _pieces(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """First token and length of each sequence in the `count` tokens from `position` on."""
+        while count:
+            epoch, offset = divmod(position, self.total)
+            self._shuffle(epoch)
+            index = int(np.searchsorted(self._ends, offset, side="right"))
+            left = int(self._ends[index]) - offset
+            window = self._order[index]
+            start = int(self.starts[window] + self.lengths[window]) - left
+            length = min(left, count)
+            yield start, length
+            position, count = position + length, count - length
+
+    def batch(self, position: int, count: int, device: torch.device) -> Batch:
+        pieces = list(self._pieces(position, count))
+        inputs = np.concatenate([self.tokens[start : start + length] for start, length in pieces])
+        targets = np.concatenate([self.tokens[start + 1 : start + length + 1] for start, length in pieces])
+        return Batch.on(device, inputs, targets, [length for _, length in pieces])
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The files behind `paths` in a fixed order: a file is itself, a folder all files in it but hidden ones.
+
+    Without paths: the `.py` files of the running Python's own standard library.
+    """
+    if not paths:
+        library = _walk(Path(sysconfig.get_path("stdlib")), leave_out=NOT_LIBRARY)
+        return [path for path in library if path.suffix == ".py"]
+    files: list[Path] = []
+    for path in map(Path, paths):
+        files += _walk(path) if path.is_dir() else [path]
+    return files
+
+
+def _walk(folder: Path, leave_out: Collection[str] = ()) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise RunError(f"cannot read {error.filename}: {reason(error)}") from error
+
+    found = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+
+
+def read_documents(paths: Sequence[str]) -> Iterator[tuple[str, bytes, bytes]]:
+    """Name, contents and their hash, of each document; empty files, binary files inside folders and repeats are left out."""
+    named = {Path(path) for path in paths}
+    seen: set[bytes] = set()
+    for path in find_files(paths):
+        try:
+            contents = path.read_bytes()
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {reason(error)}") from error
+        digest = hashlib.sha256(contents).digest()
+        binary = b"\0" in contents[:4096] and path not in named
+        if contents and not binary and digest not in seen:
+            seen.add(digest)
+            yield str(path), contents, digest
+
+
+def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
+    """Which documents are held out: in the order of their hashes, those that still fit into `fraction` of all bytes.
+
+    The choice depends on the contents alone, not on names or places. When none fits, it is the smallest document.
+    """
+    room = fraction * sum(sizes)
+    chosen = set()
+    for index in sorted(range(len(sizes)), key=lambda i: digests[i]):
+        if sizes[index] <= room:
+            room -= sizes[index]
+            chosen.add(index)
+    return chosen or {min(range(len(sizes)), key=lambda i: (sizes[i], digests[i]))}
+
+
+def cut_in_two(document: Document, fraction: float) -> list[Document]:
+    """A corpus of one document: the last `fraction` of it is held out as a second one."""
+    kept = int(document.tokens * (1 - fraction))
+    if kept in (0, document.tokens):
+        raise RunError(f"the text is too small to hold some of it out: {document.bytes} byte(s) in one document")
+    bytes_kept = round(document.bytes * kept / document.tokens)
+    end = Document(document.name, kept, document.tokens - kept, document.bytes - bytes_kept, held_out=True)
+    return [replace(document, tokens=kept, bytes=bytes_kept), end]
+
+
+def prepare(paths: Sequence[str], fraction: float, tokens: Tokens, folder: RunFolder) -> Corpus:
+    """Reads the texts, writes their tokens into the run folder, chooses what is held out, and opens the result."""
+    documents: list[Document] = []
+    digests: list[bytes] = []
+    start = 0
+    with written_whole(folder.tokens) as file:
+        for name, contents, digest in read_documents(paths):
+            ids = np.asarray([tokens.separator, *tokens.encode(contents)], dtype=tokens.dtype)
+            file.write(ids.tobytes())
+            documents.append(Document(name, start, len(ids), len(contents), held_out=False))
+            digests.append(digest)
+            start += len(ids)
+        if not documents:
+            raise RunError(f"no text found in {', '.join(paths) or 'the standard library of this Python'}")
+        file.write(np.asarray([tokens.separator], dtype=tokens.dtype).tobytes())
+    if len(documents) == 1:
+        documents = cut_in_two(documents[0], fraction)
+    else:
+        chosen = choose_held_out(digests, [document.bytes for document in documents], fraction)
+        documents = [replace(document, held_out=index in chosen) for index, document in enumerate(documents)]
+    write_json(folder.documents, [asdict(document) for document in documents])
+    return open_corpus(folder, tokens)
+
+
+def open_corpus(folder: RunFolder, tokens: Tokens) -> Corpus:
+    """The corpus that `prepare` left in the run folder; the tokens stay on the disk and are read as they are used.
+
+    Raises RunError: the files are missing or do not fit together.
+    """
+    try:
+        documents = [Document(**entry) for entry in read_json(folder.documents)]
+        expected = (documents[-1].start + documents[-1].tokens + 1) * np.dtype(tokens.dtype).itemsize
+        size = folder.tokens.stat().st_size
+    except OSError as error:
+        raise RunError(f"cannot read {folder.tokens}: {reason(error)}") from error
+    except (TypeError, IndexError) as error:
+        raise RunError(f"{folder.documents} is damaged: {error}") from error
+    if size != expected:
+        raise RunError(f"{folder.tokens} is damaged: it must hold {expected} bytes, got {size}")
+    return Corpus(np.memmap(folder.tokens, dtype=tokens.dtype, mode="r"), documents)

@@ -1,0 +1,182 @@
+"""The training loop, read top to bottom: settings and data to a model, steps, measurements, checkpoints, a stop when asked."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from flashmix.train import checkpoint
+from flashmix.train.data import Batch, Corpus, Stream
+from flashmix.train.plot import draw_loss_curve
+from flashmix.train.run_folder import RunError, RunFolder, TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Rises in a line over `warmup` steps, then falls along half a cosine to `final_lr * lr` at the last step."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay pulls on matrices only, not on gains, biases and decay rates."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C (or SIGTERM) only asks to stop and the second stops at once; gives "was it asked?"."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        print("\nstopping after this step (once more: at once)", file=sys.stderr)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Trainer:
+    """A model in training: `run` takes it from its current step to the last one, or to where it is interrupted."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
+        self.config, self.folder = config, folder
+        self.device = torch.device(config.device)
+        self.model = model.to(self.device)
+        self.forward = torch.compile(self.model) if config.compile else self.model
+        self.optimizer = make_optimizer(self.model, config)
+        self.training = Stream(corpus, corpus.split(held_out=False), config.seq_len, config.seed)
+        self.held_out = Stream(corpus, corpus.split(held_out=True), config.seq_len, config.seed)
+        self.step = 0
+        self.position = 0
+        self.saved_step = 0
+        self.unread: list[tuple[Tensor, Tensor]] = []
+        self.clock = time.perf_counter()
+
+    def resume(self) -> None:
+        """Goes back to the checkpoint of the run folder; what was measured after it is measured again."""
+        state = checkpoint.load(self.folder.checkpoint, self.device)
+        checkpoint.restore(state, self.model, self.optimizer)
+        self.step = self.saved_step = state.step
+        self.position = state.position
+        self.folder.forget_metrics_after(state.step)
+
+    def run(self) -> bool:
+        """Trains; True when the last step is done, False when stopped before. Either way the checkpoint is up to date."""
+        config = self.config
+        bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
+        with stop_on_interrupt() as stopped, bar:
+            self.clock = time.perf_counter()
+            while self.step < config.steps and not stopped():
+                self.train_step()
+                bar.update()
+                done = self.step == config.steps
+                if done or self.step % config.log_every == 0:
+                    bar.set_postfix(self.read_losses())
+                if done or self.step % config.eval_every == 0:
+                    self.measure_held_out(stopped)
+                if done or self.step % config.save_every == 0 or stopped():
+                    self.save()
+        return self.step == config.steps
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Mean over the tokens of the batch, nats."""
+        dtype = getattr(torch, self.config.dtype)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets)
+
+    def train_step(self) -> None:
+        """One optimiser step. Nothing in it waits for the device: losses stay there until `read_losses`."""
+        batch = self.training.batch(self.position, self.config.batch_tokens, self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.config)
+        loss = self.loss_of(batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.unread.append((loss.detach(), norm.detach()))
+        self.step += 1
+        self.position += self.config.batch_tokens
+
+    def read_losses(self) -> dict[str, str]:
+        """Waits for the device, writes a row a step, and gives what the progress bar shows.
+
+        Raises RunError: a loss is not finite; the checkpoint from before it stays.
+        """
+        if not self.unread:
+            return {}
+        losses, norms = (torch.stack(values).tolist() for values in zip(*self.unread, strict=True))
+        now = time.perf_counter()
+        speed = len(losses) * self.config.batch_tokens / (now - self.clock)
+        first = self.step - len(losses)
+        bits = self.training.bits_per_byte
+        self.folder.append_metrics(
+            [
+                {
+                    "step": first + i + 1,
+                    "loss": loss,
+                    "bits_per_byte": bits(loss),
+                    "gradient_norm": norm,
+                    "lr": learning_rate(first + i, self.config),
+                    "tokens_per_second": round(speed),
+                }
+                for i, (loss, norm) in enumerate(zip(losses, norms, strict=True))
+            ]
+        )
+        self.unread, self.clock = [], now
+        bad = next((first + i + 1 for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            raise RunError(f"the loss of step {bad} is not finite: try a lower --lr (the last checkpoint is untouched)")
+        mean = sum(losses) / len(losses)
+        return {"loss": f"{mean:.3f}", "bits/byte": f"{bits(mean):.3f}", "tokens/s": f"{speed:,.0f}"}
+
+    @torch.no_grad()
+    def measure_held_out(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """The mean loss over the held-out documents (the first `eval_tokens` of them), written and reported."""
+        self.read_losses()
+        total = min(self.held_out.total, self.config.eval_tokens)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()
+        for position in range(0, total, self.config.batch_tokens):
+            if stopped():
+                break
+            count = min(self.config.batch_tokens, total - position)
+            loss += self.loss_of(self.held_out.batch(position, count, self.device)).double() * count
+        else:
+            mean = loss.item() / total
+            bits = self.held_out.bits_per_byte(mean)
+            self.folder.append_metrics([{"step": self.step, "held_out_loss": mean, "held_out_bits_per_byte": bits}])
+            tqdm.write(f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens")
+        self.model.train()
+        self.clock = time.perf_counter()
+
+    def save(self) -> None:
+        """Writes the measurements, the checkpoint and the loss curve, in the order of what would be missed most."""
+        self.read_losses()
+        if self.saved_step < self.step:
+            state = checkpoint.capture(self.step, self.position, self.model, self.optimizer)
+            checkpoint.save(state, self.folder.checkpoint)
+            self.saved_step = self.step
+        draw_loss_curve(self.folder)
+        self.clock = time.perf_counter()

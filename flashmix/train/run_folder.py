@@ -1,0 +1,190 @@
+"""One run, one folder: its settings, tokens, measurements, loss curve and checkpoint, each written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+
+class RunError(Exception):
+    """Something the user can put right; the command line prints it as one line."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of one training run, as the command line takes them and `config.json` keeps them.
+
+    `text` empty means the source of Python's own standard library. Token counts are in tokens, `eval_every` and
+    `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`).
+    """
+
+    text: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    preset: str = "hybrid_tiny"
+    steps: int = 600
+    batch_tokens: int = 4096
+    seq_len: int = 512
+    lr: float = 4e-3
+    final_lr: float = 0.05
+    warmup: int = 30
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    held_out: float = 0.03
+    eval_tokens: int = 262144
+    eval_every: int = 200
+    save_every: int = 200
+    log_every: int = 10
+    seed: int = 0
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = False
+
+    def check(self) -> None:
+        """Raises RunError for a setting that cannot be."""
+        at_least_one = ("steps", "batch_tokens", "seq_len", "eval_tokens", "eval_every", "save_every", "log_every")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise RunError(f"--{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.held_out < 1:
+            raise RunError(f"--held-out must be between 0 and 1, got {self.held_out}")
+        if self.threads is not None and self.threads < 1:
+            raise RunError(f"--threads must be at least 1, got {self.threads}")
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> TrainConfig:
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise RunError(f"config.json has settings that this version does not know: {', '.join(unknown)}")
+        return cls(**{**settings, "text": tuple(settings.get("text", ()))})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.loss_curve = self.path / "loss.png"
+        self.checkpoint = self.path / "checkpoint.pt"
+        self.tokens = self.path / "tokens.bin"
+        self.documents = self.path / "documents.json"
+        self.tokenizer = self.path / "tokenizer.json"
+
+    def create(self) -> None:
+        """Makes the folder; refuses one that already holds a run, so that no run is ever written over."""
+        if self.config.exists():
+            raise RunError(
+                f"{self.path} already holds a run: continue it with --resume {self.path}, or choose another --out"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make the run folder {self.path}: {reason(error)}") from error
+
+    def read_config(self) -> dict[str, Any]:
+        if not self.config.exists():
+            raise RunError(f"{self.path} holds no run (there is no config.json in it)")
+        config = read_json(self.config)
+        if not isinstance(config, dict) or not {"train", "model"} <= set(config):
+            raise RunError(f"{self.config} is damaged: it must hold the settings 'train' and 'model'")
+        return config
+
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        try:
+            with self.metrics.open("a") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            raise RunError(f"cannot write {self.metrics}: {reason(error)}") from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows so far; a last line cut short by a crash is left out."""
+        rows = []
+        if self.metrics.exists():
+            for line in self.metrics.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    rows.append(json.loads(line))
+        return rows
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drops the rows that a resumed run will write again."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        with written_whole(self.metrics) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def reason(error: OSError) -> str:
+    """Why the operating system refused, in its own words ("No space left on device")."""
+    return error.strerror or str(error)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {reason(error)}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    with written_whole(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+class WholeFile:
+    """A file for writing that remembers why the operating system refused: torch.save raises something vaguer over it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.refusal: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.refusal = self.refusal or error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[WholeFile]:
+    """A file that appears under its name only once it is complete and on the disk; until then the old one stays.
+
+    Raises RunError: the disk is full or refuses; the unfinished file is removed and the old one untouched.
+    """
+    partial = path.with_name(path.name + ".partial")
+    file = None
+    try:
+        with partial.open("wb") as opened:
+            file = WholeFile(opened)
+            yield file
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        refusal = error if isinstance(error, OSError) else file.refusal if file else None
+        if refusal is not None:
+            kept = f"; the {path.name} from before is untouched" if path.exists() else ""
+            raise RunError(f"cannot write {path}: {reason(refusal)}{kept}") from error
+        raise

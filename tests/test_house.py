@@ -1,0 +1,210 @@
+"""The rules of the house that a program can enforce: which way imports point, what an import costs, that examples run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashmix
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flashmix"
+FILES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper"}
+
+# A file may import from its own floor and the floors below.
+FLOORS = {"_arch": 0, "_checks": 0, "_dispatch": 0, "ops": 1, "modules": 2, "layers": 3, "models": 4}
+TOP = 5  # train, doctor, hf, compat
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def floor_of(module: str) -> int:
+    parts = module.split(".")
+    return FLOORS.get(parts[1], TOP) if len(parts) > 1 else TOP
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every flashmix module that `path` imports, at its top or inside a function, for use or for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import; the house writes them in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if (ROOT / Path(*whole.split("."))).with_suffix(".py").exists() else str(node.module))
+                if (ROOT / Path(*whole.split(".")) / "__init__.py").exists():
+                    found.add(whole)
+    return {name for name in found if name.split(".")[0] == "flashmix"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    module = module_name(path)
+    if module == "flashmix":
+        return
+    for imported in imports_of(path):
+        assert floor_of(imported) <= floor_of(module), f"{module} imports {imported}, which is above it"
+        assert not imported.endswith("definition"), f"{module} imports {imported}: definitions are for tests and docs"
+        back_end, other = back_end_of(module), back_end_of(imported)
+        assert back_end is None or other in (None, back_end), f"{module} imports {imported}, another implementation"
+
+
+def back_end_of(module: str) -> str | None:
+    """The folder of the mathematical object and the implementation that a module belongs to, or None."""
+    for name in BACK_ENDS:
+        if name in module.split("."):
+            return module[: module.index(name) + len(name)]
+    return None
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_works_alone_and_touches_no_gpu() -> None:
+    run_python(
+        """
+import sys, torch
+from importlib.machinery import ModuleSpec
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "transformers", "matplotlib", "tqdm", "tokenizers"}:
+            return ModuleSpec(name, self)
+    def create_module(self, spec):
+        raise ImportError(f"{spec.name} is blocked")
+    def exec_module(self, module): ...
+sys.meta_path.insert(0, Block())
+import flashmix, flashmix.doctor
+assert not torch.cuda.is_initialized()
+q = torch.randn(1, 4, 2, 8)
+assert flashmix.linear_attention(q, q, q)[0].shape == q.shape
+print(flashmix.doctor.report())
+""",
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    brought = run_python(
+        "import sys, torch; b = set(sys.modules); import flashmix; print(*(set(sys.modules) - b))"
+    ).split()
+    heavy = {"triton", "transformers", "matplotlib", "tqdm", "tokenizers", "numpy", "scipy", "pandas"}
+    assert not heavy & {name.split(".")[0] for name in brought}
+    assert not any(name.startswith(("torch._inductor", "flashmix.train")) for name in brought), (
+        "compilers and training wait"
+    )
+
+
+def test_import_takes_less_than_a_fifth_of_a_second() -> None:
+    code = "import time, torch; t = time.perf_counter(); import flashmix; print(time.perf_counter() - t)"
+    assert min(float(run_python(code)) for _ in range(4)) < 0.2
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_machines_paths() -> None:
+    here = {str(ROOT), sys.prefix, str(Path.home())}
+    names = [re.escape(path) + r"\b" for path in here if path.count("/") > 1]
+    names += [f"/{folder}/" for folder in ("home", "root", "Users", "work")] + ["/tmp/[a-z]"]
+    pattern = re.compile(r"(?<![\w.:/-])(" + "|".join(names) + ")")
+    for path in tracked_files():
+        if path.suffix in (".png", ".pt") or path == Path(__file__).resolve():
+            continue
+        found = pattern.search(path.read_text(errors="replace"))
+        assert found is None, f"{path.relative_to(ROOT)} names {found.group()!r}"
+
+
+def modules_with_examples() -> list[str]:
+    names = [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "flashmix.")]
+    return [name for name in names if ">>>" in Path(str(importlib.util.find_spec(name).origin)).read_text()]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_of_docstrings_run(name: str) -> None:
+    torch.manual_seed(0)
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted and not result.failed
+
+
+def test_public_ops_have_an_example_and_no_open_keywords() -> None:
+    for name in flashmix.__all__:
+        thing = getattr(flashmix, name)
+        if not callable(thing):
+            continue
+        doc = inspect.getdoc(thing) or ""
+        assert doc, f"{name} has no docstring"
+        parameters = inspect.signature(thing).parameters
+        if "impl" in parameters:
+            assert ">>>" in doc, f"{name} has no example"
+            assert list(parameters)[-1] == "impl" and parameters["impl"].default == "auto", f"{name}: impl is not last"
+            assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()), f"{name} is open"
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", [d for d in DOCUMENTS if python_blocks(d.read_text())], ids=lambda p: p.name)
+def test_code_in_documents_runs(path: Path) -> None:
+    """The blocks of a document run in order and share their names; a block with prompts must print what it says."""
+    names: dict[str, object] = {}
+    torch.manual_seed(0)
+    for index, block in enumerate(python_blocks(path.read_text())):
+        label = f"{path.name}, block {index + 1}"
+        if ">>>" in block:
+            test = doctest.DocTestParser().get_doctest(block, names, label, str(path), 0)
+            runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+            runner.run(test, clear_globs=False)
+            assert not runner.failures, label
+            names.update(test.globs)
+        else:
+            exec(compile(block, label, "exec"), names)
+
+
+def test_commands_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"README names `make {target}`"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_files_stay_readable() -> None:
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 400, f"{module_name(path)} is over 400 lines"
