@@ -1,0 +1,176 @@
+"""RWKV-7: token shift, low-rank gates, and a state that is decayed, corrected and written to at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from flashmix._checks import check_shape
+from flashmix.layers.cache import RecurrentCache
+from flashmix.layers.linear_attention import head_size
+from flashmix.layers.mixer import Mixer
+from flashmix.modules.decay import RWKV7Decay
+from flashmix.modules.mlp import LowRank
+from flashmix.modules.token_shift import token_shift
+from flashmix.ops.norm import l2_norm
+from flashmix.ops.packing import Packing
+from flashmix.ops.recurrence import dplr
+
+NORM_EPS = 64e-5
+
+
+class RWKV7(Mixer[RecurrentCache]):
+    """The time mixing of RWKV-7: `S = diag(e^w) S - (a kk)(kk^T S) + k v^T`, `o = S^T r`.
+
+    `kk` is the key made one long, `a` in (0, 1) how much of what it holds is removed, `w` the log decay per channel.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a head; default `width / heads`.
+        ranks: of the projections for the decay, the removal `a`, the value residual and the output gate; by default
+            they grow with the square root of `width`.
+        value_residual: whether values are mixed with those of the model's first RWKV-7 layer, passed as `first_values`.
+
+    Source: Peng et al., arXiv:2503.14456, section 4.1.
+
+    Example:
+        >>> import torch
+        >>> RWKV7(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        ranks: tuple[int, int, int, int] | None = None,
+        value_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        inner = heads * self.head_dim
+        decay_rank, remove_rank, value_rank, gate_rank = ranks or default_ranks(width)
+
+        def low_rank(rank: int, activation: str | None = None, bias: bool = True) -> LowRank:
+            return LowRank(width, rank, inner, activation=activation, bias=bias, device=device, dtype=dtype)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.shift_mix = parameter(6, width)
+        self.receptance = nn.Linear(width, inner, bias=False, device=device, dtype=dtype)
+        self.key = nn.Linear(width, inner, bias=False, device=device, dtype=dtype)
+        self.value = nn.Linear(width, inner, bias=False, device=device, dtype=dtype)
+        self.decay_projection = low_rank(decay_rank, "tanh")
+        self.decay = RWKV7Decay()
+        self.remove = low_rank(remove_rank)
+        self.value_mix = low_rank(value_rank) if value_residual else None
+        self.gate = low_rank(gate_rank, "sigmoid", bias=False)
+        self.removal_key = parameter(inner)
+        self.key_keep = parameter(inner)
+        self.bonus = parameter(heads, self.head_dim)
+        self.norm_weight = parameter(inner)
+        self.norm_bias = parameter(inner)
+        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.shift_mix)
+        nn.init.constant_(self.removal_key, 0.85)
+        nn.init.ones_(self.key_keep)
+        nn.init.zeros_(self.bonus)
+        nn.init.ones_(self.norm_weight)
+        nn.init.zeros_(self.norm_bias)
+        channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
+        self.decay_projection.up.bias.copy_(-6.0 + 6.0 * channel)  # memories of about 3 to 700 tokens in each head
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        return self.mix_values(x, packing, cache, None)[0]
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        attention_mask: Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        first_values: Tensor | None = None,
+        return_values: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Mixes the tokens of each sequence; see `Mixer.forward`.
+
+        Args:
+            x, cu_seqlens, attention_mask, cache: as in `Mixer.forward`.
+            first_values: `[B, T, heads * head_dim]`, the values of the model's first RWKV-7 layer; needed with
+                `value_residual`, without effect otherwise.
+            return_values: also return this layer's values, to be the `first_values` of later ones.
+
+        Returns:
+            `[B, T, width]`, with `return_values` the pair of it and the values `[B, T, heads * head_dim]`.
+        """
+        if self.value_mix is not None:
+            if first_values is None:
+                raise ValueError("first_values must be given to a layer with value_residual, got None")
+            check_shape("first_values", first_values, *x.shape[:2], self.value.out_features)
+        x, packing, padding = self.prepare(x, cu_seqlens, attention_mask, cache)
+        if padding is not None and first_values is not None:
+            first_values = padding.remove(first_values)
+        y, values = self.mix_values(x, packing, cache, first_values)
+        if padding is not None:
+            y, values = padding.restore(y), padding.restore(values)
+        return (y, values) if return_values else y
+
+    def mix_values(
+        self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None, first_values: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer on checked inputs without padding: its output and its values."""
+        before, recent = token_shift(x, None if cache is None else cache.recent, packing)
+        x_r, x_w, x_k, x_v, x_a, x_g = torch.addcmul(x, before - x, self.shift_mix[:, None, None]).unbind(0)
+        r, k, values = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        v = values
+        if self.value_mix is not None and first_values is not None:
+            v = torch.lerp(values, first_values, torch.sigmoid(self.value_mix(x_v)))
+        a = torch.sigmoid(self.remove(x_a))
+        kk = l2_norm(self._heads(k * self.removal_key))
+        k = self._heads(torch.addcmul(k, k * (a - 1), self.key_keep))
+        r, v = self._heads(r), self._heads(v)
+        o, state = dplr(
+            r,
+            k,
+            v,
+            -kk,
+            kk * self._heads(a),
+            self._heads(self.decay(self.decay_projection(x_w))),
+            scale=1.0,
+            initial_state=None if cache is None else cache.state,
+            return_state=cache is not None,
+            cu_seqlens=packing,
+        )
+        if cache is not None:
+            cache.state, cache.recent = state, recent
+        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
+        o = torch.addcmul(self.norm_bias, o, self.norm_weight)
+        o = o + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
+        return self.output(o * self.gate(x_g)), values
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_dim))
+
+
+def default_ranks(width: int) -> tuple[int, int, int, int]:
+    """Ranks for the decay, the removal, the value residual and the gate at this width, multiples of 8."""
+
+    def rank(factor: float, power: float) -> int:
+        return max(8, round(factor * width**power / 8) * 8)
+
+    return rank(1.8, 0.5), rank(1.8, 0.5), rank(1.3, 0.5), rank(0.6, 0.8)

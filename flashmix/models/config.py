@@ -1,0 +1,155 @@
+"""What a model is: its sizes and one list of layers, any of which may be of any family."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flashmix._checks import check_choice
+from flashmix.layers import GLA, KDA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, Mixer, RetNet, SoftmaxAttention
+
+MIXERS: dict[str, type[Mixer[Any]]] = {
+    "attention": SoftmaxAttention,
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
+    "gla": GLA,
+    "kda": KDA,
+    "mamba2": Mamba2,
+    "retnet": RetNet,
+    "rwkv7": RWKV7,
+}
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer: the name of its mixer (a key of `MIXERS`) and the options of that class, without `width`.
+
+    Example:
+        >>> LayerConfig("attention", {"heads": 4, "window": 128}).to_dict()
+        {'mixer': 'attention', 'heads': 4, 'window': 128}
+    """
+
+    mixer: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"mixer": self.mixer, **self.options}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerConfig:
+        options = dict(values)
+        if "mixer" not in options:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got nothing")
+        return cls(options.pop("mixer"), options)
+
+    def build(self, width: int, **placement: Any) -> Mixer[Any]:
+        """The layer; `placement` is `device` and `dtype`."""
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in self.options.items()}
+        return MIXERS[self.mixer](width, **options, **placement)
+
+    def check(self, width: int) -> None:
+        """Raises ValueError or TypeError, naming the option, unless the layer can be built."""
+        check_choice("mixer", self.mixer, *MIXERS)
+        parameters = inspect.signature(MIXERS[self.mixer].__init__).parameters.values()
+        known = [p.name for p in parameters if p.name not in ("self", "width", "device", "dtype")]
+        for name in self.options:
+            if name not in known:
+                raise ValueError(f"{name} is not an option of {self.mixer}, which takes {', '.join(known)}")
+        for parameter in parameters:
+            if parameter.name in known and parameter.default is parameter.empty and parameter.name not in self.options:
+                raise ValueError(f"{parameter.name} must be given for {self.mixer}, got nothing")
+        for name, value in self.options.items():
+            if isinstance(value, str) or (isinstance(value, float) and name not in ("base", "lower")):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+        self.build(width, device="meta")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model.
+
+    Attributes:
+        vocab_size: number of tokens.
+        width: channels of the residual stream.
+        layers: one `LayerConfig` a block, from the embedding up.
+        mlp_width: hidden channels of each block's SwiGLU; None: `8/3 width`, rounded up to a multiple of 32.
+        tied: whether the head is the embedding.
+        norm_eps: of the norms before mixers, MLPs and the head.
+        logit_softcap: None, or logits are bounded to `c tanh(logits / c)`.
+
+    Raises:
+        ValueError, TypeError: a field cannot be; the message names it, as in `layers[2].heads must be ...`.
+
+    Example:
+        >>> delta = LayerConfig("gated_deltanet", {"heads": 4})
+        >>> near = LayerConfig("attention", {"heads": 4, "window": 128})
+        >>> config = ModelConfig(vocab_size=256, width=64, layers=[delta, delta, near])
+        >>> ModelConfig.from_dict(config.to_dict()) == config
+        True
+    """
+
+    vocab_size: int
+    width: int
+    layers: Sequence[LayerConfig]
+    mlp_width: int | None = None
+    tied: bool = True
+    norm_eps: float = 1e-6
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("vocab_size", "width", "mlp_width"):
+            value = getattr(self, name)
+            if value is None and name == "mlp_width":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("norm_eps", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if not isinstance(self.tied, bool):
+            raise TypeError(f"tied must be true or false, got {self.tied!r}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        first_rwkv7 = next((index for index, layer in enumerate(self.layers) if layer.mixer == "rwkv7"), None)
+        checked: list[LayerConfig] = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerConfig):
+                raise TypeError(f"layers[{index}] must be a LayerConfig, got {type(layer).__name__}")
+            if index == first_rwkv7 and layer.options.get("value_residual"):
+                raise ValueError(f"layers[{index}].value_residual must be false: no rwkv7 layer comes before it")
+            if layer in checked:
+                continue
+            try:
+                layer.check(self.width)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"layers[{index}].{error}") from None
+            checked.append(layer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, as JSON holds them."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**values, "layers": [layer.to_dict() for layer in self.layers]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        known = [entry.name for entry in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"{name} is not a field of ModelConfig, which has {', '.join(known)}")
+        for name in ("vocab_size", "width", "layers"):
+            if name not in values:
+                raise ValueError(f"{name} must be given, got nothing")
+        layers = []
+        for index, layer in enumerate(values["layers"]):
+            try:
+                layers.append(LayerConfig.from_dict(layer))
+            except ValueError as error:
+                raise ValueError(f"layers[{index}].{error}") from None
+        return cls(**{**values, "layers": layers})

@@ -1,0 +1,212 @@
+"""The one decoder: embedding, blocks of mixer and MLP, norm, head. Every architecture is a list of layers for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flashmix._checks import check_dtype, check_shape, contents_are_checked, dims
+from flashmix.layers import RWKV7, LayerCache
+from flashmix.layers.padding import Padding, padding_of
+from flashmix.models.cache import ModelCache
+from flashmix.models.config import LayerConfig, ModelConfig
+from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
+from flashmix.ops.packing import Packing, as_packing
+
+
+class Block(nn.Module):
+    """`h = x + mixer(norm(x))`, then `h + mlp(norm(h))`."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, **placement: Any) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.width, config.norm_eps, **placement)
+        self.mixer = layer.build(config.width, **placement)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps, **placement)
+        self.mlp = SwiGLU(config.width, config.mlp_width, **placement)
+
+    def forward(
+        self, x: Tensor, packing: Packing | None, cache: LayerCache | None, first_values: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The block's output, and the values of the first RWKV-7 layer for the later ones."""
+        y = self.mixer_norm(x)
+        if isinstance(self.mixer, RWKV7):
+            y, values = self.mixer(y, cu_seqlens=packing, cache=cache, first_values=first_values, return_values=True)
+            first_values = values if first_values is None else first_values
+        else:
+            y = self.mixer(y, cu_seqlens=packing, cache=cache)
+        y, x = self.mlp_norm.add_and_norm(y, x)
+        return x + self.mlp(y), first_values
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model made from a `ModelConfig`.
+
+    Args:
+        config: sizes and layers.
+        checkpoint_activations: keep only the input of each block and compute the rest again in the backward.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> import torch
+        >>> from flashmix.models.presets import preset
+        >>> model = Decoder(preset("gated_deltanet", "tiny"))
+        >>> tokens = torch.randint(256, (2, 10))
+        >>> model(tokens).shape, model(tokens[:, :-1], targets=tokens[:, 1:]).shape
+        (torch.Size([2, 10, 256]), torch.Size([]))
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        checkpoint_activations: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.embedding = nn.Embedding(config.vocab_size, config.width, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(config, layer, device=device, dtype=dtype) for layer in config.layers)
+        self.norm = RMSNorm(config.width, config.norm_eps, device=device, dtype=dtype)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False, device=device, dtype=dtype)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.loss = LinearCrossEntropy(softcap=config.logit_softcap)
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Normal weights of variance `1 / (3 inputs)`, smaller by `sqrt(2 blocks)` where they write to the residual."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=(3 * module.in_features) ** -0.5)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for last in (block.mixer.output, block.mlp.down):
+                last.weight.mul_((2 * len(self.blocks)) ** -0.5)
+
+    def new_cache(self, history: int = 0) -> ModelCache:
+        """An empty cache; `history` last tokens of it can be rolled back."""
+        return ModelCache([block.mixer.new_cache() for block in self.blocks], history)  # type: ignore[operator, union-attr]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        attention_mask: Tensor | None = None,
+        cache: ModelCache | None = None,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Logits of the next token, or the loss against `targets` without ever holding the logits.
+
+        Args:
+            tokens: `[B, T]` int64 or int32.
+            cu_seqlens: `[N + 1]` boundaries of packed sequences or their `Packing`; needs `B == 1`.
+            attention_mask: `[B, T]`, non-zero where there is a token; the others are padding, wherever they are. With a
+                cache it covers the tokens of this call only.
+            cache: from `new_cache`, what the model has read before; brought up to date in place. For inference only.
+            targets: `[B, T]` int64, the token that should follow each token; -100 where it does not count (as padding).
+            reduction: of the loss, "mean" over counted targets, "sum" or "none".
+
+        Returns:
+            Logits `[B, T, vocab_size]`; with `targets` the loss.
+
+        Raises:
+            TypeError: `tokens` or the mask has another dtype.
+            ValueError: a token is not in the vocabulary, shapes do not fit, both `cu_seqlens` and `attention_mask` are
+                given, the cache holds another number of sequences or is used while gradients are recorded.
+        """
+        x, padding = self._hidden(tokens, cu_seqlens, attention_mask, cache)
+        if targets is None:
+            return self.logits(x if padding is None else padding.restore(x))
+        check_shape("targets", targets, *tokens.shape)
+        if padding is None:
+            return self.loss(x, self.head.weight, targets, reduction)
+        loss = self.loss(x, self.head.weight, padding.remove(targets), reduction)
+        return padding.restore(loss) if reduction == "none" else loss
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        attention_mask: Tensor | None = None,
+        cache: ModelCache | None = None,
+    ) -> Tensor:
+        """What the head reads, `[B, T, width]`, zero at padding; arguments as in `forward`."""
+        x, padding = self._hidden(tokens, cu_seqlens, attention_mask, cache)
+        return x if padding is None else padding.restore(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head on `hidden` `[..., width]`: `[..., vocab_size]`."""
+        logits = self.head(hidden)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def roll_back(self, cache: ModelCache, count: int | Tensor) -> None:
+        """Forgets the last `count` tokens of the cache (a number, or `[B]` one for each sequence).
+
+        The newest snapshot before them is restored and the tokens between it and the goal are read again.
+
+        Raises ValueError: the cache's `history` does not reach that far, or a packed or padded call lies between.
+        """
+        tokens, mask = cache.take_back(count)
+        if tokens.shape[1]:
+            self.hidden(tokens, attention_mask=mask, cache=cache)
+
+    def _hidden(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor | Packing | None,
+        attention_mask: Tensor | None,
+        cache: ModelCache | None,
+    ) -> tuple[Tensor, Padding | None]:
+        """What the head reads; where there is padding, packed without it."""
+        B, T = dims("tokens", tokens, "B T")
+        check_dtype("tokens", tokens, torch.int64, torch.int32)
+        if tokens.numel() and contents_are_checked(tokens):
+            low, high = (int(bound) for bound in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                bad = low if low < 0 else high
+                raise ValueError(
+                    f"tokens must be between 0 and vocab_size - 1 = {self.config.vocab_size - 1}, got {bad}"
+                )
+        packing = as_packing(cu_seqlens, B, T, tokens.device)
+        padding = padding_of(attention_mask, cu_seqlens, B, T)
+        if cache is not None:
+            cache.record(tokens, rolls_back=packing is None and padding is None)
+        if padding is not None:
+            tokens, packing = padding.remove(tokens), padding.packing
+        x = self.embedding(tokens)
+        first_values: Tensor | None = None
+        recompute = self.checkpoint_activations and torch.is_grad_enabled()
+        for index, block in enumerate(self.blocks):
+            layer_cache = None if cache is None else cache.layers[index]
+            if recompute and layer_cache is None:
+                x, first_values = checkpoint(block, x, packing, None, first_values, use_reentrant=False)
+            else:
+                x, first_values = block(x, packing, layer_cache, first_values)
+        return self.norm(x), padding
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters for an optimiser: weight decay on the matrices of linear layers and embeddings, none on the rest.
+
+    Example:
+        >>> from flashmix.models.presets import preset
+        >>> [group["weight_decay"] for group in parameter_groups(Decoder(preset("gla", "tiny")), 0.1)]
+        [0.1, 0.0]
+    """
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if id(p) in matrices], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
+    ]

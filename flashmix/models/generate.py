@@ -1,0 +1,169 @@
+"""Text from a model: the prompt is read at once, then token by token from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import check_range, check_shape, dims
+from flashmix.models.cache import ModelCache
+from flashmix.models.decoder import Decoder
+
+
+def generate(
+    model: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    cache: ModelCache | None = None,
+) -> Tensor:
+    """Continues each row of `tokens`; greedy generation gives the argmax of the full forward at every position.
+
+    Args:
+        model: the decoder.
+        tokens: `[B, T]` int64, the prompts; of unequal length with padding (left or right) and a mask.
+        max_new_tokens: tokens to generate at most.
+        attention_mask: `[B, T]`, non-zero where there is a token.
+        temperature: 0 for the likeliest token; else logits are divided by it and a token is drawn.
+        top_k: draw from the `k` likeliest tokens only.
+        top_p: draw from the likeliest tokens that together have this probability, at least one.
+        stop: token or tokens that end a row; the row then repeats it.
+        generator: of random numbers, on the model's device.
+        cache: to continue from: what the model has read before `tokens`. Afterwards it holds, for each row, all but the
+            row's last new token; a longer prompt starts with that one.
+
+    Returns:
+        The new tokens `[B, n]`, `n <= max_new_tokens` (less where all rows have stopped).
+
+    Raises:
+        ValueError: an option is out of its range, or a prompt is empty.
+
+    Example:
+        >>> import torch
+        >>> from flashmix.models.presets import preset
+        >>> generate(Decoder(preset("gla", "tiny")), torch.tensor([[1, 2, 3]]), 5).shape
+        torch.Size([1, 5])
+    """
+    steps = stream(
+        model,
+        tokens,
+        max_new_tokens,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        generator=generator,
+        cache=cache,
+    )
+    new = list(steps)
+    return torch.stack(new, dim=1) if new else tokens[:, :0]
+
+
+def stream(
+    model: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    cache: ModelCache | None = None,
+) -> Iterator[Tensor]:
+    """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is there."""
+    B, T = dims("tokens", tokens, "B T")
+    check_range("max_new_tokens", max_new_tokens, 0, 2**31)
+    check_range("temperature", temperature, 0.0, float("inf"))
+    if top_k is not None:
+        check_range("top_k", top_k, 1, 2**31)
+    if top_p is not None:
+        check_range("top_p", top_p, 0.0, 1.0)
+    if T == 0:
+        raise ValueError("tokens must hold at least one token a row, got [B, 0]")
+    if attention_mask is not None:
+        check_shape("attention_mask", attention_mask, B, T)
+        if not bool((attention_mask != 0).any(dim=1).all()):
+            raise ValueError("attention_mask must leave at least one token in every row")
+    stops = torch.tensor(
+        [stop] if isinstance(stop, int) else list(stop or ()), dtype=tokens.dtype, device=tokens.device
+    )
+    return _steps(model, tokens, max_new_tokens, attention_mask, (temperature, top_k, top_p), stops, generator, cache)
+
+
+@torch.no_grad()
+def _steps(
+    model: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    attention_mask: Tensor | None,
+    sampling: tuple[float, int | None, float | None],
+    stops: Tensor,
+    generator: torch.Generator | None,
+    cache: ModelCache | None,
+) -> Iterator[Tensor]:
+    kept = cache is not None  # the caller continues from it: a row that has stopped must not enter it any more
+    cache = model.new_cache() if cache is None else cache
+    finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    last = tokens[:, -1]
+    for step in range(max_new_tokens):
+        if step:
+            attention_mask = ~finished[:, None] if kept and len(stops) else None
+            hidden = model.hidden(last[:, None], attention_mask=attention_mask, cache=cache)[:, -1]
+        else:
+            hidden = last_token(model.hidden(tokens, attention_mask=attention_mask, cache=cache), attention_mask)
+        drawn = sample(model.logits(hidden), *sampling, generator).to(tokens.dtype)
+        last = torch.where(finished, last, drawn)
+        yield last
+        if len(stops):
+            finished = torch.isin(last, stops)
+            if bool(finished.all()):
+                return
+
+
+def last_token(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """`[B, D]`: the last of `[B, T, D]` that is a token in each row."""
+    if attention_mask is None:
+        return hidden[:, -1]
+    last = hidden.shape[1] - 1 - (attention_mask != 0).flip(1).int().argmax(dim=1)
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token `[B]` from each row of logits `[B, vocabulary]`; options as in `generate`.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> sample(logits).tolist(), sample(logits, 1.0, top_k=1).tolist()
+        ([1], [1])
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered  # what the likelier tokens have together
+        ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

@@ -1,0 +1,141 @@
+"""Published architectures as lists of layers, in three sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flashmix._checks import check_choice
+from flashmix.models.config import LayerConfig, ModelConfig
+
+
+@dataclass(frozen=True)
+class Size:
+    """Channels of the residual stream, number of blocks, channels of a head, and the window of windowed attention."""
+
+    width: int
+    depth: int
+    head_dim: int
+    window: int
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+
+SIZES = {
+    "tiny": Size(width=32, depth=4, head_dim=8, window=4),  # for tests
+    "small": Size(width=256, depth=8, head_dim=64, window=256),  # trains on a laptop
+    "base": Size(width=768, depth=12, head_dim=64, window=1024),
+}
+
+Layers = list[LayerConfig]
+
+
+def retnet(size: Size) -> Layers:
+    """RetNet, arXiv:2307.08621."""
+    return size.depth * [LayerConfig("retnet", {"heads": size.heads})]
+
+
+def gla(size: Size) -> Layers:
+    """Gated linear attention, arXiv:2312.06635."""
+    return size.depth * [LayerConfig("gla", {"heads": max(1, size.heads // 2)})]
+
+
+def mamba2(size: Size) -> Layers:
+    """Mamba-2, arXiv:2405.21060."""
+    return size.depth * [LayerConfig("mamba2", {"heads": 2 * size.heads, "state_dim": 2 * size.head_dim})]
+
+
+def deltanet(size: Size) -> Layers:
+    """DeltaNet, arXiv:2406.06484."""
+    return size.depth * [LayerConfig("deltanet", {"heads": size.heads})]
+
+
+def gated_deltanet(size: Size) -> Layers:
+    """Gated DeltaNet, arXiv:2412.06464."""
+    return size.depth * [_gated_deltanet(size)]
+
+
+def kda(size: Size) -> Layers:
+    """Kimi Delta Attention in every layer, arXiv:2510.26692."""
+    return size.depth * [LayerConfig("kda", {"heads": size.heads})]
+
+
+def rwkv7(size: Size) -> Layers:
+    """RWKV-7 time mixing, arXiv:2503.14456, with this library's SwiGLU for its channel mixing."""
+    first = LayerConfig("rwkv7", {"heads": size.heads})
+    later = LayerConfig("rwkv7", {"heads": size.heads, "value_residual": True})
+    return [first, *(size.depth - 1) * [later]]
+
+
+def transformer(size: Size) -> Layers:
+    """Full softmax attention with rotary positions, as in Llama, arXiv:2302.13971."""
+    return size.depth * [LayerConfig("attention", {"heads": size.heads})]
+
+
+def hybrid(size: Size) -> Layers:
+    """Gated DeltaNet, every fourth layer windowed attention: a state for the past, exact attention for what is near."""
+    return _every_fourth(size, _gated_deltanet(size), "attention", heads=size.heads, window=size.window)
+
+
+def qwen3_next_like(size: Size) -> Layers:
+    """Gated DeltaNet, every fourth layer gated full attention with a quarter of the channels rotated, as in Qwen3-Next."""
+    options: dict[str, Any] = {
+        "heads": size.heads,
+        "kv_heads": max(1, size.heads // 4),
+        "rotary": max(2, size.head_dim // 4),
+        "base": 1e7,
+        "qk_norm": True,
+        "gated": True,
+    }
+    return _every_fourth(size, _gated_deltanet(size), "attention", **options)
+
+
+def kimi_linear_like(size: Size) -> Layers:
+    """Kimi Delta Attention with full attention without positions in every fourth layer, as in arXiv:2510.26692."""
+    return _every_fourth(size, LayerConfig("kda", {"heads": size.heads}), "attention", heads=size.heads, rotary=0)
+
+
+PRESETS: dict[str, Callable[[Size], Layers]] = {
+    build.__name__: build
+    for build in (
+        retnet, gla, mamba2, deltanet, gated_deltanet, kda, rwkv7, transformer,
+        hybrid, qwen3_next_like, kimi_linear_like,
+    )
+}  # fmt: skip
+
+
+def preset(name: str, size: str | Size = "small", *, vocab_size: int = 256) -> ModelConfig:
+    """The configuration of a published architecture.
+
+    Args:
+        name: a key of `PRESETS`.
+        size: a key of `SIZES`, or a `Size`.
+        vocab_size: number of tokens; 256 for bytes.
+
+    Raises:
+        ValueError: the name or the size is unknown.
+
+    Example:
+        >>> config = preset("hybrid", "tiny")
+        >>> [layer.mixer for layer in config.layers]
+        ['gated_deltanet', 'gated_deltanet', 'gated_deltanet', 'attention']
+    """
+    check_choice("name", name, *PRESETS)
+    if not isinstance(size, Size):
+        check_choice("size", size, *SIZES)
+        size = SIZES[size]
+    return ModelConfig(vocab_size=vocab_size, width=size.width, layers=PRESETS[name](size))
+
+
+def _gated_deltanet(size: Size) -> LayerConfig:
+    return LayerConfig(
+        "gated_deltanet", {"heads": max(1, size.heads // 2), "value_heads": size.heads, "head_dim": size.head_dim}
+    )
+
+
+def _every_fourth(size: Size, usual: LayerConfig, fourth: str, **options: Any) -> Layers:
+    """Three layers of one kind, then one of another, and so on."""
+    return [LayerConfig(fourth, options) if index % 4 == 3 else usual for index in range(size.depth)]

@@ -1,0 +1,26 @@
+"""Building blocks with parameters: norms, rotary embedding, short convolution, MLP, gates and losses."""
+
+from flashmix.modules.decay import BoundedDecay, LogSigmoidDecay, MambaDecay, RWKV7Decay, WriteStrength
+from flashmix.modules.losses import LinearCrossEntropy, next_token_targets
+from flashmix.modules.mlp import LowRank, SwiGLU
+from flashmix.modules.norm import GatedRMSNorm, RMSNorm
+from flashmix.modules.rotary_embedding import RotaryEmbedding
+from flashmix.modules.short_convolution import ShortConvolution
+from flashmix.modules.token_shift import token_shift
+
+__all__ = [
+    "BoundedDecay",
+    "GatedRMSNorm",
+    "LinearCrossEntropy",
+    "LogSigmoidDecay",
+    "LowRank",
+    "MambaDecay",
+    "RMSNorm",
+    "RWKV7Decay",
+    "RotaryEmbedding",
+    "ShortConvolution",
+    "SwiGLU",
+    "WriteStrength",
+    "next_token_targets",
+    "token_shift",
+]

@@ -1,0 +1,190 @@
+"""How a layer makes its gates: log decays `g <= 0` from projections of the input, and write strengths `beta`.
+
+Decays are computed and returned in float32 (float64 for float64 inputs): they are summed over many tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, softplus
+
+from flashmix._checks import check_range
+
+RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % a token
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if float32 or float64, else in float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class MambaDecay(nn.Module):
+    """The decay of Mamba-2, Gated DeltaNet and (per channel) KDA: `g = -exp(A_log) softplus(x + dt_bias)`.
+
+    Args:
+        heads: number of heads, one `A_log` each.
+        channels: None for one decay a head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
+        step_range: the step `softplus(dt_bias)` is log-uniform between these at first.
+        rate_range: the rate `exp(A_log)` is uniform between these at first.
+
+    Source: Dao and Gu, arXiv:2405.21060, section 7; Kimi Linear, arXiv:2510.26692, section 4.
+
+    Example:
+        >>> import torch
+        >>> MambaDecay(4)(torch.randn(2, 5, 4)).shape, MambaDecay(4, 8)(torch.randn(2, 5, 4, 8)).shape
+        (torch.Size([2, 5, 4]), torch.Size([2, 5, 4, 8]))
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        channels: int | None = None,
+        *,
+        step_range: tuple[float, float] = (1e-3, 0.1),
+        rate_range: tuple[float, float] = (1.0, 16.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.step_range = step_range
+        self.rate_range = rate_range
+        shape = (heads,) if channels is None else (heads, channels)
+        self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.A_log.uniform_(*self.rate_range).log_()
+        low, high = (math.log(step) for step in self.step_range)
+        step = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(low, high).exp_()
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def step_size(self, x: Tensor) -> Tensor:
+        """`softplus(x + dt_bias)`, the `dt` of Mamba-2."""
+        return softplus(at_least_float32(x) + self.dt_bias)
+
+    def rate(self) -> Tensor:
+        """`-exp(A_log)`, `[H]`, negative."""
+        return -at_least_float32(self.A_log).exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.rate()
+        return self.step_size(x) * (rate if self.dt_bias.dim() == 1 else rate[:, None])
+
+
+class BoundedDecay(nn.Module):
+    """A decay with a floor, per channel: `g = lower * sigmoid(exp(A_log) (x + dt_bias))`.
+
+    Args:
+        heads: number of heads, one `A_log` each.
+        channels: None for one decay a head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
+        lower: the strongest log decay, in [-5, 0).
+
+    Raises:
+        ValueError: `lower` is out of its range.
+
+    Source: Kimi Linear, arXiv:2510.26692 (the gate's bounded form in the released models).
+
+    Example:
+        >>> import torch
+        >>> g = BoundedDecay(4, 8)(100 * torch.randn(2, 5, 4, 8))
+        >>> g.shape, bool(g.min() >= -5)
+        (torch.Size([2, 5, 4, 8]), True)
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        channels: int | None = None,
+        *,
+        lower: float = -5.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_range("lower", lower, -5.0, -1e-6)
+        self.lower = lower
+        shape = (heads,) if channels is None else (heads, channels)
+        self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.A_log)
+        nn.init.uniform_(self.dt_bias, -6.0, -2.0)  # memories of 1 / (5 sigmoid): about 2 to 80 tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        sharpness = at_least_float32(self.A_log).exp()
+        if self.dt_bias.dim() == 2:
+            sharpness = sharpness[:, None]
+        return self.lower * torch.sigmoid(sharpness * (at_least_float32(x) + self.dt_bias))
+
+
+class LogSigmoidDecay(nn.Module):
+    """The decay of GLA: `g = logsigmoid(x) / temperature`.
+
+    Args:
+        temperature: the larger, the slower the forgetting.
+
+    Source: Yang et al., arXiv:2312.06635, section 4.4 (temperature 16).
+
+    Example:
+        >>> import torch
+        >>> LogSigmoidDecay()(torch.zeros(1)).item()
+        -0.043321698904037476
+    """
+
+    def __init__(self, temperature: float = 16.0) -> None:
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(at_least_float32(x)) / self.temperature
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}"
+
+
+class RWKV7Decay(nn.Module):
+    """The decay of RWKV-7: `w = -e^{-1/2} sigmoid(x)`, between -0.6065 and 0.
+
+    Source: Peng et al., arXiv:2503.14456, equation 11.
+
+    Example:
+        >>> import torch
+        >>> round(RWKV7Decay()(torch.zeros(1)).item(), 4)
+        -0.3033
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RWKV7_STRONGEST * torch.sigmoid(at_least_float32(x))
+
+
+class WriteStrength(nn.Module):
+    """The `beta` of a delta rule: `sigmoid(x)`, or `2 sigmoid(x)` where transitions may have negative eigenvalues.
+
+    Args:
+        negative_eigenvalues: whether `beta` reaches to 2 (reflections: the state can count modulo two) instead of 1.
+
+    Source: Grazzi et al., arXiv:2411.12537, section 4.
+
+    Example:
+        >>> import torch
+        >>> WriteStrength()(torch.zeros(1)).item(), WriteStrength(negative_eigenvalues=True)(torch.zeros(1)).item()
+        (0.5, 1.0)
+    """
+
+    def __init__(self, negative_eigenvalues: bool = False) -> None:
+        super().__init__()
+        self.negative_eigenvalues = negative_eigenvalues
+
+    def forward(self, x: Tensor) -> Tensor:
+        beta = torch.sigmoid(at_least_float32(x))
+        return 2 * beta if self.negative_eigenvalues else beta
+
+    def extra_repr(self) -> str:
+        return f"negative_eigenvalues={self.negative_eigenvalues}"

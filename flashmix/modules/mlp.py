@@ -1,0 +1,80 @@
+"""Channel mixing, and the low-rank projection that gates are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.ops.activation import swiglu
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP `y = W_down (silu(W_gate x) * W_up x)`; gate and up are one matrix.
+
+    Args:
+        dim: channels in and out.
+        hidden: channels between; default `8/3 dim` rounded up to a multiple of 32.
+
+    Source: Shazeer, arXiv:2002.05202, equation 6.
+
+    Example:
+        >>> import torch
+        >>> SwiGLU(16)(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden = -(-8 * dim // (3 * 32)) * 32 if hidden is None else hidden
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(swiglu(gate, up))
+
+
+class LowRank(nn.Module):
+    """A projection through few channels: `y = W_up act(W_down x) + bias`.
+
+    Args:
+        dim: channels in.
+        rank: channels between.
+        out: channels out.
+        activation: "tanh", "sigmoid" or None, between the two.
+        bias: whether there is a learned bias at the end, 0 at first.
+
+    Example:
+        >>> import torch
+        >>> LowRank(16, 4, 32, activation="tanh")(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rank: int,
+        out: int,
+        *,
+        activation: str | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        self.activation = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, None: None}[activation]
+        self.up = nn.Linear(rank, out, bias=bias, device=device, dtype=dtype)
+        if bias:
+            nn.init.zeros_(self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        return self.up(x if self.activation is None else self.activation(x))

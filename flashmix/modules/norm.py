@@ -1,0 +1,92 @@
+"""RMS normalisation as modules: plain, fused with a residual sum, and gated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix._checks import check_choice
+from flashmix.ops.norm import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square of the last axis and scales: `y = x / sqrt(mean(x^2) + eps) * weight`.
+
+    Args:
+        dim: channels of the last axis.
+        eps: added to the mean square.
+        affine: whether there is a learned `weight`.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467, equation 4.
+
+    Example:
+        >>> import torch
+        >>> RMSNorm(16)(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.register_parameter("weight", nn.Parameter(torch.ones(dim, device=device, dtype=dtype)) if affine else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)` in one pass over memory."""
+        y, total = rms_norm(x, self.weight, eps=self.eps, residual=residual, return_residual=True)
+        return y, total
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}, affine={self.weight is not None}"
+
+
+class GatedRMSNorm(nn.Module):
+    """An RMS norm whose result is gated: `y = x / sqrt(mean(x^2) + eps) * weight * act(gate)`.
+
+    Args:
+        dim: channels of the last axis.
+        eps: added to the mean square.
+        activation: "silu" or "sigmoid", applied to the gate.
+
+    Source: Yang et al., arXiv:2412.06464, section 3.4 (silu); Kimi Linear, arXiv:2510.26692, section 4 (sigmoid).
+
+    Example:
+        >>> import torch
+        >>> GatedRMSNorm(16)(torch.randn(2, 5, 4, 16), torch.randn(2, 5, 4, 16)).shape
+        torch.Size([2, 5, 4, 16])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        activation: str = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("activation", activation, "silu", "sigmoid")
+        self.dim = dim
+        self.eps = eps
+        self.activation = activation
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, gate=gate, gate_activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}, activation={self.activation!r}"

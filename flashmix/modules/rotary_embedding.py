@@ -1,0 +1,86 @@
+"""Rotary position embedding with a table that grows by need."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix._checks import check_multiple, check_range
+from flashmix.ops.packing import Packing
+from flashmix.ops.rotary import rotary, rotary_table
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates pairs of channels by an angle proportional to the token's position.
+
+    The table of cosines and sines is float32 whatever the model's dtype, is not part of the state dict, and doubles
+    when a position past its end is asked for.
+
+    Args:
+        head_dim: channels of one head (not of the model).
+        base: the longest wavelength is about `2 pi base` tokens.
+        rotated: how many of the first channels turn, even; default all of them.
+        interleaved: pairs are neighbours `(0, 1), (2, 3), ...` instead of halves `(i, i + rotated/2)`.
+
+    Raises:
+        ValueError: `rotated` is odd or larger than `head_dim`.
+
+    Source: Su et al., arXiv:2104.09864, equation 15.
+
+    Example:
+        >>> import torch
+        >>> RotaryEmbedding(16)(torch.randn(2, 5, 4, 16)).shape
+        torch.Size([2, 5, 4, 16])
+    """
+
+    def __init__(
+        self, head_dim: int, base: float = 10000.0, *, rotated: int | None = None, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.base = base
+        self.rotated = head_dim if rotated is None else rotated
+        self.interleaved = interleaved
+        check_range("rotated", self.rotated, 2, head_dim)
+        check_multiple("rotated", self.rotated, "the size of a pair", 2)
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: int | Tensor | None = None,
+        limit: int | None = None,
+        cu_seqlens: Tensor | Packing | None = None,
+    ) -> Tensor:
+        """Rotates `x`.
+
+        Args:
+            x: `[B, T, H, head_dim]`.
+            positions: of the first token (int) or of each token (`[B, T]`); default 0, 1, ... in each sequence.
+            limit: all `positions` lie below it; needed with a tensor, so that the host need not read that.
+            cu_seqlens: boundaries of packed sequences; each starts at position 0.
+
+        Returns:
+            `x` rotated, same shape and dtype.
+        """
+        if isinstance(positions, Tensor):
+            if limit is None:
+                raise ValueError("limit must be given with a tensor of positions, got None")
+        else:
+            limit = x.shape[1] + (positions or 0)
+        cos, sin = self._table_for(limit, x.device)
+        return rotary(x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, interleaved=self.interleaved)
+
+    def _table_for(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A table on `device` with at least `limit` positions."""
+        table = self._table
+        if table is None or table[0].shape[0] < limit or table[0].device != device:
+            size = max(256, 1 << (limit - 1).bit_length())
+            with torch.inference_mode(False), torch.no_grad():  # a table made while generating must serve training too
+                table = rotary_table(size, self.rotated, self.base, device=device, dtype=torch.float32)
+            self._table = table
+        return table
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, base={self.base}, rotated={self.rotated}, interleaved={self.interleaved}"

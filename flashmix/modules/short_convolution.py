@@ -1,0 +1,79 @@
+"""Mixing of the last few tokens: the causal depthwise convolution and the token shift."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix._checks import check_choice, check_range
+from flashmix.ops.packing import Packing
+from flashmix.ops.short_conv import short_conv
+
+
+class ShortConvolution(nn.Module):
+    """A causal depthwise convolution over `width` tokens: `y_t = act(sum_i weight[:, width-1-i] x_{t-i} + bias)`.
+
+    Args:
+        dim: channels.
+        width: tokens that an output sees, its own included.
+        activation: "silu" or None.
+        bias: whether there is a learned bias.
+
+    Source: Gu and Dao, arXiv:2312.00752, section 3.4.
+
+    Example:
+        >>> import torch
+        >>> y, state = ShortConvolution(16, 4)(torch.randn(2, 5, 16), return_state=True)
+        >>> y.shape, state.shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 3, 16]))
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        width: int = 4,
+        *,
+        activation: str | None = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_range("width", width, 2, 64)
+        check_choice("activation", activation, "silu", None)
+        self.dim = dim
+        self.width = width
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(dim, width, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.width**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+        cu_seqlens: Tensor | Packing | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolves `x` `[B, T, dim]`; the state `[N, width - 1, dim]` holds the last inputs, oldest first."""
+        return short_conv(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            initial_state=initial_state,
+            return_state=return_state,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, width={self.width}, activation={self.activation!r}, bias={self.bias is not None}"
