@@ -1,7 +1,7 @@
 """Language models: a configuration, the decoder that it describes, presets, and generation."""
 
 from flashmix.models.cache import ModelCache
-from flashmix.models.config import LayerConfig, ModelConfig
+from flashmix.models.config import DecoderConfig, LayerConfig
 from flashmix.models.decoder import Decoder, parameter_groups
 from flashmix.models.generate import generate, stream
 from flashmix.models.presets import PRESETS, SIZES, Size, preset
@@ -10,9 +10,9 @@ __all__ = [
     "PRESETS",
     "SIZES",
     "Decoder",
+    "DecoderConfig",
     "LayerConfig",
     "ModelCache",
-    "ModelConfig",
     "Size",
     "generate",
     "parameter_groups",

@@ -67,7 +67,7 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class DecoderConfig:
     """A decoder-only language model.
 
     Attributes:
@@ -85,8 +85,8 @@ class ModelConfig:
     Example:
         >>> delta = LayerConfig("gated_deltanet", {"heads": 4})
         >>> near = LayerConfig("attention", {"heads": 4, "window": 128})
-        >>> config = ModelConfig(vocab_size=256, width=64, layers=[delta, delta, near])
-        >>> ModelConfig.from_dict(config.to_dict()) == config
+        >>> config = DecoderConfig(vocab_size=256, width=64, layers=[delta, delta, near])
+        >>> DecoderConfig.from_dict(config.to_dict()) == config
         True
     """
 
@@ -138,11 +138,11 @@ class ModelConfig:
         return {**values, "layers": [layer.to_dict() for layer in self.layers]}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> DecoderConfig:
         known = [entry.name for entry in fields(cls)]
         for name in values:
             if name not in known:
-                raise ValueError(f"{name} is not a field of ModelConfig, which has {', '.join(known)}")
+                raise ValueError(f"{name} is not a field of DecoderConfig, which has {', '.join(known)}")
         for name in ("vocab_size", "width", "layers"):
             if name not in values:
                 raise ValueError(f"{name} must be given, got nothing")

@@ -12,7 +12,7 @@ from flashmix._checks import check_dtype, check_shape, contents_are_checked, dim
 from flashmix.layers import RWKV7, LayerCache
 from flashmix.layers.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
-from flashmix.models.config import LayerConfig, ModelConfig
+from flashmix.models.config import DecoderConfig, LayerConfig
 from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
 from flashmix.ops.packing import Packing, as_packing
 
@@ -20,7 +20,7 @@ from flashmix.ops.packing import Packing, as_packing
 class Block(nn.Module):
     """`h = x + mixer(norm(x))`, then `h + mlp(norm(h))`."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, **placement: Any) -> None:
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, **placement: Any) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.width, config.norm_eps, **placement)
         self.mixer = layer.build(config.width, **placement)
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model made from a `ModelConfig`.
+    """A decoder-only language model made from a `DecoderConfig`.
 
     Args:
         config: sizes and layers.
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
     Example:
         >>> import torch
         >>> from flashmix.models.presets import preset
-        >>> model = Decoder(preset("gated_deltanet", "tiny"))
+        >>> model = Decoder(preset("gated_deltanet_nano"))
         >>> tokens = torch.randint(256, (2, 10))
         >>> model(tokens).shape, model(tokens[:, :-1], targets=tokens[:, 1:]).shape
         (torch.Size([2, 10, 256]), torch.Size([]))
@@ -60,7 +60,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderConfig,
         *,
         checkpoint_activations: bool = False,
         device: torch.device | str | None = None,
@@ -201,7 +201,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Example:
         >>> from flashmix.models.presets import preset
-        >>> [group["weight_decay"] for group in parameter_groups(Decoder(preset("gla", "tiny")), 0.1)]
+        >>> [group["weight_decay"] for group in parameter_groups(Decoder(preset("gla_nano")), 0.1)]
         [0.1, 0.0]
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}

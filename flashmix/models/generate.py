@@ -49,7 +49,7 @@ def generate(
     Example:
         >>> import torch
         >>> from flashmix.models.presets import preset
-        >>> generate(Decoder(preset("gla", "tiny")), torch.tensor([[1, 2, 3]]), 5).shape
+        >>> generate(Decoder(preset("gla_nano")), torch.tensor([[1, 2, 3]]), 5).shape
         torch.Size([1, 5])
     """
     steps = stream(
