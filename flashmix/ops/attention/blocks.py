@@ -1,0 +1,223 @@
+"""How `portable.py` cuts the score matrix, and the scores of one tile of it.
+
+Rows are cut into blocks of `ROWS` queries; a block takes the keys it can see in pieces of at most `KEYS`. The sizes
+never depend on the number of tokens or on the batch, and every block is padded to its full size, so that the bits of a
+row depend on nothing but the row and its keys. The `R = HQ / H` query heads that share a key head are laid below each
+other: a tile is `[heads, R * rows, keys]`. Scores are in units of log 2, because exp2 is what vectorises best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashmix.ops.attention.dropout import dropout_factor
+from flashmix.ops.attention.problem import Score
+
+ROWS = 128
+FEW_ROWS = 16  # for a few new queries against many keys
+KEYS = 512
+ALIGN = 64  # pieces start and end at multiples of this
+TILE_ROWS = 1024  # heads are taken together up to this many rows of a tile
+LOG2_E = math.log2(math.e)
+# e^-1e6 is 0 in every dtype, and float64 sums of such gates are still exact to 1e-6
+STRONGEST_DECAY = -1e6
+
+
+def rows_per_block(tokens_q: int, tokens_k: int) -> int:
+    return FEW_ROWS if tokens_q <= FEW_ROWS < tokens_k else ROWS
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def to_row_blocks(x: Tensor, heads: int, rows: int, fill: float = 0.0) -> Tensor:
+    """`[B, T, HQ, D]` as contiguous `[B * heads, blocks, R * rows, D]`, the last block padded with `fill`."""
+    batch, tokens, heads_q, dim = x.shape
+    blocks = round_up(tokens, rows) // rows
+    x = F.pad(x, (0, 0, 0, 0, 0, blocks * rows - tokens), value=fill)
+    x = x.view(batch, blocks, rows, heads, heads_q // heads, dim).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(batch * heads, blocks, heads_q // heads * rows, dim)
+
+
+def from_row_blocks(x: Tensor, batch: int, tokens: int, rows: int) -> Tensor:
+    """The inverse of `to_row_blocks`."""
+    heads, blocks, dim = x.shape[0] // batch, x.shape[1], x.shape[3]
+    x = x.view(batch, heads, blocks, -1, rows, dim).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(batch, blocks * rows, -1, dim)[:, :tokens]
+
+
+def to_keys(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, T, H, D]` as contiguous `[B * H, T padded to ROWS, D]`."""
+    batch, tokens, heads, dim = x.shape
+    padded = x.new_zeros(batch, heads, round_up(tokens, ROWS), dim, dtype=dtype)
+    padded[:, :, :tokens] = x.transpose(1, 2)
+    return padded.view(batch * heads, -1, dim)
+
+
+@dataclass
+class Tile:
+    """One block of rows against one piece of keys, for some of the (batch, key head) pairs."""
+
+    heads: slice
+    block: int
+    first_position: int
+    keys: slice
+
+    @property
+    def width(self) -> int:
+        return self.keys.stop - self.keys.start
+
+    @property
+    def shift(self) -> int:
+        """The position of the first row minus that of the first key."""
+        return self.first_position - self.keys.start
+
+
+@dataclass
+class Tiles:
+    """The tiles of sequences that all have `tokens_q` queries and `tokens_k` keys, and their scores.
+
+    `q [B * H, blocks, R * rows, K]` is scaled already (see `scaled_q`), `k [B * H, padded keys, K]`. With `keys_first`
+    the tiles lie transposed in memory, `[heads, keys, R * rows]`, as backward wants them.
+    """
+
+    q: Tensor
+    k: Tensor
+    tokens_q: int
+    tokens_k: int
+    rows: int
+    group: int
+    score: Score
+    keys_first: bool
+    slopes: Tensor | None = None  # [B * H, R, 1, 1], in log 2
+    decay: tuple[Tensor, Tensor] | None = None  # its running sum in log 2, float64: at rows and at keys, [B * H, R, .]
+    dropout: tuple[Tensor, Tensor, Tensor] | None = (
+        None  # seed, query head [B * H, R, 1, 1], first row [B * H, 1, 1, 1]
+    )
+    _tables: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
+
+    def head_slices(self) -> Iterator[slice]:
+        """The (batch, key head) pairs that are taken together."""
+        together = max(1, TILE_ROWS // (self.group * self.rows))
+        for start in range(0, self.q.shape[0], together):
+            yield slice(start, min(start + together, self.q.shape[0]))
+
+    def of_block(self, heads: slice, block: int) -> Iterator[Tile]:
+        """The tiles with a key that some row of the block may see."""
+        first = block * self.rows + self.tokens_k - self.tokens_q
+        low, high = 0, self.k.shape[1]
+        if self.score.left is not None:
+            low = max(0, first - self.score.left) // ALIGN * ALIGN
+        if self.score.right is not None:
+            high = min(high, round_up(first + self.rows + self.score.right, ALIGN))
+        for start in range(low, high, KEYS):
+            yield Tile(heads, block, first, slice(start, min(start + KEYS, high)))
+
+    def products(self, tile: Tile) -> Tensor:
+        """`q k^T` of a tile: `[heads, R * rows, keys]`, with `keys_first` `[heads, keys, R * rows]`."""
+        q, k = self.q[tile.heads, tile.block], self.k[tile.heads, tile.keys]
+        return torch.bmm(k, q.transpose(1, 2)) if self.keys_first else torch.bmm(q, k.transpose(1, 2))
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """A tile as a view `[heads, R, rows, keys]`."""
+        if self.keys_first:
+            return x.view(x.shape[0], x.shape[1], self.group, self.rows).permute(0, 2, 3, 1)
+        return x.view(x.shape[0], self.group, self.rows, x.shape[2])
+
+    def softcap_(self, products: Tensor) -> Tensor:
+        """`tanh(scores / softcap)` in place; `scaled_q` made the products `2 scores / softcap`.
+
+        `tanh x = (e^{2x} - 1) / (e^{2x} + 1)`: expm1 keeps small scores exact and takes a third of the time of tanh.
+        """
+        grown = products.clamp_(max=40).expm1_()  # tanh 20 is 1 in float64
+        return grown.div_(grown + 2)
+
+    def add_biases_(self, scores: Tensor, tile: Tile) -> Tensor:
+        """Adds ALiBi, the decay between key and query, and -inf where a row does not see a key, in place."""
+        by_head = self.by_head(scores)
+        if self.slopes is not None:
+            by_head.addcmul_(self.slopes[tile.heads], self.distance(tile), value=-1)
+        if self.decay is not None:
+            self._add_decay_(by_head, tile)
+        score, width = self.score, tile.width
+        everything = tile.keys.stop <= self.tokens_k
+        everything &= score.left is None or tile.shift + self.rows - 1 <= score.left
+        everything &= score.right is None or width - 1 - tile.shift <= score.right
+        if not everything:
+            by_head.add_(self._mask(tile))
+        return scores
+
+    def dropout_factor(self, tile: Tile) -> Tensor | None:
+        """What dropout multiplies the probabilities with, `[heads, R, rows, keys]`."""
+        if self.dropout is None:
+            return None
+        seed, query_head, first_row = self.dropout
+        rows = torch.arange(tile.block * self.rows, (tile.block + 1) * self.rows, device=self.q.device)[:, None]
+        keys = torch.arange(tile.keys.start, tile.keys.stop, device=self.q.device)
+        heads, rows = query_head[tile.heads], first_row[tile.heads] + rows
+        return dropout_factor(seed, heads, rows, keys, self.score.dropout_p).to(self.q.dtype)
+
+    def distance(self, tile: Tile) -> Tensor:
+        """`|position - key|`, `[rows, keys]`."""
+        key = ("distance", tile.shift, tile.width, 0)
+        if key not in self._tables:
+            self._tables[key] = self._laid_out(self._offsets(tile).abs())
+        return self._tables[key]
+
+    def _mask(self, tile: Tile) -> Tensor:
+        """0 where a row sees a key, else -inf, `[rows, keys]`."""
+        present = min(tile.width, self.tokens_k - tile.keys.start)
+        key = ("mask", tile.shift, tile.width, present)
+        if key not in self._tables:
+            offsets = self._offsets(tile)
+            hidden = (torch.arange(tile.width, device=offsets.device) >= present).expand_as(offsets)
+            if self.score.left is not None:
+                hidden = hidden | (offsets > self.score.left)
+            if self.score.right is not None:
+                hidden = hidden | (-offsets > self.score.right)
+            self._tables[key] = self._laid_out(torch.zeros_like(offsets).masked_fill_(hidden, -torch.inf))
+        return self._tables[key]
+
+    def _offsets(self, tile: Tile) -> Tensor:
+        rows = torch.arange(self.rows, device=self.q.device, dtype=self.q.dtype)[:, None]
+        return rows - torch.arange(tile.width, device=self.q.device, dtype=self.q.dtype) + tile.shift
+
+    def _laid_out(self, table: Tensor) -> Tensor:
+        """The same `[rows, keys]` table in the memory order of the tiles."""
+        return table.t().contiguous().t() if self.keys_first else table
+
+    def _add_decay_(self, scores: Tensor, tile: Tile) -> None:
+        """Adds `G_row - G_key`; for keys before the block as (G_row - G_first) + (G_first - G_key), a vector each."""
+        assert self.decay is not None
+        at_rows, at_keys = self.decay
+        rows = at_rows[tile.heads, :, tile.block * self.rows : (tile.block + 1) * self.rows, None]
+        keys = at_keys[tile.heads, :, None, tile.keys]
+        near = min(max(tile.shift, 0), tile.width)
+        if near > 0:
+            first = rows[:, :, :1]
+            scores[..., :near].add_((first - keys[..., :near]).to(scores.dtype)).add_((rows - first).to(scores.dtype))
+        if near < tile.width:
+            scores[..., near:].add_((rows - keys[..., near:]).to(scores.dtype))
+
+
+def scaled_q(q: Tensor, score: Score, dtype: torch.dtype) -> Tensor:
+    """q with the factor of the scores: in log 2, or `2 / softcap` for `Tiles.softcap_`."""
+    factor = LOG2_E if score.softcap is None else 2 / score.softcap
+    return q.to(dtype) * (score.scale * factor)
+
+
+def decay_sums(log_decay: Tensor, tokens_q: int, heads: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The running sum of `log_decay [B, Tk, HQ]` in log 2 at the padded rows and the padded keys, `[B * H, R, .]`."""
+    batch, tokens_k, heads_q = log_decay.shape
+    sums = log_decay.double().clamp(min=STRONGEST_DECAY).mul_(LOG2_E).cumsum(1)
+    sums = sums.transpose(1, 2).reshape(batch * heads, heads_q // heads, tokens_k)
+    positions = torch.arange(round_up(tokens_q, rows), device=sums.device) + tokens_k - tokens_q
+    keys = torch.arange(round_up(tokens_k, ROWS), device=sums.device)
+    return sums[:, :, positions.clamp(0, tokens_k - 1)], sums[:, :, keys.clamp(max=tokens_k - 1)]

@@ -1,0 +1,201 @@
+"""Choosing an implementation of softmax attention and calling it, as operators that autograd and torch.compile know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix._dispatch import Implementation, choose
+from flashmix.ops.attention import sdpa
+from flashmix.ops.attention.problem import Problem, Score
+
+
+def _sdpa_supports(problem: Problem) -> str | None:
+    score = problem.score
+    extras = {
+        "a window": score.left is not None or score.right not in (None, 0),
+        "softcap": score.softcap is not None,
+        "dropout": score.dropout_p > 0,
+        "a sink": problem.sink,
+        "ALiBi": problem.alibi,
+        "log_decay": problem.decay,
+        "packed sequences": problem.packed,
+        "return_lse": problem.lse,
+    }
+    for extra, wanted in extras.items():
+        if wanted:
+            return f"torch's scaled_dot_product_attention has no {extra}"
+    if problem.dim_qk != problem.dim_v:
+        return f"torch holds [Tq, Tk] scores when the head dims differ, got {problem.dim_qk} and {problem.dim_v}"
+    if score.right == 0 and problem.tokens_q not in (1, problem.tokens_k):
+        return "torch aligns the causal mask to the first key, not to the last"
+    if min(problem.batch, problem.tokens_q, problem.tokens_k) == 0:
+        return "the inputs are empty"
+    if problem.device != "cpu" and problem.gradient:
+        return f"torch's backward on {problem.device} is not deterministic"
+    return None
+
+
+def _portable_supports(problem: Problem) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS = (
+    Implementation("sdpa", "flashmix.ops.attention.sdpa", _sdpa_supports),
+    Implementation("portable", "flashmix.ops.attention.portable", _portable_supports),
+)
+
+
+def attend(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    features: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    boundaries: tuple[Tensor | None, Tensor | None],
+    impl: str,
+) -> tuple[Tensor, Tensor | None]:
+    """`(o, lse)` of a checked call; `features`: sink, ALiBi slopes, log decay, dropout seed; `boundaries`: cu_seqlens."""
+    chosen = choose("softmax_attention", IMPLEMENTATIONS, problem, impl)
+    if chosen.name == "sdpa":
+        return sdpa.attend(q, k, v, problem), None
+    score = problem.score
+    o, lse = _forward(
+        q,
+        k,
+        v,
+        *features,
+        *boundaries,
+        score.scale,
+        score.left,
+        score.right,
+        score.softcap,
+        score.dropout_p,
+        chosen.name,
+    )
+    return o, lse if problem.lse else None
+
+
+def _load(impl: str) -> Any:
+    return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == impl).load()
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("flashmix::softmax_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    log_decay: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    dropout_p: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    score = Score(scale, left, right, softcap, dropout_p)
+    with torch.autocast(q.device.type, enabled=False):
+        return _load(impl).forward(q, k, v, (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k), score)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    log_decay: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, _ = q.shape
+    o = q.new_empty(batch, tokens, heads, v.shape[3])
+    packed = cu_seqlens is not None
+    lse_shape = (heads, tokens) if packed else (batch, heads, tokens)
+    return o, q.new_empty(lse_shape, dtype=_statistics_dtype(q.dtype))
+
+
+@torch.library.custom_op("flashmix::softmax_attention_backward", mutates_args=())
+def _backward(
+    d_o: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    log_decay: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    dropout_p: float,
+    impl: str,
+) -> list[Tensor]:
+    """Gradients of q, k, v and of each of sink, alibi_slopes, log_decay that is given, in this order."""
+    score = Score(scale, left, right, softcap, dropout_p)
+    features, boundaries = (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k)
+    with torch.autocast(q.device.type, enabled=False):
+        return _load(impl).backward(d_o, d_lse, q, k, v, o, lse, features, boundaries, score)
+
+
+@_backward.register_fake
+def _(
+    d_o: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    log_decay: Tensor | None,
+    *rest: Any,
+) -> list[Tensor]:
+    inputs = (q, k, v, sink, alibi_slopes, log_decay)
+    return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    q, k, v, *optional = inputs[:9]
+    ctx.save_for_backward(q, k, v, *output, *optional)
+    ctx.scalars = inputs[9:]
+
+
+def _autograd(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if d_o is None and d_lse is None:
+        return (None,) * 15
+    saved = ctx.saved_tensors
+    found = iter(_backward(d_o, d_lse, *saved, *ctx.scalars))
+    features = saved[5:8]
+    gradients = [next(found), next(found), next(found)]
+    gradients += [None if feature is None else next(found) for feature in features]
+    return (*gradients, *(None,) * 9)
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    raise NotImplementedError("softmax_attention has no second derivative")
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+_backward.register_autograd(_no_double_backward)
