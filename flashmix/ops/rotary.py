@@ -1,0 +1,212 @@
+"""Rotary position embedding: turns pairs of channels by an angle that grows with the position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import (
+    check_dtype,
+    check_floating,
+    check_like,
+    check_shape,
+    contents_are_checked,
+    dims,
+)
+from flashmix._dispatch import choose
+from flashmix.ops._rowwise import compute_dtype, portable, wants_gradient
+from flashmix.ops.packing import Packing, as_packing
+
+IMPLEMENTATIONS = (portable(__name__),)
+
+
+def rotary_table(
+    positions: int,
+    dim: int,
+    base: float = 10000.0,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that `rotary` reads.
+
+        angle[p, i] = p * base^(-2 i / dim),    i = 0 .. dim / 2 - 1
+
+    Args:
+        positions: number of positions P of the table.
+        dim: number of channels R that are rotated, even: the head's dim or less, not the model's.
+        base: the slowest pair turns once in about `2 pi base` positions.
+        device: where the table lives.
+        dtype: the table's dtype; the angles are computed in float64.
+
+    Returns:
+        `(cos, sin)`, each `[P, dim / 2]`.
+
+    Raises:
+        ValueError: `dim` is odd or not positive, or `positions` is negative.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 15.
+
+    Example:
+        >>> cos, sin = rotary_table(16, 64)
+        >>> cos.shape, cos[0, 0].item(), sin[0, 0].item()
+        (torch.Size([16, 32]), 1.0, 0.0)
+    """
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"dim must be even and positive (channels turn in pairs), got {dim}")
+    if positions < 0:
+        raise ValueError(f"positions must be non-negative, got {positions}")
+    frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+    angles = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: int | Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Rotates the first R channels of every head by the angles of its position.
+
+        y_i       = x_i cos_i - x_{i+R/2} sin_i
+        y_{i+R/2} = x_{i+R/2} cos_i + x_i sin_i        i < R/2, cos and sin of the token's position
+
+    The channels past R stay as they are. The backward is the inverse rotation and keeps cosines and sines only.
+
+    Args:
+        x: `[B, T, H, D]`, floating.
+        cos: `[P, R/2]` with `R <= D`, floating: row p belongs to position p (see `rotary_table`).
+        sin: like `cos`.
+        positions: None, tokens count from 0; an int, they count from there (decoding); `[B, T]` int32 or int64, the
+            position of each token (left-padded batches).
+        cu_seqlens: `[N + 1]` or `Packing`, with `B == 1`: counting starts again in each sequence. Not with a tensor of
+            positions, which says it all.
+        interleaved: the pairs are channels `(2 i, 2 i + 1)`, not `(i, i + R/2)`.
+        inverse: rotate backwards.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A tensor like `x`; computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError: an input is not a tensor of a floating dtype, or `positions` is none of the above.
+        ValueError: the table is wider than a head, a position is negative or past the table (contents of tensors are
+            read on the CPU, and on a GPU after `flashmix.checks(True)`; unread ones are bounded), or shapes or devices
+            differ.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 34.
+
+    Example:
+        >>> import torch
+        >>> cos, sin = rotary_table(8, 4)
+        >>> x = torch.ones(1, 8, 2, 4)
+        >>> y = rotary(x, cos, sin)
+        >>> y.shape, torch.equal(rotary(x[:, 5:], cos, sin, positions=5), y[:, 5:])
+        (torch.Size([1, 8, 2, 4]), True)
+    """
+    batch, tokens = _check(x, cos, sin)
+    rows = _rows(positions, as_packing(cu_seqlens, batch, tokens, x.device), x, cos.shape[0])
+    choose("rotary", IMPLEMENTATIONS, x, impl)
+    c, s = cos[rows].unsqueeze(-2), sin[rows].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
+    if inverse:
+        s = -s
+    if torch.compiler.is_compiling() or wants_gradient(cos, sin):
+        return _formula(x, c, s, interleaved)
+    return _Rotary.apply(x, c, s, interleaved) if wants_gradient(x) else _forward(x, c, s, interleaved)
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int]:
+    batch, tokens, _, channels = dims("x", x, "B T H D")
+    check_floating("x", x)
+    _, half = dims("cos", cos, "P R/2")
+    if 2 * half > channels:
+        raise ValueError(
+            f"cos must have at most D/2 = {channels // 2} columns for heads of D = {channels} channels, got {half}: "
+            f"a table for {2 * half} channels (the head's dim belongs in rotary_table, not the model's)"
+        )
+    check_shape("sin", sin, *cos.shape)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating(name, table)
+        check_like(name, table, "x", x, dtype=False)
+    return batch, tokens
+
+
+def _rows(positions: int | Tensor | None, packing: Packing | None, x: Tensor, table: int) -> slice | Tensor:
+    """The rows of the table that the tokens of `x` read: a slice, `[T]` or `[B, T]`."""
+    batch, tokens = x.shape[:2]
+    if isinstance(positions, Tensor):
+        if packing is not None:
+            raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
+        check_dtype("positions", positions, torch.int32, torch.int64)
+        check_shape("positions", positions, batch, tokens)
+        check_like("positions", positions, "x", x, dtype=False)
+        return _bounded(positions, table)
+    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int)):
+        raise TypeError(f"positions must be None, an int or a tensor, got {type(positions).__name__}")
+    start = positions or 0
+    if start < 0:
+        raise ValueError(f"positions must be non-negative, got {start}")
+    if packing is not None:
+        return _bounded(packing.positions + start, table)
+    if start + tokens > table:
+        raise ValueError(f"positions must be below the table's length {table}, got {start + tokens - 1}")
+    return slice(start, start + tokens)
+
+
+def _bounded(positions: Tensor, table: int) -> Tensor:
+    """`positions`, checked against the table's length where they may be read, else clamped to it."""
+    if not contents_are_checked(positions):
+        return positions.clamp(0, max(table - 1, 0))
+    if positions.numel():
+        low, high = (int(bound) for bound in positions.aminmax())
+        if low < 0:
+            raise ValueError(f"positions must be non-negative, got {low}")
+        if high >= table:
+            raise ValueError(f"positions must be below the table's length {table}, got {high}")
+    return positions
+
+
+def _pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """`[..., R]` as `[..., 2, R/2]`: the first and the second channel of each pair."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
+
+
+def _formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
+    first, second = _pairs(x[..., :rotated].to(dtype), interleaved).unbind(-2)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    y[..., rotated:] = x[..., rotated:]
+    pairs, turned = _pairs(x[..., :rotated].to(dtype), interleaved), _pairs(y[..., :rotated], interleaved)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    torch.mul(pairs, cos.unsqueeze(-2), out=turned)
+    turned[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-1)
+    turned[..., 1, :].addcmul_(pairs[..., 0, :], sin)
+    return y.to(x.dtype)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _forward(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _Rotary.apply(grad, cos, -sin, ctx.interleaved), None, None, None

@@ -1,0 +1,66 @@
+"""What the row-wise ops mean: plain formulas, read and run in float64. Only tests and docs import this."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, gate: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if gate is None else y * silu(gate)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotates the pairs `(i, i + R/2)` of the first R channels of `x [B, T, H, D]`; `positions [B, T]`."""
+    half = cos.shape[-1]
+    c, s = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * c - second * s, second * c + first * s, rest], dim=-1)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+) -> tuple[Tensor, Tensor]:
+    """`y_t = act(sum_i weight[:, W-1-i] x_{t-i} + bias)` for `x [B, T, D]`, and the last W - 1 inputs."""
+    batch, tokens, channels = x.shape
+    width = weight.shape[1]
+    past = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state
+    past = torch.cat([past, x], dim=1)
+    rows = [(past[:, t : t + width] * weight.T).sum(1) for t in range(tokens)]
+    y = torch.stack(rows, dim=1) if rows else x
+    y = y if bias is None else y + bias
+    return (silu(y) if activation == "silu" else y), past[:, tokens:]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The loss of each token: `(1 - e) (lse - z_target) + e (lse - mean z) + z_loss lse^2`, or 0 if it is ignored."""
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    lse = torch.log(torch.exp(z - z.amax(-1, keepdim=True)).sum(-1)) + z.amax(-1)
+    z_target = z.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    loss = (1 - label_smoothing) * (lse - z_target) + label_smoothing * (lse - z.mean(-1)) + z_loss * lse**2
+    return torch.where(target == ignore_index, torch.zeros_like(loss), loss)

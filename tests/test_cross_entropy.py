@@ -1,0 +1,184 @@
+"""The chunked cross entropy of a head against its definition; what it keeps and how much memory it takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, random
+from torch import Tensor
+
+from flashmix.ops import cross_entropy
+from flashmix.ops import rowwise_definitions as definitions
+from flashmix.ops.cross_entropy import linear_cross_entropy
+
+TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 1, 9, -100, 2]])
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"softcap": 2.0},
+    {"label_smoothing": 0.3, "z_loss": 0.1, "softcap": 5.0},
+]
+
+
+def reduced(losses: Tensor, target: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != -100).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_linear_cross_entropy_is_its_definition(
+    chunk: int | None, reduction: str, options: dict, dtype: torch.dtype
+) -> None:
+    hidden, weight, bias = (random(*s, dtype=dtype, seed=i) for i, s in enumerate([(2, 5, 8), (11, 8), (11,)]))
+
+    def op(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, TARGET, bias=b, reduction=reduction, chunk=chunk, **options)
+
+    def definition(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return reduced(definitions.cross_entropy(h @ w.T + b, TARGET, **options), TARGET, reduction)
+
+    assert_matches(op, definition, hidden, weight, bias)
+
+
+def test_it_agrees_with_torch() -> None:
+    hidden, weight = random(10, 8, dtype=torch.float64), random(11, 8, seed=1, dtype=torch.float64)
+    for smoothing, reduction in itertools.product((0.0, 0.1), ("mean", "sum", "none")):
+        torch.testing.assert_close(
+            linear_cross_entropy(hidden, weight, TARGET.flatten(), label_smoothing=smoothing, reduction=reduction),
+            torch.nn.functional.cross_entropy(
+                hidden @ weight.T, TARGET.flatten(), label_smoothing=smoothing, reduction=reduction
+            ),
+        )
+
+
+def test_the_result_is_float32_for_narrow_inputs() -> None:
+    hidden, weight = random(2, 5, 8, dtype=torch.bfloat16), random(11, 8, dtype=torch.bfloat16)
+    assert linear_cross_entropy(hidden, weight, TARGET).dtype == torch.float32
+
+
+def test_nothing_to_learn_is_zero() -> None:
+    hidden, weight = random(3, 8).requires_grad_(), random(11, 8).requires_grad_()
+    for target, h in ((torch.full((3,), -100), hidden), (torch.zeros(0, dtype=torch.int64), hidden[:0])):
+        loss = linear_cross_entropy(h, weight, target)
+        grads = torch.autograd.grad(loss, (hidden, weight))
+        assert loss.item() == 0 and not any(grad.any() for grad in grads)
+
+
+def test_sums_over_micro_batches_are_the_mean_over_the_batch() -> None:
+    """Micro batches with 4, 1 and 3 targets: sums over the whole count make the whole's mean, means of means do not."""
+    hidden, weight = random(10, 8, dtype=torch.float64), random(11, 8, dtype=torch.float64, seed=1).requires_grad_()
+    target = TARGET.flatten()
+    count = (target != -100).sum()
+    (whole,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), weight)
+    parts = [slice(0, 5), slice(5, 6), slice(6, 10)]
+    sums = [linear_cross_entropy(hidden[p], weight, target[p], reduction="sum") / count for p in parts]
+    torch.testing.assert_close(sum(torch.autograd.grad(loss, weight)[0] for loss in sums), whole)
+    means = [linear_cross_entropy(hidden[p], weight, target[p]) / 3 for p in parts]
+    assert not torch.allclose(sum(torch.autograd.grad(loss, weight)[0] for loss in means), whole)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, bias = (
+        random(*s, dtype=torch.float64, seed=i).requires_grad_() for i, s in enumerate([(2, 5, 4), (11, 4), (11,)])
+    )
+    for options in OPTIONS:
+        assert torch.autograd.gradcheck(
+            lambda h, w, b: linear_cross_entropy(h, w, TARGET, bias=b, chunk=3, reduction="none", **options),  # noqa: B023
+            (hidden, weight, bias),
+        )
+
+
+def test_second_order_is_a_clear_error() -> None:
+    hidden, weight = random(3, 8).requires_grad_(), random(11, 8).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, TARGET[0, :3])
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        grad.sum().backward()
+
+
+def test_a_frozen_head_skips_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = 0
+    addmm = Tensor.addmm_
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal products
+        products += 1
+        return addmm(*args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "addmm_", counted)
+    hidden, weight = random(2, 5, 8).requires_grad_(), random(11, 8)
+    linear_cross_entropy(hidden, weight, TARGET).backward()
+    assert products == 0 and hidden.grad is not None
+    linear_cross_entropy(hidden, weight.requires_grad_(), TARGET).backward()
+    assert products == 1 and weight.grad is not None
+
+
+def test_compiles_and_is_a_sound_operator() -> None:
+    hidden, weight, bias = (random(*s, seed=i) for i, s in enumerate([(2, 5, 8), (11, 8), (11,)]))
+    inputs = hidden, weight, bias
+    assert_compiles(lambda h, w, b: linear_cross_entropy(h, w, TARGET, bias=b, softcap=3.0, chunk=4), *inputs)
+    flat = hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    torch.library.opcheck(cross_entropy._token_losses, (*flat, TARGET.flatten(), -100, 0.1, 0.1, 3.0, 4))
+    rest = (TARGET.flatten(), torch.zeros(10), -100, 0.1, 0.1, 3.0, 4)
+    for needs in ([True, True, True], [True, False, False]):
+        inputs = (torch.ones(10), *(value.detach() for value in flat), *rest, needs)
+        torch.library.opcheck(cross_entropy._gradients, inputs)
+
+
+def test_autocast() -> None:
+    hidden, weight = random(2, 5, 8, dtype=torch.bfloat16), random(11, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, TARGET)
+    assert_same_bits("autocast", loss, linear_cross_entropy(hidden, weight.bfloat16(), TARGET))
+
+
+def test_same_bits_again_and_through_a_checkpoint() -> None:
+    hidden, weight = random(2, 5, 8).requires_grad_(), random(11, 8).requires_grad_()
+
+    def gradients(loss: Tensor) -> tuple[Tensor, ...]:
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    first = gradients(linear_cross_entropy(hidden, weight, TARGET))
+    again = gradients(linear_cross_entropy(hidden, weight, TARGET))
+    kept = gradients(
+        torch.utils.checkpoint.checkpoint(linear_cross_entropy, hidden, weight, TARGET, use_reentrant=False)
+    )
+    for a, b, c in zip(first, again, kept, strict=True):
+        assert_same_bits("again", b, a)
+        assert_same_bits("checkpoint", c, a)
+
+
+REFUSED = [
+    ({"weight": torch.ones(11, 7)}, ValueError, r"weight must have shape \[11, 8\], got \[11, 7\]"),
+    ({"weight": torch.ones(8)}, ValueError, r"weight must have shape \[V, D\], got \[8\]"),
+    ({"weight": torch.ones(0, 8)}, ValueError, r"weight must have shape \[V, D\] with V >= 1, got \[0, 8\]"),
+    ({"weight": torch.ones(11, 8).double()}, TypeError, "weight must have dtype float32 like hidden, got float64"),
+    ({"hidden": torch.ones(2, 5, 8).long()}, TypeError, "hidden must have a floating dtype, got int64"),
+    ({"hidden": torch.tensor(1.0)}, ValueError, r"hidden must have shape \[\.\.\., D\], got \[\]"),
+    ({"target": TARGET[0]}, ValueError, r"target must have shape \[2, 5\], got \[5\]"),
+    ({"target": TARGET.int()}, TypeError, "target must have dtype int64, got int32"),
+    ({"target": TARGET.clamp(0) + 1}, ValueError, "must be below the vocabulary 11 .* ignore_index = -100, got 11"),
+    ({"ignore_index": -1}, ValueError, "ignore_index = -1, got -100"),
+    ({"bias": torch.ones(8)}, ValueError, r"bias must have shape \[11\], got \[8\]"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be between 0.0 and 1.0, got 1.5"),
+    ({"reduction": "avg"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
+    ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
+    ({"chunk": 0}, ValueError, "chunk must be positive, got 0"),
+    ({"weight": torch.ones(11, 8, device="meta")}, ValueError, "weight must be on cpu like hidden, got meta"),
+    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, text", REFUSED)
+def test_linear_cross_entropy_refuses(arguments: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        linear_cross_entropy(
+            **{"hidden": torch.ones(2, 5, 8), "weight": torch.ones(11, 8), "target": TARGET, **arguments}
+        )

@@ -1,0 +1,135 @@
+"""RMS and l2 normalisation against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, random
+
+from flashmix.ops import rowwise_definitions as definitions
+from flashmix.ops.norm import l2_norm, rms_norm
+
+SHAPES = [(2, 5, 24), (1, 1, 7), (2, 0, 8), (2, 3, 4, 64), (160,)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, gate = random(*shape, dtype=dtype, seed=1), random(*shape, dtype=dtype, seed=2)
+    weight = random(shape[-1], dtype=dtype, seed=3)
+    assert_matches(rms_norm, definitions.rms_norm, x)
+    assert_matches(rms_norm, definitions.rms_norm, x, weight)
+    assert_matches(lambda x, w, g: rms_norm(x, w, gate=g), definitions.rms_norm, x, weight, gate)
+
+
+def test_rms_norm_with_a_sigmoid_gate() -> None:
+    x, gate = random(3, 8, seed=1), random(3, 8, seed=2)
+    assert_matches(
+        lambda x, g: rms_norm(x, gate=g, gate_activation="sigmoid"),
+        lambda x, g: definitions.rms_norm(x) / (1 + torch.exp(-g)),
+        x,
+        gate,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_adds_and_returns_the_residual(dtype: torch.dtype) -> None:
+    x, residual, weight = (random(2, 5, 24, dtype=dtype, seed=s) for s in range(3))
+    weight = weight[0, 0]
+
+    def definition(x, r, w):  # type: ignore[no-untyped-def]
+        return definitions.rms_norm(x + r, w), x + r
+
+    assert_matches(lambda x, r, w: rms_norm(x, w, residual=r, return_residual=True), definition, x, residual, weight)
+    y = rms_norm(x, weight, residual=residual)
+    assert torch.equal(y, rms_norm(x, weight, residual=residual, return_residual=True)[0])
+
+
+def test_rms_norm_keeps_a_float32_residual_beside_bfloat16() -> None:
+    x, residual = random(2, 8, dtype=torch.bfloat16), random(2, 8, seed=1)
+    y, h = rms_norm(x, torch.ones(8), residual=residual, return_residual=True)
+    assert (y.dtype, h.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(h, x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_l2_norm_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_matches(l2_norm, definitions.l2_norm, random(*shape, dtype=dtype))
+
+
+def test_rows_of_zeros_stay_zero() -> None:
+    for op in (rms_norm, l2_norm):
+        x = torch.zeros(2, 8, requires_grad=True)
+        y = op(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert not y.any() and torch.isfinite(grad).all()
+
+
+def test_gradients_to_second_order() -> None:
+    x, gate = (random(3, 5, dtype=torch.float64, seed=s).requires_grad_() for s in (1, 2))
+    weight = random(5, dtype=torch.float64, seed=3).requires_grad_()
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(l2_norm, (x,))
+        assert check(lambda x, w: rms_norm(x, w, residual=x.flip(0), return_residual=True), (x, weight))
+        assert check(lambda x, w, g: rms_norm(x, w, gate=g), (x, weight, gate))
+    frozen = weight.detach()
+    assert torch.autograd.gradcheck(lambda g: rms_norm(x.detach(), frozen, gate=g), (gate,))
+
+
+def test_compiles() -> None:
+    x, gate, weight = random(2, 5, 24, seed=1), random(2, 5, 24, seed=2), random(24, seed=3)
+    assert_compiles(lambda x, w, g: rms_norm(x, w, gate=g, residual=x, return_residual=True), x, weight, gate)
+    assert_compiles(l2_norm, x)
+
+
+@pytest.mark.parametrize("channels", [7, 24, 64])
+def test_rows_are_their_own(channels: int) -> None:
+    x, weight = random(3, 403, channels), random(channels, seed=1)
+    assert_rows_do_not_meet(l2_norm, x)
+    assert_rows_do_not_meet(lambda x: rms_norm(x, weight, gate=x * 0.5), x)
+
+
+def test_strided_inputs() -> None:
+    x = random(4, 8, 6)
+    assert torch.equal(l2_norm(x.transpose(1, 2)), l2_norm(x.transpose(1, 2).contiguous()))
+    wide = x[:, :1].expand(4, 8, 6)
+    assert torch.equal(rms_norm(wide, gate=wide), rms_norm(wide.contiguous(), gate=wide.contiguous()))
+
+
+def test_autocast_and_checkpointing() -> None:
+    x, weight = random(2, 8, dtype=torch.bfloat16).requires_grad_(), torch.ones(8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.utils.checkpoint.checkpoint(lambda x, w: rms_norm(x, w, gate=x), x, weight, use_reentrant=False)
+    assert y.dtype == torch.bfloat16
+    for have, want in zip(
+        torch.autograd.grad(y.sum(), (x, weight)),
+        torch.autograd.grad(rms_norm(x, weight, gate=x).sum(), (x, weight)),
+        strict=True,
+    ):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ({"weight": torch.ones(7)}, ValueError, r"weight must have shape \[8\], got \[7\]"),
+        ({"gate": torch.ones(8)}, ValueError, r"gate must have shape \[2, 8\], got \[8\]"),
+        ({"residual": torch.ones(1, 8)}, ValueError, r"residual must have shape \[2, 8\], got \[1, 8\]"),
+        ({"weight": torch.ones(8, dtype=torch.int64)}, TypeError, "weight must have a floating dtype, got int64"),
+        ({"gate": torch.ones(2, 8, device="meta")}, ValueError, "gate must be on cpu like x, got meta"),
+        ({"gate_activation": "tanhh"}, ValueError, "gate_activation must be one of 'silu', .*, got 'tanhh'"),
+        ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+    ],
+)
+def test_rms_norm_refuses(arguments: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        rms_norm(torch.ones(2, 8), **arguments)
+
+
+def test_norms_refuse_what_is_no_row() -> None:
+    for op in (rms_norm, l2_norm):
+        with pytest.raises(ValueError, match=r"x must have shape \[\.\.\., D\], got \[\]"):
+            op(torch.tensor(1.0))
+        with pytest.raises(TypeError, match="x must have a floating dtype, got int64"):
+            op(torch.ones(3, dtype=torch.int64))
