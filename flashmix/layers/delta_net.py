@@ -85,9 +85,6 @@ class DeltaNet(Mixer[RecurrentCache]):
         """The output `[B, T, HV, V]` of the recurrence, normalised a head (and gated by the input)."""
         return self.norm(o)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         qkv, recent = self.convolution(
             self.qkv(x),

@@ -63,9 +63,6 @@ class RetNet(Mixer[RecurrentCache]):
         decay = torch.tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)], device=device)
         self.register_buffer("decay", decay, persistent=False)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         qk, v, gate = self.qkvg(x).split(self.sizes, dim=-1)
         qk = qk.unflatten(-1, (2 * self.heads, self.head_dim))
@@ -133,9 +130,6 @@ class GLA(Mixer[RecurrentCache]):
         self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
         self.output = nn.Linear(values, width, bias=False, device=device, dtype=dtype)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in self.qkvg(x).split(self.sizes, dim=-1))
         o, state = linear_attention(
@@ -197,9 +191,6 @@ class Mamba2(Mixer[RecurrentCache]):
         self.skip = nn.Parameter(torch.ones(heads, device=device, dtype=dtype))
         self.norm = RMSNorm(inner // groups, device=device, dtype=dtype)
         self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
-
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         xbc, gate, step = self.input(x).split(self.sizes, dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmix._checks import check_shape, dims
-from flashmix.layers.cache import LayerCache
+from flashmix.layers.cache import LayerCache, RecurrentCache
 from flashmix.layers.padding import Padding, padding_of
 from flashmix.ops.packing import Packing, as_packing
 
@@ -16,12 +16,13 @@ Cache = TypeVar("Cache", bound=LayerCache)
 
 
 class Mixer(nn.Module, Generic[Cache]):
-    """A layer that mixes tokens. A family writes `__init__`, `new_cache` and `mix`; `output` is its last projection.
+    """A layer that mixes tokens. A family writes `__init__` and `mix`; `output` is its last projection.
 
     Args:
         width: channels of the layer's input and output.
     """
 
+    cache_class: type[LayerCache] = RecurrentCache
     output: nn.Linear
 
     def __init__(self, width: int) -> None:
@@ -30,7 +31,7 @@ class Mixer(nn.Module, Generic[Cache]):
 
     def new_cache(self) -> Cache:
         """An empty cache, to be passed to `forward` and filled there."""
-        raise NotImplementedError
+        return self.cache_class()  # type: ignore[return-value]
 
     def mix(self, x: Tensor, packing: Packing | None, cache: Cache | None) -> Tensor:
         """The layer itself, on checked inputs without padding."""
@@ -80,6 +81,10 @@ class Mixer(nn.Module, Generic[Cache]):
         return x, packing, padding
 
     def _check_cache(self, cache: Cache, sequences: int, x: Tensor) -> None:
+        if not isinstance(cache, self.cache_class):
+            wanted = self.cache_class.__name__
+            article = "an" if wanted[0] in "AEIOU" else "a"
+            raise TypeError(f"cache must be {article} {wanted}, got {type(cache).__name__}")
         if cache.sequences not in (None, sequences):
             raise ValueError(f"cache must hold {sequences} sequences like x, got {cache.sequences}")
         if torch.is_grad_enabled() and (x.requires_grad or self.output.weight.requires_grad):

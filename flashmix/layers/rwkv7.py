@@ -91,9 +91,6 @@ class RWKV7(Mixer[RecurrentCache]):
         channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
         self.decay_projection.up.bias.copy_(-6.0 + 6.0 * channel)  # memories of about 3 to 700 tokens in each head
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         return self.mix_values(x, packing, cache, None)[0]
 

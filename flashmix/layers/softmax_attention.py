@@ -38,6 +38,8 @@ class SoftmaxAttention(Mixer[AttentionCache]):
         torch.Size([2, 5, 32])
     """
 
+    cache_class = AttentionCache
+
     def __init__(
         self,
         width: int,

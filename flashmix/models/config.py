@@ -110,6 +110,8 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
         for name in ("norm_eps", "logit_softcap"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                raise TypeError(f"{name} must be a number, got {value!r}")
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if not isinstance(self.tied, bool):
@@ -117,12 +119,11 @@ class DecoderConfig:
         self._check_layers()
 
     def _check_layers(self) -> None:
-        first_rwkv7 = next((index for index, layer in enumerate(self.layers) if layer.mixer == "rwkv7"), None)
         checked: list[LayerConfig] = []
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise TypeError(f"layers[{index}] must be a LayerConfig, got {type(layer).__name__}")
-            if index == first_rwkv7 and layer.options.get("value_residual"):
+            if layer.options.get("value_residual") and all(earlier.mixer != "rwkv7" for earlier in checked):
                 raise ValueError(f"layers[{index}].value_residual must be false: no rwkv7 layer comes before it")
             if layer in checked:
                 continue

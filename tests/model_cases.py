@@ -1,0 +1,70 @@
+"""The layers and models that the tests run through, and how two ways of computing the same thing are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix.layers import GLA, KDA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, Mixer, RetNet, SoftmaxAttention
+from flashmix.models import PRESETS, Decoder, preset
+
+WIDTH = 16
+
+LAYERS: dict[str, Callable[[], Mixer[Any]]] = {
+    "retnet": lambda: RetNet(WIDTH, 2),
+    "gla": lambda: GLA(WIDTH, 2, rank=4),
+    "mamba2": lambda: Mamba2(WIDTH, 4, state_dim=8),
+    "mamba2_groups": lambda: Mamba2(WIDTH, 4, state_dim=8, groups=2, conv_width=2),
+    "deltanet": lambda: DeltaNet(WIDTH, 2, negative_eigenvalues=True),
+    "gated_deltanet": lambda: GatedDeltaNet(WIDTH, 2, value_heads=4, value_dim=6),
+    "kda": lambda: KDA(WIDTH, 2),
+    "kda_bounded": lambda: KDA(WIDTH, 2, lower=-5.0, rank=3),
+    "rwkv7": lambda: RWKV7(WIDTH, 2),
+    "attention": lambda: SoftmaxAttention(WIDTH, 4),
+    "attention_window": lambda: SoftmaxAttention(WIDTH, 4, kv_heads=2, window=3),
+    "attention_window_1": lambda: SoftmaxAttention(WIDTH, 4, window=1),
+    "attention_gated": lambda: SoftmaxAttention(WIDTH, 4, kv_heads=1, head_dim=6, rotary=2, qk_norm=True, gated=True),
+    "attention_no_positions": lambda: SoftmaxAttention(WIDTH, 2, rotary=0),
+}
+
+MODELS = tuple(PRESETS)
+
+
+def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Mixer[Any]:
+    torch.manual_seed(0)
+    return LAYERS[name]().to(dtype)
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(preset(f"{name}_nano", vocab_size=64), **options).to(dtype)
+
+
+def numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def some_tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """The same numbers computed in another order: float64 leaves a few thousand roundings, any mistake is far larger."""
+    assert got.dtype == expected.dtype == torch.float64
+    limit = 2**14 * torch.finfo(torch.float64).eps  # 4e-12 of the largest value
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=limit * largest)
+
+
+def left_padded(rows: list[Tensor], fill: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Rows of unequal length `[1, T, ...]` as one batch with the padding in front, and its mask."""
+    longest = max(row.shape[1] for row in rows)
+    batch = torch.full((len(rows), longest, *rows[0].shape[2:]), fill).to(rows[0].dtype)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        batch[index, longest - row.shape[1] :] = row[0]
+        mask[index, longest - row.shape[1] :] = True
+    return batch, mask

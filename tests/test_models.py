@@ -1,0 +1,306 @@
+"""The decoder of every preset: padding, packing, loss, gradients, checkpoints; and what configurations refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flashmix.models import PRESETS, SIZES, Decoder, DecoderConfig, LayerConfig, parameter_groups, preset
+from flashmix.modules import next_token_targets
+from flashmix.ops.packing import Packing
+
+LENGTHS = [4, 0, 1, 7]
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@every_model
+def test_cached_is_the_full_forward(name: str) -> None:
+    model, tokens = make_model(name), some_tokens(2, 11)
+    with torch.no_grad():
+        full = model(tokens)
+        for parts in ([4, 1, 1, 1, 4], [1] * 11):
+            cache = model.new_cache()
+            assert_same(torch.cat([model(part, cache=cache) for part in tokens.split(parts, dim=1)], dim=1), full)
+
+
+@every_model
+def test_packed_is_one_by_one(name: str) -> None:
+    model, tokens = make_model(name), some_tokens(1, sum(LENGTHS))
+    one_by_one = torch.cat([model(part) for part in tokens.split(LENGTHS, dim=1)], dim=1)
+    assert_same(model(tokens, cu_seqlens=Packing.from_lengths(LENGTHS)), one_by_one)
+
+
+@every_model
+def test_left_padding_gives_the_same_numbers_as_none(name: str) -> None:
+    model = make_model(name)
+    rows = [some_tokens(1, length, seed=length) for length in (9, 3, 6)]
+    later = some_tokens(3, 4)
+    tokens, mask = left_padded(rows)
+    got = model(tokens, attention_mask=mask)
+    for index, row in enumerate(rows):
+        assert_same(got[index, mask[index]], model(row)[0])
+    with torch.no_grad():
+        cache = model.new_cache()
+        assert_same(model(tokens, attention_mask=mask, cache=cache), got.detach())
+        steps = torch.cat([model(later[:, t : t + 1], cache=cache) for t in range(4)], dim=1)
+        for index, row in enumerate(rows):
+            assert_same(steps[index], model(torch.cat([row, later[index : index + 1]], dim=1))[0, -4:])
+
+
+@every_model
+def test_what_padding_holds_does_not_matter(name: str) -> None:
+    model, tokens = make_model(name, torch.float32), some_tokens(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    other = torch.where(mask == 1, tokens, 63 - tokens)
+    assert torch.equal(model(tokens, attention_mask=mask), model(other, attention_mask=mask))
+
+
+@every_model
+def test_the_loss_is_cross_entropy_and_never_makes_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model(name), some_tokens(2, 9)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :3] = -100
+    logits = model(inputs)
+    monkeypatch.setattr(model.head, "forward", None)
+    for reduction in ("mean", "sum", "none"):
+        expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        got = model(inputs, targets=targets, reduction=reduction)
+        assert_same(got.flatten(), expected.flatten())
+
+
+@every_model
+def test_loss_and_gradients_of_padded_packed_and_separate_are_the_same(name: str) -> None:
+    model = make_model(name)
+    rows = [some_tokens(1, length, seed=length) for length in (7, 2, 5)]
+    padded, mask = left_padded(rows)
+    packing = Packing.from_lengths([7, 2, 5])
+    packed = torch.cat(rows, dim=1)
+
+    def gradients(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    separate = torch.stack([model(row, targets=next_token_targets(row), reduction="sum") for row in rows]).sum() / 11
+    in_padding = model(padded, attention_mask=mask, targets=next_token_targets(padded))
+    targets = next_token_targets(packed, packing.cu_seqlens)
+    in_packing = model(packed, cu_seqlens=packing, targets=targets)
+    expected = gradients(separate)
+    for loss in (in_padding, in_packing):
+        assert_same(loss, separate)
+        assert_same(gradients(loss), expected)
+    every = model(padded, attention_mask=mask, targets=next_token_targets(padded), reduction="none")
+    assert every.shape == padded.shape and not every[~mask].any()
+
+
+@every_model
+def test_gradients_reach_every_parameter(name: str) -> None:
+    model, tokens = make_model(name), some_tokens(2, 8)
+    model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{parameter_name} has no gradient"
+        assert torch.isfinite(parameter.grad).all() and parameter.grad.any(), parameter_name
+
+
+@every_model
+def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
+    tokens, packing = some_tokens(1, 12), Packing.from_lengths(LENGTHS)
+    losses, gradients = [], []
+    for recompute in (False, True):
+        model = make_model(name, checkpoint_activations=recompute)
+        loss = model(tokens, cu_seqlens=packing, targets=tokens)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*losses) and torch.equal(*gradients)
+
+
+@every_model
+def test_state_dict_round_trip_and_plain_configuration(name: str) -> None:
+    model, tokens = make_model(name), some_tokens(2, 5)
+    written = json.loads(json.dumps(model.config.to_dict()))
+    torch.manual_seed(1)
+    other = Decoder(DecoderConfig.from_dict(written)).double()
+    assert other.config == model.config
+    assert not torch.equal(other(tokens), model(tokens))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+
+
+@every_model
+def test_compiles_without_a_break(name: str) -> None:
+    torch.compiler.reset()
+    model, tokens = make_model(name), some_tokens(2, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_same(compiled(tokens, targets=tokens).detach(), model(tokens, targets=tokens).detach())
+
+
+@every_model
+def test_learns(name: str) -> None:
+    model, tokens = make_model(name, torch.float32), some_tokens(2, 17)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("size", SIZES)
+def test_presets_of_every_size(name: str, size: str) -> None:
+    config = preset(f"{name}_{size}", vocab_size=1000)
+    assert config.vocab_size == 1000 and len(config.layers) == SIZES[size].depth
+    model = Decoder(config, device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if size == "small":
+        assert preset(name, vocab_size=1000) == config
+
+
+def test_the_values_of_the_first_rwkv7_layer_serve_the_others() -> None:
+    rwkv7 = LayerConfig("rwkv7", {"heads": 2})
+    later = LayerConfig("rwkv7", {"heads": 2, "value_residual": True})
+    attention = LayerConfig("attention", {"heads": 2})
+    model = Decoder(DecoderConfig(vocab_size=64, width=16, layers=[attention, rwkv7, attention, later, later]))
+    tokens = some_tokens(2, 5)
+    before = model(tokens)
+    handed: list[torch.Tensor] = []
+    model.blocks[3].mixer.register_forward_pre_hook(
+        lambda _, __, kw: handed.append(kw["first_values"]), with_kwargs=True
+    )
+    model.blocks[4].mixer.register_forward_pre_hook(
+        lambda _, __, kw: handed.append(kw["first_values"]), with_kwargs=True
+    )
+    assert torch.equal(model(tokens), before)
+    assert handed[0] is handed[1]
+    with pytest.raises(ValueError, match=r"layers\[1\].value_residual must be false"):
+        DecoderConfig(vocab_size=64, width=16, layers=[attention, later])
+
+
+def test_output_projections_are_smaller_in_deeper_models() -> None:
+    layer = LayerConfig("gla", {"heads": 2})
+
+    def spread(depth: int, find: str) -> float:
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig(vocab_size=64, width=64, layers=depth * [layer]))
+        return torch.cat([p.flatten() for n, p in model.named_parameters() if n.endswith(find)]).std().item()
+
+    for last in ("mixer.output.weight", "mlp.down.weight"):
+        assert spread(8, last) == pytest.approx(spread(2, last) / 2, rel=0.05)
+    assert spread(8, "mlp.gate_up.weight") == pytest.approx(spread(2, "mlp.gate_up.weight"), rel=0.05)
+
+
+def test_tied_untied_and_capped_heads() -> None:
+    tokens = some_tokens(1, 5)
+    layers = [LayerConfig("gla", {"heads": 2})]
+    tied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers))
+    untied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, tied=False))
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+    torch.manual_seed(0)
+    capped = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, logit_softcap=0.1)).double()
+    nn.init.normal_(capped.embedding.weight)
+    logits = capped(tokens)
+    assert logits.abs().max() <= 0.1
+    assert_same(capped(tokens, targets=tokens), cross_entropy(logits[0], tokens[0]))
+
+
+def test_weight_decay_is_for_matrices() -> None:
+    model = make_model("kda", torch.float32)
+    decayed, others = parameter_groups(model, 0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    assert {names[id(p)].split(".")[-1] for p in decayed["params"]} == {"weight"}
+    left = {names[id(p)] for p in others["params"]}
+    assert {"blocks.0.mixer.decay.dt_bias", "blocks.0.mixer.convolution.weight", "norm.weight"} <= left
+
+
+GOOD: dict[str, Any] = {
+    "vocab_size": 64,
+    "width": 16,
+    "layers": [{"mixer": "gla", "heads": 2}, {"mixer": "attention", "heads": 4, "window": 8}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"width": 0}, ValueError, "width must be positive, got 0"),
+        ({"width": 16.0}, TypeError, "width must be a whole number, got 16.0"),
+        ({"vocab_size": "many"}, TypeError, "vocab_size must be a whole number, got 'many'"),
+        ({"mlp_width": -1}, ValueError, "mlp_width must be positive, got -1"),
+        ({"norm_eps": 0.0}, ValueError, "norm_eps must be positive, got 0.0"),
+        ({"norm_eps": "small"}, TypeError, "norm_eps must be a number, got 'small'"),
+        ({"logit_softcap": -3.0}, ValueError, "logit_softcap must be positive, got -3.0"),
+        ({"tied": 1}, TypeError, "tied must be true or false, got 1"),
+        ({"depth": 3}, ValueError, "depth is not a field of DecoderConfig, which has vocab_size, width, layers"),
+        ({"layers": [{"mixer": "glu"}]}, ValueError, "layers[0].mixer must be one of 'attention', 'deltanet'"),
+        ({"layers": [{"heads": 2}]}, ValueError, "layers[0].mixer must be one of attention, deltanet"),
+        ({"layers": [{"mixer": "gla"}]}, ValueError, "layers[0].heads must be given for gla, got nothing"),
+        (
+            {"layers": [GOOD["layers"][0], {"mixer": "gla", "heads": 2, "widnow": 4}]},
+            ValueError,
+            "layers[1].widnow is not an option of gla, which takes heads, head_dim, value_dim, rank",
+        ),
+        ({"layers": [{"mixer": "gla", "heads": 2.5}]}, TypeError, "layers[0].heads must be a whole number, got 2.5"),
+        ({"layers": [{"mixer": "gla", "heads": 3}]}, ValueError, "layers[0].value_dim must be given where heads = 3"),
+        (
+            {"layers": [{"mixer": "attention", "heads": 4, "kv_heads": 3}]},
+            ValueError,
+            "layers[0].heads must be a positive multiple of kv_heads = 3, got 4",
+        ),
+        (
+            {"layers": [{"mixer": "attention", "heads": 4, "window": 0}]},
+            ValueError,
+            "layers[0].window must be between 1",
+        ),
+    ],
+)
+def test_what_a_configuration_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    DecoderConfig.from_dict(GOOD)
+    with pytest.raises(error, match="^" + re.escape(text)):
+        DecoderConfig.from_dict({**GOOD, **change})
+
+
+def test_more_that_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be given, got nothing"):
+        DecoderConfig.from_dict({"width": 16, "layers": []})
+    with pytest.raises(TypeError, match=r"layers\[0\] must be a LayerConfig, got dict"):
+        DecoderConfig(64, 16, [{"mixer": "gla", "heads": 2}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="name must be one of retnet, gla, .*, got 'gal_tiny'"):
+        preset("gal_tiny")
+
+
+def test_what_the_decoder_refuses() -> None:
+    model, tokens = make_model("hybrid", torch.float32), some_tokens(2, 4)
+    with pytest.raises(ValueError, match="attention_mask and cu_seqlens must not both be given"):
+        model(tokens[:1], cu_seqlens=torch.tensor([0, 4]), attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"tokens must be between 0 and vocab_size - 1 = 63, got 64"):
+        model(tokens + 64 - tokens.max())
+    with pytest.raises(ValueError, match=r"vocab_size - 1 = 63, got -1"):
+        model(tokens - 1 - tokens.min())
+    with pytest.raises(TypeError, match="tokens must have dtype int64 or int32, got float32"):
+        model(tokens.float())
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \[4\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"targets must have shape \[2, 4\], got \[2, 3\]"):
+        model(tokens, targets=tokens[:, 1:])
+    with pytest.raises(ValueError, match="it carries no gradient"):
+        model(tokens, cache=model.new_cache())
+    with torch.no_grad():
+        cache = model.new_cache()
+        model(tokens, cache=cache)
+        with pytest.raises(ValueError, match="cache must hold 1 sequences like x, got 2"):
+            model(tokens[:1], cache=cache)
+        other = make_model("gla", torch.float32).new_cache()
+        with pytest.raises(TypeError, match="cache must be"):
+            model(tokens, cache=other)
