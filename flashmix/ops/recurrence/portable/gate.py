@@ -1,58 +1,70 @@
-"""The `gate` phase: what the log decay does to tiles, forward and backward (docs/chunk_algorithm.md, section 2).
+"""The `gate` and `scores` phases: what the log decay does to keys and to pairs of tokens (docs/chunk_algorithm.md, sections 2 and 3).
 
-A decay tile offers, for keys `x, y` of shape `[chunks, C, K]` and the in-chunk cumulative log decay `G`:
+Row keys `X` `[chunks, R, C, K]` read the state (the query, and the vector that reads what is to be corrected), column keys `Y`
+`[chunks, S, C, K]` write to it. With `G` the in-chunk cumulative log decay, a decay offers
 
-    rows(x)      ~x_i = x_i e^{G_i}          (exclusive: e^{G_i - g_i}, the state before the token's own decay)
-    columns(y)   ^y_j = y_j e^{G_C - G_j}
-    total        e^{G_C}, a factor of the state `[chunks, K or 1, 1]`
-    pairs(x, y)  A_ij = sum_k x_ik y_jk e^{G_i - G_j} for i > j (and i = j when `diagonal`)
+    rows(X)      ~x_i = x_i e^{G_i}, or x_i e^{G_{i-1}} for a row key that reads the state before its token's decay
+    columns(Y)   ^y_j = y_j e^{G_C - G_j}
+    total        e^{G_C}, a factor of the state, [chunks or 1, K or 1, 1]
+    pairs(X, Y)  A_ij = sum_k x_ik y_jk e^{G_i - G_j} (or e^{G_{i-1} - G_j}) for j <= i or j < i, [chunks, R * C, S * C]
 
-All exponents are sums of log decays between two tokens, never differences of large numbers, and never positive. Each
-`*_backward` returns the gradients of its keys and collects that of the decay, which `finish` returns. A pair of a token with
-itself has no decay, so it is left out of the gate's gradient rather than cancelled.
+Exponents are sums of the decays between two tokens, never positive, and never a difference of rounded sums. Each
+`*_backward` returns the gradient of its keys and collects that of the gate, which `finish` returns. Pairs without a decay
+between them (a token with itself) are left out of the gate's gradient instead of cancelling there.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def make_decay(g: Tensor | None, tile: Tensor) -> NoDecay | TokenDecay | ChannelDecay:
+@dataclass(frozen=True)
+class Row:
+    """How a row key reads: after its own token's decay or before it (`exclusive`), and whether it sees its own token's write."""
+
+    exclusive: bool
+    diagonal: bool
+
+
+def make_decay(g: Tensor | None, rows: tuple[Row, ...], like: Tensor) -> NoDecay | TokenDecay | ChannelDecay:
     """The decay of a slab from its log-decay tile: None, `[chunks, C]` or `[chunks, C, K]`."""
     if g is None:
-        return NoDecay(tile)
+        return NoDecay(rows, like)
     # e^floor is 0 in the dtype: a lower gate does the same, and sums of finite numbers stay finite
     g = g.clamp_min(-750.0 if g.dtype == torch.float64 else -110.0)
-    return TokenDecay(g) if g.dim() == 2 else ChannelDecay(g)
+    return TokenDecay(g, rows) if g.dim() == 2 else ChannelDecay(g, rows)
 
 
 class NoDecay:
-    """No gate: every factor is 1."""
+    """No gate: every factor is 1, pairs are masked."""
 
-    def __init__(self, tile: Tensor) -> None:
-        self.total = tile.new_ones(1, 1, 1)
+    def __init__(self, rows: tuple[Row, ...], like: Tensor) -> None:
+        C = like.shape[-2]
+        self.total = like.new_ones(1, 1, 1)
+        masks = [like.new_ones(C, C).tril_(0 if row.diagonal else -1) for row in rows]
+        self._pair = torch.stack(masks)[None, :, :, None]  # [1, R, C, 1, C]
 
-    def rows(self, x: Tensor, exclusive: bool = False) -> Tensor:
-        return x
+    def rows(self, X: Tensor) -> Tensor:
+        return X
 
-    def columns(self, y: Tensor) -> Tensor:
-        return y
+    def columns(self, Y: Tensor) -> Tensor:
+        return Y
 
-    def pairs(self, x: Tensor, y: Tensor, diagonal: bool, exclusive: bool = False) -> Tensor:
-        return (x @ y.mT).tril_(0 if diagonal else -1)
+    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
+        return _masked(X.flatten(1, 2) @ Y.flatten(1, 2).mT, self._pair)
 
-    def rows_backward(self, rows: Tensor, drows: Tensor, exclusive: bool = False) -> Tensor:
+    def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
         return drows
 
     def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
         return dcolumns
 
-    def pairs_backward(
-        self, x: Tensor, y: Tensor, A: Tensor, dA: Tensor, diagonal: bool, exclusive: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        dA = dA.tril(0 if diagonal else -1)
-        return dA @ y, dA.mT @ x
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
+        dA = _masked(dA, self._pair)
+        return (dA @ Y.flatten(1, 2)).view(X.shape), (dA.mT @ X.flatten(1, 2)).view(Y.shape)
 
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         pass
@@ -61,182 +73,205 @@ class NoDecay:
         return None
 
 
-class TokenDecay:
-    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}` made once."""
+class _Gated:
+    """What both gated decays share: factors of rows and columns, and the gate's gradient.
 
-    def __init__(self, g: Tensor) -> None:
-        G = g.double().cumsum(-1)  # a difference of two sums of 64 gates keeps its digits only in float64
-        last = G[:, -1:]
-        self.row = G.to(g.dtype).exp().unsqueeze(-1)  # [chunks, C, 1]
-        self.row_exclusive = (G - g).to(g.dtype).exp().unsqueeze(-1)
-        self.column = (last - G).to(g.dtype).exp().unsqueeze(-1)
-        self.total = last.to(g.dtype).exp().unsqueeze(-1)  # [chunks, 1, 1]
-        self._G, self._g = G, g
-        self._pair: dict[bool, Tensor] = {}
-        self._dG = torch.zeros_like(g)
-        self._dcolumn = torch.zeros_like(g)
-        self._dtotal = torch.zeros_like(g[:, :1])
+    Gradients of exponents are collected where they arise: `_dG_i` from rows (they decay by all gates up to i) and, negative,
+    from columns within the chunk; `_dcolumn_j` from `^y_j` (it decays by the gates after j); `_dtotal` from the state.
+    """
 
-    def _pair_decay(self, exclusive: bool) -> Tensor:
-        """e^{G_i - G_j} below the diagonal and on it, 0 above; exclusive: e^{G_i - g_i - G_j} below the diagonal, 0 elsewhere."""
-        if exclusive not in self._pair:
-            G = self._G - self._g if exclusive else self._G
-            exponent = (G.unsqueeze(-1) - self._G.unsqueeze(-2)).to(self._g.dtype)
-            C = exponent.shape[-1]
-            above = torch.ones(C, C, dtype=torch.bool, device=exponent.device).triu(0 if exclusive else 1)
-            self._pair[exclusive] = exponent.masked_fill_(above, -torch.inf).exp_()
-        return self._pair[exclusive]
+    total: Tensor
+    _kinds: tuple[Row, ...]
+    _row: Tensor  # [chunks, R, C, K or 1]
+    _column: Tensor  # [chunks, 1, C, K or 1]
+    _dG: Tensor
+    _dcolumn: Tensor
+    _dtotal: Tensor
 
-    def rows(self, x: Tensor, exclusive: bool = False) -> Tensor:
-        return x * (self.row_exclusive if exclusive else self.row)
+    def rows(self, X: Tensor) -> Tensor:
+        return X * self._row
 
-    def columns(self, y: Tensor) -> Tensor:
-        return y * self.column
+    def columns(self, Y: Tensor) -> Tensor:
+        return Y * self._column
 
-    def pairs(self, x: Tensor, y: Tensor, diagonal: bool, exclusive: bool = False) -> Tensor:
-        A = (x @ y.mT).mul_(self._pair_decay(exclusive))
-        return A if diagonal or exclusive else A.tril_(-1)
+    def _per_gate(self, x: Tensor) -> Tensor:
+        """A product `[..., K]` summed to the gate's own channels."""
+        raise NotImplementedError
 
-    def rows_backward(self, rows: Tensor, drows: Tensor, exclusive: bool = False) -> Tensor:
-        self._add(self._dG, (rows * drows).sum(-1), exclusive)
-        return drows * (self.row_exclusive if exclusive else self.row)
+    def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
+        self._collect_rows(self._per_gate(rows * drows))
+        return drows * self._row
 
     def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
-        self._dcolumn += (columns * dcolumns).sum(-1)
-        return dcolumns * self.column
+        self._dcolumn += self._per_gate(columns * dcolumns).sum(1)
+        return dcolumns * self._column
 
-    def pairs_backward(
-        self, x: Tensor, y: Tensor, A: Tensor, dA: Tensor, diagonal: bool, exclusive: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        P = (dA * A).tril_(-1)
-        self._add(self._dG, P.sum(-1), exclusive)
-        self._dG -= P.sum(-2)
-        dA = dA * self._pair_decay(exclusive)
-        if not (diagonal or exclusive):
-            dA.tril_(-1)
-        return dA @ y, dA.mT @ x
+    def _collect_rows(self, rows: Tensor) -> None:
+        """Adds `[chunks, R, C, ...]`; an exclusive row decays by the gates before its own, as the row above does."""
+        for r, kind in enumerate(self._kinds):
+            if kind.exclusive:
+                self._dG[:, :-1] += rows[:, r, 1:]
+            else:
+                self._dG += rows[:, r]
+
+    def finish(self) -> Tensor:
+        """The gradient of the log decay, like its tile."""
+        dg = self._dG.flip(1).cumsum(1).flip(1)
+        dg[:, 1:] += self._dcolumn[:, :-1].cumsum(1)
+        return dg.add_(self._dtotal)
+
+
+class TokenDecay(_Gated):
+    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
+
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
+        G = g.double().cumsum(-1)  # the difference of two sums of up to 64 gates keeps its digits in float64
+        last = G[:, -1:]
+        # e^{G_i - G_j} where it is not above the diagonal; there the exponent could be positive
+        inclusive = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(g.dtype).clamp_max_(0).exp_()
+        factor, pair = [], []
+        for kind in rows:
+            below = inclusive
+            if kind.exclusive:
+                below = torch.zeros_like(inclusive)
+                below[:, 1:] = inclusive[:, :-1]
+            pair.append(below.tril(0 if kind.diagonal else -1))
+            factor.append((G - g if kind.exclusive else G).to(g.dtype).exp())
+        self._kinds = rows
+        self._row = torch.stack(factor, 1).unsqueeze(-1)
+        self._column = (last - G).to(g.dtype).exp()[:, None, :, None]
+        self._pair = torch.stack(pair, 1).unsqueeze(3)  # [chunks, R, C, 1, C]
+        self.total = last.to(g.dtype).exp().unsqueeze(-1)
+        self._dG, self._dcolumn, self._dtotal = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g[:, :1])
+
+    def _per_gate(self, x: Tensor) -> Tensor:
+        return x.sum(-1)
+
+    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
+        return _masked(X.flatten(1, 2) @ Y.flatten(1, 2).mT, self._pair)
+
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
+        _, R, C, _ = X.shape
+        P = (dA * A).view(-1, R, C, Y.shape[1], C)
+        for r, kind in enumerate(self._kinds):
+            P[:, r].diagonal(-1 if kind.exclusive else 0, dim1=1, dim2=3).zero_()  # no decay between these
+        self._collect_rows(P.sum((3, 4)))
+        self._dG -= P.sum((1, 2, 3))
+        dA = _masked(dA, self._pair)
+        return (dA @ Y.flatten(1, 2)).view(X.shape), (dA.mT @ X.flatten(1, 2)).view(Y.shape)
 
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
-        self._dtotal += (S * dS).sum((-2, -1)).unsqueeze(-1) * self.total.squeeze(-1)
-
-    @staticmethod
-    def _add(dG: Tensor, rows: Tensor, exclusive: bool) -> None:
-        """Exclusive rows decay by the gates before their own: their gradient belongs to the row above."""
-        if exclusive:
-            dG[:, :-1] += rows[:, 1:]
-        else:
-            dG += rows
-
-    def finish(self) -> Tensor:
-        return _reverse_cumsum(self._dG) + _exclusive_cumsum(self._dcolumn) + self._dtotal
+        inner = torch.bmm(S.flatten(1).unsqueeze(1), dS.flatten(1).unsqueeze(2))
+        self._dtotal += (inner * self.total).squeeze(-1)
 
 
-class ChannelDecay:
-    """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored where it starts.
+class ChannelDecay(_Gated):
+    """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored at its middle.
 
-    On the level of size h a chunk is cut in blocks of 2h. Rows of a block's second half and columns of its first half meet
-    at its middle m: `e^{G_i - G_j} = e^{G_i - G_m} e^{G_m - G_j}`, both factors at most 1. The levels h = 1, 2, ..., C/2
-    cover each pair i > j once. `prefix` (sum from the start of the half to the token) and `suffix` (sum after the token to
-    the end of the half) grow from level to level by adding the half beside, so nothing is ever subtracted.
+    On the level of size h a chunk is cut in blocks of 2h. The rows of a block's second half meet the columns of its first
+    half at its middle m: `e^{G_i - G_j} = e^{G_i - G_m} e^{G_m - G_j}`, both factors at most 1. The levels h = 1, 2, ..., C/2
+    cover each pair i > j once. `prefix` (sum from the start of the half up to the token) and `suffix` (sum after the token
+    up to the end of the half) grow from level to level by adding the sum of the half beside, so nothing is subtracted.
     """
 
-    def __init__(self, g: Tensor) -> None:
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
         chunks, C, K = g.shape
+        self._kinds = rows
         prefix, suffix = g.clone(), torch.zeros_like(g)
-        self._levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self._levels: list[tuple[int, list[Tensor], Tensor]] = []  # h, row factors a kind, column factor: [chunks, C / 2h, h, K]
         h = 1
         while h < C:
-            p, s = prefix.view(-1, 2, h, K), suffix.view(-1, 2, h, K)
-            before = torch.zeros_like(p[:, 1])
-            before[:, 1:] = p[:, 1, :-1]
-            self._levels.append((h, p[:, 1].exp(), before.exp_(), s[:, 0].exp()))  # each [chunks * C / 2h, h, K]
-            first, second = p[:, 0, -1:].clone(), p[:, 1, -1:].clone()
-            p[:, 1] += first
-            s[:, 0] += second
+            (p0, p1), (s0, _) = prefix.view(chunks, -1, 2, h, K).unbind(2), suffix.view(chunks, -1, 2, h, K).unbind(2)
+            self._levels.append((h, self._row_factors(p1), s0.exp()))
+            s0 += p1[:, :, -1:]
+            p1 += p0[:, :, -1:]
             h *= 2
-        self.row = prefix.exp()
-        before = torch.zeros_like(prefix)
-        before[:, 1:] = prefix[:, :-1]
-        self.row_exclusive = before.exp_()
-        self.column = suffix.exp_()
-        self.total = self.row[:, -1].unsqueeze(-1)  # [chunks, K, 1]
-        self._dG = torch.zeros_like(g)
-        self._dcolumn = torch.zeros_like(g)
-        self._dtotal = torch.zeros_like(g[:, :1])
+        self._row = torch.stack(self._row_factors(prefix), 1)
+        self._column = suffix.exp_().unsqueeze(1)
+        self.total = prefix[:, -1].exp().unsqueeze(-1)
+        self._dG, self._dcolumn, self._dtotal = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g[:, :1])
 
-    rows = TokenDecay.rows
-    columns = TokenDecay.columns
-    _add = staticmethod(TokenDecay._add)
-    finish = TokenDecay.finish
+    def _row_factors(self, prefix: Tensor) -> list[Tensor]:
+        """`e^{prefix}` of the tokens `[..., h, K]` for each row kind, shifted by one token for exclusive ones."""
+        factor = prefix.exp()
+        shifted = None
+        if any(kind.exclusive for kind in self._kinds):
+            shifted = torch.ones_like(factor)
+            shifted[..., 1:, :] = factor[..., :-1, :]
+        return [shifted if kind.exclusive else factor for kind in self._kinds]  # type: ignore[misc]
 
-    def pairs(self, x: Tensor, y: Tensor, diagonal: bool, exclusive: bool = False) -> Tensor:
-        chunks, C, K = x.shape
-        A = x.new_zeros(chunks, C, C)
-        if diagonal:
-            A.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
-        for h, row, row_exclusive, column in self._levels:
-            x_half = x.view(-1, 2, h, K)[:, 1] * (row_exclusive if exclusive else row)
-            y_half = y.view(-1, 2, h, K)[:, 0] * column
-            _lower_blocks(A, h).copy_(_product(x_half, y_half).view(chunks, -1, h, h))
-        return A
+    def _per_gate(self, x: Tensor) -> Tensor:
+        return x
 
-    def rows_backward(self, rows: Tensor, drows: Tensor, exclusive: bool = False) -> Tensor:
-        self._add(self._dG, rows * drows, exclusive)
-        return drows * (self.row_exclusive if exclusive else self.row)
+    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
+        chunks, R, C, K = X.shape
+        S = Y.shape[1]
+        A = X.new_zeros(chunks, R, C, S, C)
+        for r, kind in enumerate(self._kinds):
+            if kind.diagonal:
+                A[:, r].diagonal(dim1=1, dim2=3).copy_((X[:, r, None] * Y).sum(-1))
+        for h, row, column in self._levels:
+            lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
+            for r in range(R):
+                upper = _halves(X[:, r], h, 1) * row[r]
+                for s in range(S):
+                    _blocks(A[:, r, :, s], h).copy_(_product(upper, lower[s]).view(chunks, -1, h, h))
+        return A.view(chunks, R * C, S * C)
 
-    def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
-        self._dcolumn.addcmul_(columns, dcolumns)
-        return dcolumns * self.column
-
-    def pairs_backward(
-        self, x: Tensor, y: Tensor, A: Tensor, dA: Tensor, diagonal: bool, exclusive: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        chunks, C, K = x.shape
-        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
-        for h, row, row_exclusive, column in self._levels:
-            factor = row_exclusive if exclusive else row
-            block = _lower_blocks(dA, h).reshape(-1, h, h)
-            dx_half = _apply(block, y.view(-1, 2, h, K)[:, 0] * column)
-            dy_half = _apply(block.mT, x.view(-1, 2, h, K)[:, 1] * factor)
-            dx.view(-1, 2, h, K)[:, 1].addcmul_(dx_half, factor)
-            dy.view(-1, 2, h, K)[:, 0].addcmul_(dy_half, column)
-        self._add(self._dG, x * dx, exclusive)
-        self._dG.addcmul_(y, dy, value=-1)
-        if diagonal:
-            d = dA.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            dx.addcmul_(d, y)
-            dy.addcmul_(d, x)
-        return dx, dy
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
+        chunks, R, C, K = X.shape
+        S = Y.shape[1]
+        dA = dA.view(chunks, R, C, S, C)
+        dX, dY = torch.zeros_like(X), torch.zeros_like(Y)
+        for h, row, column in self._levels:
+            lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
+            for r in range(R):
+                upper = _halves(X[:, r], h, 1) * row[r]
+                for s in range(S):
+                    block = _blocks(dA[:, r, :, s], h).reshape(-1, h, h)
+                    _halves(dX[:, r], h, 1).addcmul_(_apply(block, lower[s]).view(column.shape), row[r])
+                    _halves(dY[:, s], h, 0).addcmul_(_apply(block.mT, upper).view(column.shape), column)
+        self._collect_rows(X * dX)
+        self._dG -= (Y * dY).sum(1)
+        for r, kind in enumerate(self._kinds):
+            if kind.diagonal:
+                d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
+                dX[:, r] += (d * Y).sum(1)
+                dY.addcmul_(d, X[:, r, None])
+        return dX, dY
 
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
         self._dtotal += ((S * dS).sum(-1) * self.total.squeeze(-1)).unsqueeze(1)
 
 
-def _lower_blocks(A: Tensor, h: int) -> Tensor:
-    """The blocks of `A` `[chunks, C, C]` where second halves meet first halves: a view `[chunks, C / 2h, h, h]`."""
+def _masked(A: Tensor, pair: Tensor) -> Tensor:
+    """`A` `[chunks, R * C, S * C]` times the pair decay `[chunks or 1, R, C, 1, C]`, in place."""
+    _, R, C, _, _ = pair.shape
+    A.view(A.shape[0], R, C, -1, C).mul_(pair)
+    return A
+
+
+def _halves(x: Tensor, h: int, which: int) -> Tensor:
+    """The first or second halves of the blocks of 2h tokens of `x` `[chunks, C, K]`: a view `[chunks, C / 2h, h, K]`."""
+    return x.unflatten(1, (-1, 2, h))[:, :, which]
+
+
+def _blocks(A: Tensor, h: int) -> Tensor:
+    """Where second halves meet first halves in `A` `[chunks, C, C]`: a view `[chunks, C / 2h, h, h]`."""
     n = A.shape[-1] // (2 * h)
     return A.unflatten(-1, (n, 2, h)).unflatten(1, (n, 2, h))[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y^T of `[blocks, h, K]`; single rows are dot products, which need no matrix product."""
-    return (x * y).sum(-1, keepdim=True) if x.shape[1] == 1 else x @ y.mT
+    """x y^T of halves `[chunks, C / 2h, h, K]`; single rows are dot products, which need no matrix product."""
+    if x.shape[2] == 1:
+        return (x * y).sum(-1)
+    return x.flatten(0, 1) @ y.flatten(0, 1).mT
 
 
 def _apply(block: Tensor, x: Tensor) -> Tensor:
-    """`block` `[blocks, h, h]` times `x` `[blocks, h, K]`."""
+    """`block` `[blocks, h, h]` times the half `x` `[chunks, C / 2h, h, K]`."""
+    x = x.flatten(0, 1)
     return block * x if x.shape[1] == 1 else block @ x
-
-
-def _reverse_cumsum(x: Tensor) -> Tensor:
-    """sum over i >= t, along the chunk."""
-    return x.flip(1).cumsum(1).flip(1)
-
-
-def _exclusive_cumsum(x: Tensor) -> Tensor:
-    """sum over i < t, along the chunk."""
-    out = torch.zeros_like(x)
-    out[:, 1:] = x[:, :-1].cumsum(1)
-    return out
