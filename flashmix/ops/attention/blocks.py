@@ -41,8 +41,9 @@ def to_row_blocks(x: Tensor, heads: int, rows: int, fill: float = 0.0) -> Tensor
     """`[B, T, HQ, D]` as contiguous `[B * heads, blocks, R * rows, D]`, the last block padded with `fill`."""
     batch, tokens, heads_q, dim = x.shape
     blocks = round_up(tokens, rows) // rows
-    x = F.pad(x, (0, 0, 0, 0, 0, blocks * rows - tokens), value=fill)
-    x = x.view(batch, blocks, rows, heads, heads_q // heads, dim).permute(0, 3, 1, 4, 2, 5)
+    if blocks * rows != tokens:
+        x = F.pad(x, (0, 0, 0, 0, 0, blocks * rows - tokens), value=fill)
+    x = x.reshape(batch, blocks, rows, heads, heads_q // heads, dim).permute(0, 3, 1, 4, 2, 5)
     return x.reshape(batch * heads, blocks, heads_q // heads * rows, dim)
 
 
@@ -84,8 +85,7 @@ class Tile:
 class Tiles:
     """The tiles of sequences that all have `tokens_q` queries and `tokens_k` keys, and their scores.
 
-    `q [B * H, blocks, R * rows, K]` is scaled already (see `scaled_q`), `k [B * H, padded keys, K]`. With `keys_first`
-    the tiles lie transposed in memory, `[heads, keys, R * rows]`, as backward wants them.
+    `q [B * H, blocks, R * rows, K]` is scaled already (see `scaled_q`), `k [B * H, padded keys, K]`.
     """
 
     q: Tensor
@@ -95,13 +95,13 @@ class Tiles:
     rows: int
     group: int
     score: Score
-    keys_first: bool
     slopes: Tensor | None = None  # [B * H, R, 1, 1], in log 2
     decay: tuple[Tensor, Tensor] | None = None  # its running sum in log 2, float64: at rows and at keys, [B * H, R, .]
     dropout: tuple[Tensor, Tensor, Tensor] | None = (
         None  # seed, query head [B * H, R, 1, 1], first row [B * H, 1, 1, 1]
     )
     _tables: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
+    _buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def head_slices(self) -> Iterator[slice]:
         """The (batch, key head) pairs that are taken together."""
@@ -120,15 +120,19 @@ class Tiles:
         for start in range(low, high, KEYS):
             yield Tile(heads, block, first, slice(start, min(start + KEYS, high)))
 
+    def product(self, buffer: str, x: Tensor, y: Tensor) -> Tensor:
+        """`x @ y`, batched, in a buffer of this name that the next tile uses again: fresh memory costs page faults."""
+        shape = (x.shape[0], x.shape[1], y.shape[2])
+        if buffer not in self._buffers or self._buffers[buffer].numel() < math.prod(shape):
+            self._buffers[buffer] = x.new_empty(math.prod(shape))
+        return torch.bmm(x, y, out=self._buffers[buffer][: math.prod(shape)].view(shape))
+
     def products(self, tile: Tile) -> Tensor:
-        """`q k^T` of a tile: `[heads, R * rows, keys]`, with `keys_first` `[heads, keys, R * rows]`."""
-        q, k = self.q[tile.heads, tile.block], self.k[tile.heads, tile.keys]
-        return torch.bmm(k, q.transpose(1, 2)) if self.keys_first else torch.bmm(q, k.transpose(1, 2))
+        """`q k^T` of a tile, `[heads, R * rows, keys]`."""
+        return self.product("scores", self.q[tile.heads, tile.block], self.k[tile.heads, tile.keys].transpose(1, 2))
 
     def by_head(self, x: Tensor) -> Tensor:
         """A tile as a view `[heads, R, rows, keys]`."""
-        if self.keys_first:
-            return x.view(x.shape[0], x.shape[1], self.group, self.rows).permute(0, 2, 3, 1)
         return x.view(x.shape[0], self.group, self.rows, x.shape[2])
 
     def softcap_(self, products: Tensor) -> Tensor:
@@ -162,13 +166,13 @@ class Tiles:
         rows = torch.arange(tile.block * self.rows, (tile.block + 1) * self.rows, device=self.q.device)[:, None]
         keys = torch.arange(tile.keys.start, tile.keys.stop, device=self.q.device)
         heads, rows = query_head[tile.heads], first_row[tile.heads] + rows
-        return dropout_factor(seed, heads, rows, keys, self.score.dropout_p).to(self.q.dtype)
+        return dropout_factor(seed, heads, rows, keys, self.score.dropout_p, self.q.dtype)
 
     def distance(self, tile: Tile) -> Tensor:
         """`|position - key|`, `[rows, keys]`."""
         key = ("distance", tile.shift, tile.width, 0)
         if key not in self._tables:
-            self._tables[key] = self._laid_out(self._offsets(tile).abs())
+            self._tables[key] = self._offsets(tile).abs()
         return self._tables[key]
 
     def _mask(self, tile: Tile) -> Tensor:
@@ -182,16 +186,12 @@ class Tiles:
                 hidden = hidden | (offsets > self.score.left)
             if self.score.right is not None:
                 hidden = hidden | (-offsets > self.score.right)
-            self._tables[key] = self._laid_out(torch.zeros_like(offsets).masked_fill_(hidden, -torch.inf))
+            self._tables[key] = torch.zeros_like(offsets).masked_fill_(hidden, -torch.inf)
         return self._tables[key]
 
     def _offsets(self, tile: Tile) -> Tensor:
         rows = torch.arange(self.rows, device=self.q.device, dtype=self.q.dtype)[:, None]
         return rows - torch.arange(tile.width, device=self.q.device, dtype=self.q.dtype) + tile.shift
-
-    def _laid_out(self, table: Tensor) -> Tensor:
-        """The same `[rows, keys]` table in the memory order of the tiles."""
-        return table.t().contiguous().t() if self.keys_first else table
 
     def _add_decay_(self, scores: Tensor, tile: Tile) -> None:
         """Adds `G_row - G_key`; for keys before the block as (G_row - G_first) + (G_first - G_key), a vector each."""

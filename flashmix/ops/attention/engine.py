@@ -57,7 +57,7 @@ def attend(
     boundaries: tuple[Tensor | None, Tensor | None],
     impl: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """`(o, lse)` of a checked call; `features`: sink, ALiBi slopes, log decay, dropout seed; `boundaries`: cu_seqlens."""
+    """`(o, lse)` of a checked call; `features`: sink, ALiBi slopes, log decay, dropout seed."""
     chosen = choose("softmax_attention", IMPLEMENTATIONS, problem, impl)
     if chosen.name == "sdpa":
         return sdpa.attend(q, k, v, problem), None

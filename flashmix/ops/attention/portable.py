@@ -51,7 +51,7 @@ def forward(
         lse.copy_(features[0])
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score, keys_first=False)
+        tiles = _tiles(q, k, features, part, score)
         o_blocks, lse_blocks = _forward_part(tiles, to_keys(v[:, of_k], dtype), _sink_rows(features[0], batch, tiles))
         o[:, of_q] = from_row_blocks(o_blocks, batch, tiles.tokens_q, tiles.rows)
         lse[:, of_q] = from_row_blocks(lse_blocks, batch, tiles.tokens_q, tiles.rows)[..., 0]
@@ -87,7 +87,7 @@ def backward(
     rows_lse = lse.masked_fill(lse == -torch.inf, torch.inf).mul(LOG2_E)  # p = 0 in a row that sees nothing
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score, keys_first=True)
+        tiles = _tiles(q, k, features, part, score)
         heads, rows = k.shape[2], tiles.rows
         d_o_part = q.new_zeros(o[:, of_q].shape) if d_o is None else d_o[:, of_q]
         d_o_blocks = to_row_blocks(d_o_part.to(dtype), heads, rows)
@@ -129,7 +129,7 @@ def _parts(q: Tensor, k: Tensor, boundaries: Boundaries) -> Iterator[Part]:
             yield slice(ends_q[n], ends_q[n + 1]), slice(ends_k[n], ends_k[n + 1])
 
 
-def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, *, keys_first: bool) -> Tiles:
+def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score) -> Tiles:
     dtype = _compute_dtype(q)
     _, slopes, log_decay, seed = features
     of_q, of_k = part
@@ -144,7 +144,6 @@ def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, *
         rows=rows,
         group=group,
         score=score,
-        keys_first=keys_first,
     )
     if slopes is not None:
         tiles.slopes = (slopes.to(dtype) * LOG2_E).view(heads, group, 1, 1).repeat(batch, 1, 1, 1)
@@ -194,7 +193,8 @@ def _forward_part(tiles: Tiles, v: Tensor, sink: Tensor | None) -> tuple[Tensor,
                 mixed.mul_(shrink).baddbmm_(p, v[heads, tile.keys])
                 top = new_top
             o[heads, block] = mixed.div_(total.masked_fill(total == 0, 1))
-            lse[heads, block] = (top + total.log2()).div_(LOG2_E)
+            # total is 0 (nothing to see) or at least 1; log1p is much faster here than log
+            lse[heads, block] = top.div_(LOG2_E).add_(total.sub_(1).log1p_())
     return o, lse
 
 
@@ -208,7 +208,7 @@ class _Backward:
 
     def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, lse: Tensor, delta: Tensor) -> None:
         self.tiles, self.v, self.d_o, self.lse, self.delta = tiles, v, d_o, lse, delta
-        self.d_q, self.d_k, self.d_v = torch.zeros_like(tiles.q), torch.zeros_like(tiles.k), torch.zeros_like(v)
+        self.d_q, self.d_k, self.d_v = torch.empty_like(tiles.q), torch.zeros_like(tiles.k), torch.zeros_like(v)
         groups, padded_keys = (tiles.q.shape[0], tiles.group), tiles.k.shape[1]
         self.d_slopes = v.new_zeros(groups, dtype=torch.float64)
         self.d_score_rows = v.new_zeros(*groups, tiles.q.shape[1] * tiles.rows, dtype=torch.float64)
@@ -218,6 +218,7 @@ class _Backward:
         tiles = self.tiles
         for heads in tiles.head_slices():
             for block in range(tiles.q.shape[1]):
+                d_q = tiles.q.new_zeros(tiles.q[heads, block].shape)
                 for tile in tiles.of_block(heads, block):
                     scores = tiles.products(tile)
                     squashed = None
@@ -225,7 +226,7 @@ class _Backward:
                         squashed = tiles.softcap_(scores)
                         scores = squashed * (tiles.score.softcap * LOG2_E)
                     tiles.add_biases_(scores, tile)
-                    p = scores.sub_(self.lse[heads, block].transpose(1, 2)).exp2_()  # [heads, keys, R * rows]
+                    p = scores.sub_(self.lse[heads, block]).exp2_()
                     d_scores = self._d_scores(tile, p)
                     if slopes:
                         by_head = tiles.by_head(d_scores)
@@ -234,20 +235,21 @@ class _Backward:
                         self._sum_d_scores(tile, d_scores)
                     if squashed is not None:
                         d_scores.addcmul_(d_scores, squashed.square_(), value=-1)
-                    self.d_k[heads, tile.keys].baddbmm_(d_scores, tiles.q[heads, block])
-                    self.d_q[heads, block].baddbmm_(d_scores.transpose(1, 2), tiles.k[heads, tile.keys])
+                    self.d_k[heads, tile.keys] += tiles.product("d_k", d_scores.transpose(1, 2), tiles.q[heads, block])
+                    d_q.baddbmm_(d_scores, tiles.k[heads, tile.keys])
+                self.d_q[heads, block] = d_q
 
     def _d_scores(self, tile: Tile, p: Tensor) -> Tensor:
         """`p (do v^T - delta)` of a tile, after adding to `d_v`."""
         d_o = self.d_o[tile.heads, tile.block]
-        d_p = torch.bmm(self.v[tile.heads, tile.keys], d_o.transpose(1, 2))
+        d_p = self.tiles.product("d_p", d_o, self.v[tile.heads, tile.keys].transpose(1, 2))
         kept = p
         if (factor := self.tiles.dropout_factor(tile)) is not None:
             kept = p.clone()
             self.tiles.by_head(kept).mul_(factor)
             self.tiles.by_head(d_p).mul_(factor)
-        self.d_v[tile.heads, tile.keys].baddbmm_(kept, d_o)
-        return d_p.sub_(self.delta[tile.heads, tile.block].transpose(1, 2)).mul_(p)
+        self.d_v[tile.heads, tile.keys] += self.tiles.product("d_v", kept.transpose(1, 2), d_o)
+        return d_p.sub_(self.delta[tile.heads, tile.block]).mul_(p)
 
     def _sum_d_scores(self, tile: Tile, d_scores: Tensor) -> None:
         """Sums over the keys and over the rows of a tile: the gradients of the decay's running sum at both."""
@@ -265,7 +267,7 @@ class _Backward:
         return d_q, d_k, d_v
 
     def d_decay(self, batch: int) -> Tensor:
-        """The gradient of `log_decay`, `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""
+        """The gradient of `log_decay` `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""
         tiles = self.tiles
         sums = -self.d_score_keys[:, :, : tiles.tokens_k]
         rows = self.d_score_rows[:, :, : tiles.tokens_q]
