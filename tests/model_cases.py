@@ -52,7 +52,7 @@ def some_tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
-    """The same numbers computed in another order: float64 leaves a few thousand roundings, any mistake is far larger."""
+    """The same numbers computed in another order: float64 leaves some thousand roundings, a mistake is far larger."""
     assert got.dtype == expected.dtype == torch.float64
     limit = 2**14 * torch.finfo(torch.float64).eps  # 4e-12 of the largest value
     largest = expected.abs().max().item() if expected.numel() else 0.0

@@ -226,7 +226,7 @@ def test_heads_that_do_not_fit() -> None:
 def recurrence_loop(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor | None = None, write: Tensor | None = None
 ) -> Tensor:
-    """`S = decay S - write (erase^T S) + k v^T`, `o = S^T q` for one sequence: `[T, H, K]`, `v` `[T, H, V]`, decay `[T, H, K or 1]`."""
+    """`S = decay S - write (erase^T S) + k v^T`, `o = S^T q`; `[T, H, K]`, `v` `[T, H, V]`, decay `[T, H, K or 1]`."""
     T, H, K = q.shape
     S = q.new_zeros(H, K, v.shape[-1])
     outputs = []
