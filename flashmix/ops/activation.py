@@ -21,8 +21,8 @@ class Activation:
     """A scalar function in three forms.
 
     `formula` is what autograd and the compiler see. `value` and `slope` (the derivative) run without autograd and give
-    the same bits for an element wherever it lies in the tensor. torch's own sigmoid and silu do not: on the CPU the
-    last few elements of each thread's share take another path, whose exp rounds differently.
+    the same bits for an element wherever it lies in the tensor. torch's own sigmoid and silu do not: on the CPU the odd
+    end of each thread's share goes one by one, with an exp that rounds differently from the vectors' exp.
     """
 
     formula: Callable[[Tensor], Tensor]
@@ -30,8 +30,21 @@ class Activation:
     slope: Callable[[Tensor], Tensor]
 
 
+# Elements that torch gives a thread at least, and a multiple of those that any CPU's vector loop takes at a time.
+THREAD_SHARE, VECTORS = 32768, 64
+
+
 def _sigmoid(x: Tensor) -> Tensor:
-    return torch.neg(x).exp_().add_(1).reciprocal_()
+    """A fresh `torch.sigmoid(x)`; on the CPU padded until every thread's share is whole vectors, without an odd end."""
+    if x.device.type != "cpu":
+        return torch.sigmoid(x)
+    size = padded = x.numel()
+    shares = 0
+    while shares != (shares := max(1, min(torch.get_num_threads(), -(-padded // THREAD_SHARE)))):
+        padded = -(-size // (shares * VECTORS)) * shares * VECTORS
+    if padded == size:
+        return torch.sigmoid(x.contiguous())
+    return F.pad(x.flatten(), (0, padded - size)).sigmoid_()[:size].view(x.shape)
 
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
@@ -40,8 +53,7 @@ def _sigmoid_slope(x: Tensor) -> Tensor:
 
 
 def _silu(x: Tensor) -> Tensor:
-    divisor = torch.neg(x).exp_().add_(1)
-    return torch.div(x, divisor, out=divisor)
+    return _sigmoid(x).mul_(x)
 
 
 def _silu_slope(x: Tensor) -> Tensor:

@@ -76,73 +76,94 @@ def short_conv(
             check_like(name, value, "x", x, dtype=name == "initial_state")
     check_choice("activation", activation, None, *ACTIVATIONS)
     choose("short_conv", IMPLEMENTATIONS, x, impl)
+    layout = _Layout(width, packing)
     if torch.compiler.is_compiling():
-        y, state = _formula(x, weight, bias, initial_state, packing, activation)
+        y, state = _formula(x, weight, bias, initial_state, layout, activation)
     elif wants_gradient(x, weight, bias, initial_state):
-        y, state = _ShortConv.apply(x, weight, bias, initial_state, packing, activation)
+        y, state = _ShortConv.apply(x, weight, bias, initial_state, layout, activation)
     else:
-        y, state = _forward(x, weight, bias, initial_state, packing, activation)
+        y, state = _forward(x, weight, bias, initial_state, layout, activation)
     return y, state if return_state else None
 
 
-# Every sequence is laid out with the W - 1 inputs before it, so that one convolution without bounds serves whole,
-# carried and packed sequences alike. In a packed row that shifts token t by W - 1 rows for its own and each earlier
-# sequence.
+class _Layout:
+    """Lays every sequence out with the W - 1 inputs before it, so that one convolution without bounds serves all cases.
 
+    In a packed row this moves a token by W - 1 rows for its own and each earlier sequence. Rows are gathered, not
+    scattered, which is slow on the CPU.
+    """
 
-def _token_rows(packing: Packing, width: int) -> Tensor:
-    """`[T]`: the row of each packed token in that layout."""
-    tokens = torch.arange(packing.total, device=packing.cu_seqlens.device)
-    return tokens + (packing.sequence + 1) * (width - 1)
+    def __init__(self, width: int, packing: Packing | None) -> None:
+        self.past, self.packing = width - 1, packing
+        if packing is not None:
+            tokens = torch.arange(packing.total, device=packing.cu_seqlens.device)
+            self.rows = tokens + (packing.sequence + 1) * self.past
 
+    def lay_out(self, x: Tensor, state: Tensor | None) -> Tensor:
+        if self.packing is None:
+            return F.pad(x, (0, 0, self.past, 0)) if state is None else torch.cat([state, x], dim=1)
+        tokens, channels = x.shape[1:]
+        before = x.new_zeros((self.packing.count + 1) * self.past, channels)
+        if state is not None:
+            before = torch.cat([state.flatten(0, 1), before[: self.past]])
+        if tokens == 0:
+            return before.unsqueeze(0)
+        source = torch.zeros(tokens + before.shape[0], dtype=torch.int64, device=x.device)
+        source[self.rows] = torch.arange(tokens, device=x.device)
+        return x[0].index_select(0, source).index_copy(0, self._edges(self.packing.cu_seqlens), before).unsqueeze(0)
 
-def _edge_rows(boundaries: Tensor, width: int) -> Tensor:
-    """`[N (W - 1)]`: given the sequences' starts, the rows before them; given their ends, their last W - 1 rows."""
-    shift = torch.arange(boundaries.shape[0], device=boundaries.device) * (width - 1)
-    return ((boundaries + shift).unsqueeze(1) + torch.arange(width - 1, device=boundaries.device)).flatten()
+    def tokens(self, laid: Tensor) -> Tensor:
+        """The rows of the tokens, `[B, T, D]`."""
+        return laid[:, self.past :] if self.packing is None else laid[0].index_select(0, self.rows).unsqueeze(0)
 
+    def outputs(self, y: Tensor) -> Tensor:
+        """What the convolution of a layout gave for the tokens: it has no rows for the first W - 1."""
+        return y if self.packing is None else y[0].index_select(0, self.rows - self.past).unsqueeze(0)
 
-def _lay_out(x: Tensor, state: Tensor | None, width: int, packing: Packing | None) -> Tensor:
-    if packing is None:
-        return F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state, x], dim=1)
-    laid = x.new_zeros(packing.total + (packing.count + 1) * (width - 1), x.shape[2])
-    laid = laid.index_copy(0, _token_rows(packing, width), x[0])
-    if state is not None:
-        laid = laid.index_copy(0, _edge_rows(packing.cu_seqlens[:-1], width), state.flatten(0, 1))
-    return laid.unsqueeze(0)
+    def starts(self, laid: Tensor) -> Tensor:
+        """`[N, W - 1, D]`: the rows before each sequence."""
+        if self.packing is None:
+            return laid[:, : self.past]
+        return (
+            laid[0]
+            .index_select(0, self._edges(self.packing.cu_seqlens[:-1]))
+            .unflatten(0, (self.packing.count, self.past))
+        )
 
+    def ends(self, laid: Tensor) -> Tensor:
+        """`[N, W - 1, D]`: the last rows of each sequence."""
+        if self.packing is None:
+            return laid[:, laid.shape[1] - self.past :].clone()
+        return (
+            laid[0]
+            .index_select(0, self._edges(self.packing.cu_seqlens[1:]))
+            .unflatten(0, (self.packing.count, self.past))
+        )
 
-def _last_inputs(laid: Tensor, width: int, packing: Packing | None) -> Tensor:
-    """`[N, W - 1, D]`: the last W - 1 inputs of every sequence."""
-    if packing is None:
-        return laid[:, laid.shape[1] - (width - 1) :].clone()
-    return laid[0, _edge_rows(packing.cu_seqlens[1:], width)].unflatten(0, (packing.count, width - 1))
+    def add_to_ends(self, laid: Tensor, values: Tensor) -> None:
+        if self.packing is None:
+            laid[:, laid.shape[1] - self.past :] += values
+        else:
+            laid[0].index_add_(0, self._edges(self.packing.cu_seqlens[1:]), values.flatten(0, 1).to(laid.dtype))
 
-
-def _take_apart(laid: Tensor, width: int, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """The inverse of `_lay_out`: the tokens and the inputs before them."""
-    if packing is None:
-        return laid[:, width - 1 :], laid[:, : width - 1]
-    before = laid[0, _edge_rows(packing.cu_seqlens[:-1], width)]
-    return laid[:, _token_rows(packing, width)], before.unflatten(0, (packing.count, width - 1))
+    def _edges(self, boundaries: Tensor) -> Tensor:
+        """`[N (W - 1)]`: given sequences' starts, the rows before them; given their ends, their last rows."""
+        past = torch.arange(self.past, device=boundaries.device)
+        shift = torch.arange(boundaries.shape[0], device=boundaries.device) * self.past
+        return ((boundaries + shift).unsqueeze(1) + past).flatten()
 
 
 def _formula(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    packing: Packing | None,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, layout: _Layout, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    width, wide = weight.shape[1], compute_dtype(x, weight, bias)
-    laid = _lay_out(x, state, width, packing)
-    tokens = laid.shape[1] - (width - 1)
-    y = torch.stack([laid[:, i : i + tokens].to(wide) * weight[:, i].to(wide) for i in range(width)]).sum(0)
+    wide = compute_dtype(x, weight, bias)
+    laid = layout.lay_out(x, state)
+    tokens = laid.shape[1] - layout.past
+    taps = weight.to(wide).unbind(1)
+    y = torch.stack([laid[:, i : i + tokens].to(wide) * tap for i, tap in enumerate(taps)]).sum(0)
     y = y if bias is None else y + bias
     y = y if activation is None else ACTIVATIONS[activation].formula(y)
-    y = y if packing is None else y[:, _token_rows(packing, width) - (width - 1)]
-    return y.to(x.dtype), _last_inputs(laid, width, packing)
+    return layout.outputs(y).to(x.dtype), layout.ends(laid)
 
 
 def _convolve(laid: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -155,34 +176,27 @@ def _convolve(laid: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    packing: Packing | None,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, layout: _Layout, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    width, wide = weight.shape[1], compute_dtype(x, weight, bias)
-    laid = _lay_out(x, state, width, packing)
+    wide = compute_dtype(x, weight, bias)
+    laid = layout.lay_out(x, state)
     y = _convolve(laid.to(wide), weight.T.to(wide).contiguous(), bias)
     y = y if activation is None else ACTIVATIONS[activation].value(y)
-    y = y if packing is None else y[:, _token_rows(packing, width) - (width - 1)]
-    return y.to(x.dtype), _last_inputs(laid, width, packing)
+    return layout.outputs(y).to(x.dtype), layout.ends(laid)
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, state, packing, activation):  # type: ignore[no-untyped-def]
-        y, final = _forward(x, weight, bias, state, packing, activation)
+    def forward(ctx, x, weight, bias, state, layout, activation):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, state)
-        ctx.options = packing, activation
-        return y, final
+        ctx.options = layout, activation
+        return _forward(x, weight, bias, state, layout, activation)
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad, grad_state):  # type: ignore[no-untyped-def]
         x, weight, bias, state = ctx.saved_tensors
-        packing, activation = ctx.options
+        layout, activation = ctx.options
         if torch.is_grad_enabled():
             inputs = (x, weight, bias, state)
             return (
@@ -191,27 +205,21 @@ class _ShortConv(torch.autograd.Function):
                 None,
             )
         width, wide = weight.shape[1], compute_dtype(x, weight, bias)
-        laid, taps = _lay_out(x, state, width, packing).to(wide), weight.T.to(wide).contiguous()
+        laid, taps = layout.lay_out(x, state).to(wide), weight.T.to(wide).contiguous()
         d_laid, d_weight, d_bias = torch.zeros_like(laid), None, None
         if grad is not None:
-            if packing is not None:
-                rows = _token_rows(packing, width) - (width - 1)
-                grad = grad.new_zeros(1, laid.shape[1] - (width - 1), grad.shape[2]).index_copy_(1, rows, grad)
-            d_pre = grad.to(wide)
+            d_y = grad.to(wide) if layout.packing is None else layout.lay_out(grad, None)[:, layout.past :].to(wide)
             if activation is not None:
-                d_pre = ACTIVATIONS[activation].slope(_convolve(laid, taps, bias)).mul_(d_pre)
-            tokens = d_pre.shape[1]
+                d_y = ACTIVATIONS[activation].slope(_convolve(laid, taps, bias)).mul_(d_y)
+            tokens = d_y.shape[1]
             for i in range(width):
-                d_laid[:, i : i + tokens].addcmul_(d_pre, taps[i])
+                d_laid[:, i : i + tokens].addcmul_(d_y, taps[i])
             if ctx.needs_input_grad[1]:
-                columns = [(d_pre * laid[:, i : i + tokens]).sum((0, 1)) for i in range(width)]
+                columns = [(d_y * laid[:, i : i + tokens]).sum((0, 1)) for i in range(width)]
                 d_weight = torch.stack(columns, dim=1).to(weight.dtype)
             if ctx.needs_input_grad[2]:
-                d_bias = d_pre.sum((0, 1)).to(bias.dtype)
+                d_bias = d_y.sum((0, 1)).to(bias.dtype)
         if grad_state is not None:
-            if packing is None:
-                d_laid[:, x.shape[1] :] += grad_state
-            else:
-                d_laid[0].index_add_(0, _edge_rows(packing.cu_seqlens[1:], width), grad_state.flatten(0, 1).to(wide))
-        d_x, d_state = _take_apart(d_laid, width, packing)
-        return d_x.to(x.dtype), d_weight, d_bias, None if state is None else d_state.to(x.dtype), None, None
+            layout.add_to_ends(d_laid, grad_state)
+        d_state = None if state is None else layout.starts(d_laid).to(state.dtype)
+        return layout.tokens(d_laid).to(x.dtype), d_weight, d_bias, d_state, None, None
