@@ -1,1 +1,1 @@
-"""The training command: text to tokens (`data`), the run folder (`run_folder`), checkpoints, the loop and the command line."""
+"""The training command: text to tokens, the run folder, checkpoints, the loop and the command line."""

@@ -49,7 +49,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:
-    """Writes under a temporary name, then renames: whatever happens, `path` is the old checkpoint or the new one, whole."""
+    """Writes under a temporary name, then renames: `path` is the old checkpoint or the new one, always whole."""
     with written_whole(path) as file:
         torch.save(vars(checkpoint), file)
 

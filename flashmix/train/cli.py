@@ -39,14 +39,15 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train a language model on text files")
-    train.add_argument("--text", nargs="+", metavar="PATH", default=argparse.SUPPRESS,
-                       help="files and folders; each file is a document (default: Python's own standard library)")  # fmt: skip
+    keep = argparse.SUPPRESS  # what is not given is not set, so that a resumed run keeps its own
+    text = "files and folders; each file is a document (default: Python's own standard library)"
+    train.add_argument("--text", nargs="+", metavar="PATH", default=keep, help=text)
     train.add_argument("--out", metavar="RUN", help="the run's folder (default: runs/ and the time)")
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
-    train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
-                       help="compile the model first (needs a C++ compiler on a CPU)")  # fmt: skip
+    text = "compile the model first (on a CPU this needs a C++ compiler)"
+    train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=keep, help=text)
     train.add_argument(
-        "--sample", type=int, default=300, metavar="TOKENS", help="tokens to print at the end (default: 300)"
+        "--sample", type=int, default=300, metavar="INT", help="tokens to print at the end (default: 300)"
     )
     defaults = TrainConfig()
     for name, text in SETTINGS.items():
@@ -54,8 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
         kind = type(default) if default is not None else {"threads": int}.get(name, str)
         shown = "" if default is None else f" (default: {default})"
         choices = ("float32", "bfloat16") if name == "dtype" else None
-        train.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices, default=argparse.SUPPRESS,
-                           metavar=kind.__name__.upper(), help=text + shown)  # fmt: skip
+        option = f"--{name.replace('_', '-')}"
+        metavar = kind.__name__.upper()
+        train.add_argument(option, type=kind, choices=choices, default=keep, metavar=metavar, help=text + shown)
 
     generate = commands.add_parser("generate", help="continue a text with the model of a run")
     generate.add_argument("run", metavar="RUN", help="the run's folder")
@@ -67,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=None, help="choose among the likeliest tokens of this total probability"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the choices (default: 0)")
-    generate.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
+    generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     commands.add_parser("doctor", help="what is here, and which implementation each op would take")
     return parser
@@ -81,51 +83,56 @@ def train_command(arguments: argparse.Namespace) -> int:
     if "text" in settings:
         settings["text"] = tuple(settings["text"])
     if arguments.resume:
-        if arguments.out and arguments.out != arguments.resume:
-            raise RunError("--resume goes on in its own folder; leave --out away")
+        if arguments.out:
+            raise RunError("--resume goes on in its own folder: leave --out away")
         folder = RunFolder(arguments.resume)
         trainer = runs.resume(folder, settings)
-        print(f"resuming {folder.path} at step {trainer.step} of {trainer.config.steps}")
+        print(f"resuming {folder.path} after step {trainer.step} of {trainer.config.steps}")
     else:
         folder = RunFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
         trainer = runs.begin(TrainConfig(**settings), folder)
-        print(trainer.summary())
+    print(trainer.summary(), flush=True)
     try:
         finished = trainer.run()
     except RunError as error:
-        raise RunError(f"{error}\n{how_to_go_on(folder)}") from error
+        raise RunError(f"{error}; {how_to_go_on(folder)}") from error
     if not finished:
-        print(f"stopped after step {trainer.step}. {how_to_go_on(folder)}")
+        print(f"stopped after step {trainer.step}; {how_to_go_on(folder)}")
         return 130
     if arguments.sample:
-        print(
-            f"--- a sample ({arguments.sample} tokens)\n{runs.sample(trainer.model, trainer.tokens, tokens=arguments.sample)}\n---"
-        )
-    print(f"everything is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
+        model, tokens = runs.load(folder, trainer.config.device)
+        print(f"--- a sample of {arguments.sample} tokens")
+        for text in runs.write_text(model, tokens, "", arguments.sample):
+            print(text, end="", flush=True)
+        print("\n---")
+    print(f"all of it is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
     return 0
 
 
 def how_to_go_on(folder: RunFolder) -> str:
     if not folder.checkpoint.exists():
-        return "there was no checkpoint yet."
-    return f"go on: flashmix train --resume {folder.path}"
+        return "there is no checkpoint yet to go on from"
+    return f"go on from the last checkpoint: flashmix train --resume {folder.path}"
 
 
 def generate_command(arguments: argparse.Namespace) -> int:
     from flashmix.train import runs
 
     model, tokens = runs.load(RunFolder(arguments.run), arguments.device)
-    text = runs.sample(
+    text = runs.write_text(
         model,
         tokens,
         arguments.prompt,
-        tokens=arguments.tokens,
+        arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    print(arguments.prompt + text)
+    print(arguments.prompt, end="")
+    for part in text:
+        print(part, end="", flush=True)
+    print()
     return 0
 
 

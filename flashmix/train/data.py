@@ -74,8 +74,8 @@ class Batch:
 class Stream:
     """The windows of some documents, at most `seq_len` tokens each, shuffled anew each epoch and laid end to end.
 
-    A pure function of the position: the batch at a position is the same whatever was read before, so that the position is
-    all that a checkpoint must keep.
+    A pure function of the position: the batch at a position is the same whatever was read before, so that the position
+    is all that a checkpoint must keep.
     """
 
     def __init__(self, corpus: Corpus, documents: list[Document], seq_len: int, seed: int) -> None:
@@ -146,7 +146,7 @@ def _walk(folder: Path, leave_out: Collection[str] = ()) -> list[Path]:
 
 
 def read_documents(paths: Sequence[str]) -> Iterator[tuple[str, bytes, bytes]]:
-    """Name, contents and their hash, of each document; empty files, binary files inside folders and repeats are left out."""
+    """Name, contents and hash of each document; empty files, binary files inside folders and repeats are left out."""
     named = {Path(path) for path in paths}
     seen: set[bytes] = set()
     for path in find_files(paths):

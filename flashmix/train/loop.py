@@ -1,4 +1,4 @@
-"""The training loop, read top to bottom: settings and data to a model, steps, measurements, checkpoints, a stop when asked."""
+"""The training loop: steps, measurements, checkpoints, a stop when asked."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from flashmix.models import Decoder, parameter_groups
 from flashmix.train import checkpoint
 from flashmix.train.data import Batch, Corpus, Stream
 from flashmix.train.plot import draw_loss_curve
@@ -30,9 +31,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW; weight decay pulls on matrices only, not on gains, biases and decay rates."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = parameter_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
@@ -59,11 +58,11 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 class Trainer:
     """A model in training: `run` takes it from its current step to the last one, or to where it is interrupted."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, model: nn.Module, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, model: Decoder, corpus: Corpus) -> None:
         self.config, self.folder = config, folder
-        self.device = torch.device(config.device)
+        self.device = torch.device(config.device or "cpu")
         self.model = model.to(self.device)
-        self.forward = torch.compile(self.model) if config.compile else self.model
+        self.forward: Callable[..., Tensor] = torch.compile(self.model) if config.compile else self.model
         self.optimizer = make_optimizer(self.model, config)
         self.training = Stream(corpus, corpus.split(held_out=False), config.seq_len, config.seed)
         self.held_out = Stream(corpus, corpus.split(held_out=True), config.seq_len, config.seed)
@@ -81,8 +80,18 @@ class Trainer:
         self.position = state.position
         self.folder.forget_metrics_after(state.step)
 
+    def summary(self) -> str:
+        """One line: the model, the text, the steps."""
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        mixers = " ".join(layer.mixer for layer in self.model.config.layers)
+        return (
+            f"{size:,} parameters ({mixers}); "
+            f"{self.training.bytes:,} bytes to train on, {self.held_out.bytes:,} held out; "
+            f"{self.config.steps} steps of {self.config.batch_tokens} tokens on {self.device}"
+        )
+
     def run(self) -> bool:
-        """Trains; True when the last step is done, False when stopped before. Either way the checkpoint is up to date."""
+        """Trains; True when the last step is done, False when stopped before. Either way all is saved."""
         config = self.config
         bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
         with stop_on_interrupt() as stopped, bar:
@@ -101,8 +110,7 @@ class Trainer:
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Mean over the tokens of the batch, nats."""
-        dtype = getattr(torch, self.config.dtype)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
             return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets)
 
     def train_step(self) -> None:

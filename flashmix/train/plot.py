@@ -6,7 +6,7 @@ from flashmix.train.run_folder import RunFolder, written_whole
 
 
 def draw_loss_curve(folder: RunFolder) -> None:
-    """Draws `loss.png`: bits per byte over steps, each training step, their running mean, and the held-out documents."""
+    """Draws `loss.png`: bits per byte over steps, of each training step, their running mean, and held out."""
     from matplotlib.figure import Figure
 
     rows = folder.read_metrics()

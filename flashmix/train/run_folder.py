@@ -1,4 +1,4 @@
-"""One run, one folder: its settings, tokens, measurements, loss curve and checkpoint, each written whole or not at all."""
+"""One run, one folder: its settings, tokens, measurements, loss curve and checkpoint, each whole or not there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 
 class RunError(Exception):
@@ -20,7 +20,8 @@ class TrainConfig:
     """The settings of one training run, as the command line takes them and `config.json` keeps them.
 
     `text` empty means the source of Python's own standard library. Token counts are in tokens, `eval_every` and
-    `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`).
+    `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`). `threads` None is torch's
+    choice, `device` None a GPU if there is one; a run keeps what these became.
     """
 
     text: tuple[str, ...] = ()
@@ -41,23 +42,27 @@ class TrainConfig:
     log_every: int = 10
     seed: int = 0
     threads: int | None = None
-    device: str = "cpu"
+    device: str | None = None
     dtype: str = "float32"
     compile: bool = False
 
     def check(self) -> None:
         """Raises RunError for a setting that cannot be."""
-        at_least_one = ("steps", "batch_tokens", "seq_len", "eval_tokens", "eval_every", "save_every", "log_every")
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise RunError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        least = {"steps": 1, "batch_tokens": 1, "seq_len": 1, "eval_tokens": 1, "eval_every": 1, "save_every": 1}
+        least |= {"log_every": 1, "threads": 1, "warmup": 0, "weight_decay": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= bound:
+                raise RunError(f"{_option(name)} must be at least {bound}, got {value}")
         for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise RunError(f"--{name} must be positive, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < float("inf"):
+                raise RunError(f"{_option(name)} must be positive and finite, got {getattr(self, name)}")
         if not 0 < self.held_out < 1:
             raise RunError(f"--held-out must be between 0 and 1, got {self.held_out}")
-        if self.threads is not None and self.threads < 1:
-            raise RunError(f"--threads must be at least 1, got {self.threads}")
+        if not 0 <= self.final_lr <= 1:
+            raise RunError(f"--final-lr must be between 0 and 1, got {self.final_lr}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise RunError(f"--dtype must be float32 or bfloat16, got {self.dtype}")
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> TrainConfig:
@@ -69,6 +74,10 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 class RunFolder:
@@ -148,7 +157,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class WholeFile:
-    """A file for writing that remembers why the operating system refused: torch.save raises something vaguer over it."""
+    """A file for writing that remembers why the operating system refused: torch.save raises something vaguer."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -166,7 +175,7 @@ class WholeFile:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[WholeFile]:
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """A file that appears under its name only once it is complete and on the disk; until then the old one stays.
 
     Raises RunError: the disk is full or refuses; the unfinished file is removed and the old one untouched.
@@ -176,7 +185,7 @@ def written_whole(path: Path) -> Iterator[WholeFile]:
     try:
         with partial.open("wb") as opened:
             file = WholeFile(opened)
-            yield file
+            yield cast("IO[bytes]", file)
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(partial, path)

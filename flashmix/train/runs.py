@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashmix
-from flashmix.models import Decoder, DecoderConfig, presets
+from flashmix.models import Decoder, DecoderConfig, preset
+from flashmix.models import stream as stream_tokens
 from flashmix.train import checkpoint, data
 from flashmix.train.loop import Trainer
-from flashmix.train.run_folder import RunError, RunFolder, TrainConfig, read_json, reason, write_json
+from flashmix.train.run_folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
 from flashmix.train.tokens import Tokens
+
+# What a resumed run may change; with the rest it would be another run.
+MAY_CHANGE = {"steps", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
 
 
 def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
     """A new run in `folder`: reads the texts, makes the model from the seed, writes the settings down."""
     config.check()
-    config = replace(config, threads=config.threads or torch.get_num_threads())
-    torch.set_num_threads(config.threads or 1)
-    _check_device(config.device)
+    config = replace(
+        config, threads=config.threads or torch.get_num_threads(), device=config.device or default_device()
+    )
+    _set_up(config)
     tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
+    try:
+        model = Decoder(preset(config.preset, vocab_size=tokens.vocabulary))
+    except ValueError as error:
+        raise RunError(f"--preset: {error}") from error
     folder.create()
-    if config.tokenizer:
-        _copy(config.tokenizer, folder.tokenizer)
-    corpus = data.prepare(config.text, config.held_out, tokens, folder)
-    torch.manual_seed(config.seed)
-    model = Decoder(presets.preset(config.preset, vocab_size=tokens.vocabulary))
+    try:
+        if config.tokenizer:
+            _copy(Path(config.tokenizer), folder.tokenizer)
+        corpus = data.prepare(config.text, config.held_out, tokens, folder)
+    except RunError:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()  # only if nothing is in it
+        raise
     versions = {"flashmix": flashmix.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     write_json(folder.config, {"versions": versions, "train": config.to_dict(), "model": model.config.to_dict()})
     return Trainer(config, folder, model, corpus)
@@ -52,10 +64,8 @@ def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
             )
     config = replace(before, **changes)
     config.check()
-    torch.set_num_threads(config.threads or torch.get_num_threads())
-    _check_device(config.device)
+    _set_up(config)
     corpus = data.open_corpus(folder, _tokens_of(folder))
-    torch.manual_seed(config.seed)
     trainer = Trainer(config, folder, _model_of(folder, settings), corpus)
     trainer.resume()
     if config != before:
@@ -63,8 +73,9 @@ def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def load(folder: RunFolder, device: str) -> tuple[Decoder, Tokens]:
+def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]:
     """The model of a run as of its last checkpoint, and its tokens."""
+    device = device or default_device()
     _check_device(device)
     model = _model_of(folder, folder.read_config())
     state = checkpoint.load(folder.checkpoint)
@@ -73,6 +84,58 @@ def load(folder: RunFolder, device: str) -> tuple[Decoder, Tokens]:
     except RuntimeError as error:
         raise RunError(f"{folder.checkpoint} does not fit the model in {folder.config}") from error
     return model.to(device).eval(), _tokens_of(folder)
+
+
+def write_text(
+    model: Decoder,
+    tokens: Tokens,
+    prompt: str,
+    length: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continues `prompt` as the model was trained to read it, behind a separator; yields text as it is sure of it.
+
+    Ends after `length` tokens, or where the model ends the document. Raises RunError for an option out of its range.
+    """
+    device = model.embedding.weight.device
+    ids = torch.tensor([[tokens.separator, *tokens.encode(prompt.encode())]], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    try:
+        steps = stream_tokens(
+            model,
+            ids,
+            length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=tokens.separator,
+            generator=generator,
+        )
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    written: list[int] = []
+    shown = ""
+    for token in steps:
+        written.append(int(token))
+        text = tokens.decode(written)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the bytes of a character may come one by one
+            yield text[len(shown) :]
+            shown = text
+    yield tokens.decode(written)[len(shown) :]
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _set_up(config: TrainConfig) -> None:
+    _check_device(str(config.device))
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    torch.manual_seed(config.seed)
 
 
 def _tokens_of(folder: RunFolder) -> Tokens:
@@ -93,9 +156,9 @@ def _check_device(name: str) -> None:
         raise RunError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _copy(source: str, target: Path) -> None:
+def _copy(source: Path, target: Path) -> None:
     try:
-        contents = Path(source).read_bytes()
+        contents = source.read_bytes()
     except OSError as error:
         raise RunError(f"cannot read {source}: {reason(error)}") from error
     with written_whole(target) as file:

@@ -12,7 +12,7 @@ BYTES = 256
 
 
 class Tokens:
-    """How a run turns bytes into tokens: `separator` is the number after the last ordinary token, `dtype` holds them all."""
+    """How a run turns bytes into tokens: `separator` comes after the last ordinary token, `dtype` holds them all."""
 
     def __init__(self, tokenizer: Any | None = None) -> None:
         self.tokenizer = tokenizer
