@@ -24,6 +24,7 @@ FEW_ROWS = 16  # for a few new queries against many keys
 KEYS = 512
 ALIGN = 64  # pieces start and end at multiples of this
 TILE_ROWS = 1024  # heads are taken together up to this many rows of a tile
+MOST_TABLES = 64  # masks and distances kept for the next tile that needs the same
 LOG2_E = math.log2(math.e)
 # e^-1e6 is 0 in every dtype, and float64 sums of such gates are still exact to 1e-6
 STRONGEST_DECAY = -1e6
@@ -54,9 +55,11 @@ def from_row_blocks(x: Tensor, batch: int, tokens: int, rows: int) -> Tensor:
     return x.reshape(batch, blocks * rows, -1, dim)[:, :tokens]
 
 
-def to_keys(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, T, H, D]` as contiguous `[B * H, T padded to ROWS, D]`."""
+def to_keys(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """`[B, T, H, D]` as `[B * H, T padded to ROWS, D]`; for a few queries of one sequence a view, unpadded."""
     batch, tokens, heads, dim = x.shape
+    if batch == 1 and rows == FEW_ROWS and x.dtype == dtype and x.stride(3) == 1:
+        return x[0].transpose(0, 1)
     padded = x.new_zeros(batch, heads, round_up(tokens, ROWS), dim, dtype=dtype)
     padded[:, :, :tokens] = x.transpose(1, 2)
     return padded.view(batch * heads, -1, dim)
@@ -82,6 +85,14 @@ class Tile:
 
 
 @dataclass
+class Workspace:
+    """What the tiles of one call share: masks and distances by place, and memory for products by name."""
+
+    tables: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Tiles:
     """The tiles of sequences that all have `tokens_q` queries and `tokens_k` keys, and their scores.
 
@@ -100,8 +111,7 @@ class Tiles:
     dropout: tuple[Tensor, Tensor, Tensor] | None = (
         None  # seed, query head [B * H, R, 1, 1], first row [B * H, 1, 1, 1]
     )
-    _tables: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
-    _buffers: dict[str, Tensor] = field(default_factory=dict)
+    workspace: Workspace = field(default_factory=lambda: Workspace())
 
     def head_slices(self) -> Iterator[slice]:
         """The (batch, key head) pairs that are taken together."""
@@ -123,9 +133,10 @@ class Tiles:
     def product(self, buffer: str, x: Tensor, y: Tensor) -> Tensor:
         """`x @ y`, batched, in a buffer of this name that the next tile uses again: fresh memory costs page faults."""
         shape = (x.shape[0], x.shape[1], y.shape[2])
-        if buffer not in self._buffers or self._buffers[buffer].numel() < math.prod(shape):
-            self._buffers[buffer] = x.new_empty(math.prod(shape))
-        return torch.bmm(x, y, out=self._buffers[buffer][: math.prod(shape)].view(shape))
+        size, buffers = math.prod(shape), self.workspace.buffers
+        if buffer not in buffers or buffers[buffer].numel() < size:
+            buffers[buffer] = x.new_empty(size)
+        return torch.bmm(x, y, out=buffers[buffer][:size].view(shape))
 
     def products(self, tile: Tile) -> Tensor:
         """`q k^T` of a tile, `[heads, R * rows, keys]`."""
@@ -150,10 +161,10 @@ class Tiles:
             by_head.addcmul_(self.slopes[tile.heads], self.distance(tile), value=-1)
         if self.decay is not None:
             self._add_decay_(by_head, tile)
-        score, width = self.score, tile.width
-        everything = tile.keys.stop <= self.tokens_k
+        score = self.score
+        everything = self._present(tile) == tile.width
         everything &= score.left is None or tile.shift + self.rows - 1 <= score.left
-        everything &= score.right is None or width - 1 - tile.shift <= score.right
+        everything &= score.right is None or tile.width - 1 - tile.shift <= score.right
         if not everything:
             by_head.add_(self._mask(tile))
         return scores
@@ -170,24 +181,30 @@ class Tiles:
 
     def distance(self, tile: Tile) -> Tensor:
         """`|position - key|`, `[rows, keys]`."""
-        key = ("distance", tile.shift, tile.width, 0)
-        if key not in self._tables:
-            self._tables[key] = self._offsets(tile).abs()
-        return self._tables[key]
+        key, tables = ("distance", self.rows, tile.shift, tile.width, 0), self.workspace.tables
+        if key not in tables:
+            tables[key] = self._offsets(tile).abs()
+        return tables[key]
 
     def _mask(self, tile: Tile) -> Tensor:
         """0 where a row sees a key, else -inf, `[rows, keys]`."""
-        present = min(tile.width, self.tokens_k - tile.keys.start)
-        key = ("mask", tile.shift, tile.width, present)
-        if key not in self._tables:
+        present = self._present(tile)
+        key, tables = ("mask", self.rows, tile.shift, tile.width, present), self.workspace.tables
+        if key not in tables:
+            if len(tables) >= MOST_TABLES:
+                tables.clear()
             offsets = self._offsets(tile)
             hidden = (torch.arange(tile.width, device=offsets.device) >= present).expand_as(offsets)
             if self.score.left is not None:
                 hidden = hidden | (offsets > self.score.left)
             if self.score.right is not None:
                 hidden = hidden | (-offsets > self.score.right)
-            self._tables[key] = torch.zeros_like(offsets).masked_fill_(hidden, -torch.inf)
-        return self._tables[key]
+            tables[key] = torch.zeros_like(offsets).masked_fill_(hidden, -torch.inf)
+        return tables[key]
+
+    def _present(self, tile: Tile) -> int:
+        """How many keys of a tile are no padding; under a causal mask no row sees the padding anyway."""
+        return tile.width if self.score.right == 0 else min(tile.width, self.tokens_k - tile.keys.start)
 
     def _offsets(self, tile: Tile) -> Tensor:
         rows = torch.arange(self.rows, device=self.q.device, dtype=self.q.dtype)[:, None]

@@ -11,8 +11,8 @@ def dropout_factor(
 ) -> Tensor:
     """What each probability is multiplied with: 0 for a dropped one, else `1 / (1 - probability)`.
 
-    The int64 tensors broadcast against each other: `seed` (one number below 2^62 from torch's generator), the query head,
-    the row of `q` counted over the whole batch, and the key counted from the start of its own sequence.
+    The int64 tensors broadcast against each other: `seed` (one number below 2^62 from torch's generator), the query
+    head, the row of `q` counted over the whole batch, and the key counted from the start of its own sequence.
     """
     low, high, heads, rows, keys = (x.to(torch.int32) for x in (seed & 0x7FFFFFFF, seed >> 31, heads, rows, keys))
     of_row = _mixed(_mixed(_mixed(low + _mixed(heads)) + high) + _mixed(rows))

@@ -25,6 +25,7 @@ from flashmix.ops.attention.blocks import (
     STRONGEST_DECAY,
     Tile,
     Tiles,
+    Workspace,
     decay_sums,
     from_row_blocks,
     rows_per_block,
@@ -49,10 +50,13 @@ def forward(
     lse = torch.full((batch, tokens, heads_q), -torch.inf, dtype=dtype, device=q.device)
     if features[0] is not None:  # all that a query without keys sees
         lse.copy_(features[0])
+    workspace = Workspace()
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score)
-        o_blocks, lse_blocks = _forward_part(tiles, to_keys(v[:, of_k], dtype), _sink_rows(features[0], batch, tiles))
+        tiles = _tiles(q, k, features, part, score, workspace)
+        o_blocks, lse_blocks = _forward_part(
+            tiles, to_keys(v[:, of_k], tiles.rows, dtype), _sink_rows(features[0], batch, tiles)
+        )
         o[:, of_q] = from_row_blocks(o_blocks, batch, tiles.tokens_q, tiles.rows)
         lse[:, of_q] = from_row_blocks(lse_blocks, batch, tiles.tokens_q, tiles.rows)[..., 0]
     lse = lse.transpose(1, 2).contiguous()
@@ -85,15 +89,16 @@ def backward(
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
 
     rows_lse = lse.masked_fill(lse == -torch.inf, torch.inf).mul(LOG2_E)  # p = 0 in a row that sees nothing
+    workspace = Workspace()
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score)
+        tiles = _tiles(q, k, features, part, score, workspace)
         heads, rows = k.shape[2], tiles.rows
         d_o_part = q.new_zeros(o[:, of_q].shape) if d_o is None else d_o[:, of_q]
         d_o_blocks = to_row_blocks(d_o_part.to(dtype), heads, rows)
         lse_blocks = to_row_blocks(rows_lse[:, of_q, :, None], heads, rows, fill=torch.inf)
         delta_blocks = to_row_blocks(delta[:, of_q, :, None], heads, rows)
-        walk = _Backward(tiles, to_keys(v[:, of_k], dtype), d_o_blocks, lse_blocks, delta_blocks)
+        walk = _Backward(tiles, to_keys(v[:, of_k], tiles.rows, dtype), d_o_blocks, lse_blocks, delta_blocks)
         walk.run(d_slopes is not None, d_decay is not None)
         for gradient, found in zip(gradients, walk.d_qkv(q.shape[0]), strict=False):
             gradient[:, of_q if gradient is gradients[0] else of_k] = found
@@ -129,7 +134,7 @@ def _parts(q: Tensor, k: Tensor, boundaries: Boundaries) -> Iterator[Part]:
             yield slice(ends_q[n], ends_q[n + 1]), slice(ends_k[n], ends_k[n + 1])
 
 
-def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score) -> Tiles:
+def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, workspace: Workspace) -> Tiles:
     dtype = _compute_dtype(q)
     _, slopes, log_decay, seed = features
     of_q, of_k = part
@@ -138,12 +143,13 @@ def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score) -
     rows = rows_per_block(tokens_q, tokens_k)
     tiles = Tiles(
         q=to_row_blocks(scaled_q(q[:, of_q], score, dtype), heads, rows),
-        k=to_keys(k[:, of_k], dtype),
+        k=to_keys(k[:, of_k], rows, dtype),
         tokens_q=tokens_q,
         tokens_k=tokens_k,
         rows=rows,
         group=group,
         score=score,
+        workspace=workspace,
     )
     if slopes is not None:
         tiles.slopes = (slopes.to(dtype) * LOG2_E).view(heads, group, 1, 1).repeat(batch, 1, 1, 1)

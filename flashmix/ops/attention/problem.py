@@ -42,3 +42,23 @@ class Score:
     right: int | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class CacheProblem:
+    """Static facts of an `attention_with_cache` call."""
+
+    sequences: int
+    pages: int
+    page_size: int
+    tokens: int
+    heads_q: int
+    heads: int
+    dim_qk: int
+    dim_v: int
+    dtype: torch.dtype
+    device: str
+    score: Score
+    packed: bool
+    appends: bool
+    lse: bool

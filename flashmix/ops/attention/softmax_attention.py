@@ -82,12 +82,11 @@ def softmax_attention(
         (torch.Size([2, 5, 8, 24]), torch.Size([2, 8, 5]))
     """
     batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v = _check_qkv(q, k, v)
-    left, right = _check_window(window)
+    left, right = check_window(window)
     if causal:
         right = 0
-    _check_features(q, sink, alibi_slopes, log_decay, (batch, tokens_k, heads_q), right)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    check_features(q, sink, alibi_slopes, log_decay, (batch, tokens_k, heads_q), right)
+    check_softcap(softcap)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
@@ -133,7 +132,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v
 
 
-def _check_window(window: Window | None) -> Window:
+def check_window(window: Window | None) -> Window:
+    """`(left, right)` of a window argument; raises ValueError unless both are non-negative or None."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -145,7 +145,13 @@ def _check_window(window: Window | None) -> Window:
     return left, right
 
 
-def _check_features(
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError unless `softcap` is None or positive."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+
+
+def check_features(
     q: Tensor,
     sink: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -153,6 +159,7 @@ def _check_features(
     decay_shape: tuple[int, int, int],
     right: int | None,
 ) -> None:
+    """Raises unless sink, slopes and decay fit the query heads, and decay comes with a causal mask (`right == 0`)."""
     heads_q = decay_shape[2]
     for name, tensor, shape in (
         ("sink", sink, (heads_q,)),
