@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmix import explain
 from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.activation import swiglu
+from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -17,6 +17,28 @@ from flashmix.ops.activation import swiglu
 def test_swiglu_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate, up = random(*shape, dtype=dtype, seed=1) * 3, random(*shape, dtype=dtype, seed=2)
     assert_matches(swiglu, definitions.swiglu, gate, up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_is_its_definition(activation: str, dtype: torch.dtype) -> None:
+    gate, up = random(3, 5, 24, dtype=dtype, seed=1) * 3, random(3, 5, 24, dtype=dtype, seed=2)
+    scalar = torch.sigmoid if activation == "sigmoid" else getattr(definitions, activation)
+    assert_matches(lambda g, u: gated(g, u, activation), lambda g, u: scalar(g) * u, gate, up)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_keeps_the_laws(activation: str) -> None:
+    inputs = [random(3, 5, dtype=torch.float64, seed=s).requires_grad_() for s in (1, 2)]
+    assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), inputs)
+    assert torch.autograd.gradgradcheck(lambda g, u: gated(g, u, activation), inputs)
+    assert_compiles(lambda g, u: gated(g, u, activation), *(value.detach() for value in inputs))
+    assert_rows_do_not_meet(lambda x: gated(x, x * 0.5, activation), random(3, 1003, 7))
+
+
+def test_gated_refuses_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match=r"activation must be one of 'silu', .*, got 'elu'"):
+        gated(torch.ones(2), torch.ones(2), "elu")
 
 
 def test_swiglu_of_large_gates_stays_finite() -> None:

@@ -7,7 +7,7 @@ import torch
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, random
 
 from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.norm import l2_norm, rms_norm
+from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 
 SHAPES = [(2, 5, 24), (1, 1, 7), (2, 0, 8), (2, 3, 4, 64), (160,)]
 
@@ -58,8 +58,48 @@ def test_l2_norm_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -
     assert_matches(l2_norm, definitions.l2_norm, random(*shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, gate = random(*shape, dtype=dtype, seed=1) + 1, random(*shape, dtype=dtype, seed=2)
+    weight, bias = random(shape[-1], dtype=dtype, seed=3), random(shape[-1], dtype=dtype, seed=4)
+    assert_matches(layer_norm, definitions.layer_norm, x)
+    assert_matches(layer_norm, definitions.layer_norm, x, weight, bias)
+    assert_matches(
+        lambda x, w, b, g: layer_norm(x, w, b, gate=g),
+        lambda x, w, b, g: definitions.layer_norm(x, w, b) * definitions.silu(g),
+        x,
+        weight,
+        bias,
+        gate,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_group_norm_is_its_definition(groups: int, center: bool, dtype: torch.dtype) -> None:
+    x, gate, residual = (random(2, 9, 24, dtype=dtype, seed=s) + 1 for s in range(3))
+    weight, bias = random(24, dtype=dtype, seed=3), random(24, dtype=dtype, seed=4)
+
+    def op(x, w, b, g, r):  # type: ignore[no-untyped-def]
+        return group_norm(x, groups, w, b, center=center, gate=g, residual=r, return_residual=True)
+
+    def definition(x, w, b, g, r):  # type: ignore[no-untyped-def]
+        return definitions.group_norm(x + r, groups, w, b, center) * definitions.silu(g), x + r
+
+    assert_matches(op, definition, x, weight, bias, gate, residual)
+
+
+def test_layer_norm_with_a_float32_weight_beside_bfloat16() -> None:
+    x, weight = random(4, 8, dtype=torch.bfloat16), random(8, seed=1)
+    y, h = layer_norm(x, weight, residual=x.float(), return_residual=True)
+    assert (y.dtype, h.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(y.float(), definitions.layer_norm(2 * x.float(), weight), rtol=2**-8, atol=0)
+
+
 def test_rows_of_zeros_stay_zero() -> None:
-    for op in (rms_norm, l2_norm):
+    for op in (rms_norm, layer_norm, l2_norm):
         x = torch.zeros(2, 8, requires_grad=True)
         y = op(x)
         (grad,) = torch.autograd.grad(y.sum(), x)
@@ -73,6 +113,8 @@ def test_gradients_to_second_order() -> None:
         assert check(l2_norm, (x,))
         assert check(lambda x, w: rms_norm(x, w, residual=x.flip(0), return_residual=True), (x, weight))
         assert check(lambda x, w, g: rms_norm(x, w, gate=g), (x, weight, gate))
+        assert check(lambda x, w, g: layer_norm(x, w, w.flip(0), gate=g), (x, weight, gate))
+        assert check(lambda x, w: layer_norm(x, w, w.flip(0)), (x, weight))
     frozen = weight.detach()
     assert torch.autograd.gradcheck(lambda g: rms_norm(x.detach(), frozen, gate=g), (gate,))
 
@@ -81,6 +123,8 @@ def test_compiles() -> None:
     x, gate, weight = random(2, 5, 24, seed=1), random(2, 5, 24, seed=2), random(24, seed=3)
     assert_compiles(lambda x, w, g: rms_norm(x, w, gate=g, residual=x, return_residual=True), x, weight, gate)
     assert_compiles(l2_norm, x)
+    assert_compiles(lambda x, w, g: group_norm(x, 3, w, w, gate=g), x, weight, gate)
+    assert_compiles(layer_norm, x, weight, weight)
 
 
 @pytest.mark.parametrize("channels", [7, 24, 64])
@@ -88,6 +132,8 @@ def test_rows_are_their_own(channels: int) -> None:
     x, weight = random(3, 403, channels), random(channels, seed=1)
     assert_rows_do_not_meet(l2_norm, x)
     assert_rows_do_not_meet(lambda x: rms_norm(x, weight, gate=x * 0.5), x)
+    assert_rows_do_not_meet(lambda x: layer_norm(x, weight, weight), x)
+    assert_rows_do_not_meet(lambda x: group_norm(x, 1, weight, weight, gate=x * 0.5), x)
 
 
 def test_strided_inputs() -> None:
@@ -127,8 +173,19 @@ def test_rms_norm_refuses(arguments: dict, error: type[Exception], text: str) ->
         rms_norm(torch.ones(2, 8), **arguments)
 
 
+def test_layer_and_group_norm_refuse() -> None:
+    for op in (layer_norm, lambda x, **rest: group_norm(x, 2, **rest)):
+        with pytest.raises(ValueError, match=r"bias must have shape \[8\], got \[7\]"):
+            op(torch.ones(2, 8), bias=torch.ones(7))
+        with pytest.raises(ValueError, match=r"gate_activation must be one of 'silu', .*, got 'swish'"):
+            op(torch.ones(2, 8), gate=torch.ones(2, 8), gate_activation="swish")
+    for groups in (0, 3):
+        with pytest.raises(ValueError, match=f"D must be a positive multiple of groups = {groups}, got 8"):
+            group_norm(torch.ones(2, 8), groups)
+
+
 def test_norms_refuse_what_is_no_row() -> None:
-    for op in (rms_norm, l2_norm):
+    for op in (rms_norm, layer_norm, l2_norm):
         with pytest.raises(ValueError, match=r"x must have shape \[\.\.\., D\], got \[\]"):
             op(torch.tensor(1.0))
         with pytest.raises(TypeError, match="x must have a floating dtype, got int64"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashmix._checks import check_floating, check_like, check_shape, check_tensor
+from flashmix._checks import check_choice, check_floating, check_like, check_shape, check_tensor
 from flashmix._dispatch import choose
 from flashmix.ops._rowwise import compute_dtype, differentiable_gradients, portable, wants_gradient
 
@@ -20,14 +21,15 @@ IMPLEMENTATIONS = (portable(__name__),)
 class Activation:
     """A scalar function in three forms.
 
-    `formula` is what autograd and the compiler see. `value` and `slope` (the derivative) run without autograd and give
-    the same bits for an element wherever it lies in the tensor. torch's own sigmoid and silu do not: on the CPU the odd
-    end of each thread's share goes one by one, with an exp that rounds differently from the vectors' exp.
+    `formula` is what autograd and the compiler see. `value` and `value_and_slope` (with the derivative) run without
+    autograd, return fresh tensors, and give the same bits for an element wherever it lies in the tensor. torch's own
+    sigmoid and silu do not: on the CPU the odd end of each thread's share goes one by one, with an exp that rounds
+    differently from the vectors' exp.
     """
 
     formula: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
+    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 # Elements that torch gives a thread at least, and a multiple of those that any CPU's vector loop takes at a time.
@@ -35,7 +37,7 @@ THREAD_SHARE, VECTORS = 32768, 64
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """A fresh `torch.sigmoid(x)`; on the CPU padded until every thread's share is whole vectors, without an odd end."""
+    """`torch.sigmoid(x)`; on the CPU padded until every thread's share is whole vectors, without an odd end."""
     if x.device.type != "cpu":
         return torch.sigmoid(x)
     size = padded = x.numel()
@@ -47,24 +49,109 @@ def _sigmoid(x: Tensor) -> Tensor:
     return F.pad(x.flatten(), (0, padded - size)).sigmoid_()[:size].view(x.shape)
 
 
-def _sigmoid_slope(x: Tensor) -> Tensor:
-    sigmoid = _sigmoid(x)
-    return torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1)
+def _sigmoid_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    value = _sigmoid(x)
+    return value, torch.addcmul(value, value, value, value=-1)
 
 
 def _silu(x: Tensor) -> Tensor:
     return _sigmoid(x).mul_(x)
 
 
-def _silu_slope(x: Tensor) -> Tensor:
+def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     sigmoid = _sigmoid(x)
-    return torch.rsub(sigmoid, 1).mul_(x).add_(1).mul_(sigmoid)
+    value = sigmoid * x
+    return value, torch.rsub(sigmoid, 1).mul_(value).add_(sigmoid)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.mul(x, math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
+
+
+def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    share = torch.mul(x, math.sqrt(0.5)).erf_().add_(1).mul_(0.5)  # of a normal distribution below x
+    density = torch.square(x).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+    return share * x, density.mul_(x).add_(share)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return _tanh_of_cubic(x).add_(1).mul_(x).mul_(0.5)
+
+
+def _tanh_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    tanh = _tanh_of_cubic(x)
+    inner = torch.square(x).mul_(3 * 0.044715).add_(1).mul_(math.sqrt(2 / math.pi))
+    slope = inner.mul_(torch.square(tanh).neg_().add_(1)).mul_(x)  # x times the derivative of tanh
+    tanh.add_(1)
+    return (tanh * x).mul_(0.5), slope.add_(tanh).mul_(0.5)
+
+
+def _tanh_of_cubic(x: Tensor) -> Tensor:
+    return torch.square(x).mul_(0.044715).add_(1).mul_(x).mul_(math.sqrt(2 / math.pi)).tanh_()
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.clamp(x, min=0)
+
+
+def _relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.clamp(x, min=0), (x > 0).to(x.dtype)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.clamp(x, min=0).square_()
+
+
+def _squared_relu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    relu = torch.clamp(x, min=0)
+    return torch.square(relu), relu.mul_(2)
 
 
 ACTIVATIONS = {
-    "silu": Activation(F.silu, _silu, _silu_slope),
-    "sigmoid": Activation(torch.sigmoid, _sigmoid, _sigmoid_slope),
+    "silu": Activation(F.silu, _silu, _silu_and_slope),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid, _sigmoid_and_slope),
+    "gelu": Activation(F.gelu, _gelu, _gelu_and_slope),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _tanh_gelu, _tanh_gelu_and_slope),
+    "relu": Activation(F.relu, _relu, _relu_and_slope),
+    "relu2": Activation(lambda x: F.relu(x).square(), _squared_relu, _squared_relu_and_slope),
 }
+
+
+def gated(gate: Tensor, up: Tensor, activation: str = "silu", impl: str = "auto") -> Tensor:
+    """The gated product of a feed-forward block.
+
+        y = act(gate) * up
+
+        silu(x)  = x / (1 + e^-x)           (SwiGLU)        gelu_tanh(x) = x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) /
+        2 gelu(x)  = x P(normal < x)          (GEGLU)         relu(x)      = max(x, 0)                (ReGLU)
+        sigmoid  = 1 / (1 + e^-x)           (GLU)           relu2(x)     = max(x, 0)^2
+
+    The backward keeps `gate` and `up` and nothing else.
+
+    Args:
+        gate: any shape, floating dtype.
+        up: the shape and dtype of `gate`.
+        activation: "silu", "sigmoid", "gelu", "gelu_tanh", "relu" or "relu2".
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A tensor like `gate`; float16 and bfloat16 are computed in float32.
+
+    Raises:
+        TypeError: an input is not a floating tensor, or the dtypes differ.
+        ValueError: the shapes or devices differ, `activation` or `impl` is unknown.
+
+    Source:
+        Shazeer, "GLU variants improve transformer" (2002.05202), equations 4 to 6; the squared ReLU: So et al.,
+        "Primer" (2109.08668), section 4.1.
+
+    Example:
+        >>> import torch
+        >>> gated(torch.tensor([-1.0, 2.0]), torch.tensor([5.0, 5.0]), "relu").tolist()
+        [0.0, 10.0]
+    """
+    check_choice("activation", activation, *ACTIVATIONS)
+    return _gated_product("gated", gate, up, activation, impl)
 
 
 def swiglu(gate: Tensor, up: Tensor, impl: str = "auto") -> Tensor:
@@ -131,10 +218,5 @@ class _GatedProduct(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *differentiable_gradients(lambda g, u: _formula(g, u, ctx.activation), (gate, up), grad), None
-        act, wide = ACTIVATIONS[ctx.activation], gate.to(compute_dtype(gate))
-        d_gate = d_up = None
-        if ctx.needs_input_grad[0]:
-            d_gate = act.slope(wide).mul_(up).mul_(grad).to(gate.dtype)
-        if ctx.needs_input_grad[1]:
-            d_up = act.value(wide).mul_(grad).to(up.dtype)
-        return d_gate, d_up, None
+        value, slope = ACTIVATIONS[ctx.activation].value_and_slope(gate.to(compute_dtype(gate)))
+        return slope.mul_(up).mul_(grad).to(gate.dtype), value.mul_(grad).to(up.dtype), None

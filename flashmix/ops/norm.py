@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flashmix._checks import check_choice, check_floating, check_like, check_shape, check_tensor
+from flashmix._checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import compute_dtype, differentiable_gradients, portable, wants_gradient
+from flashmix.ops._rowwise import portable
 from flashmix.ops.activation import ACTIVATIONS
+from flashmix.ops.norm_portable import NormOptions, normalise
 
-IMPLEMENTATIONS = (portable(__name__),)
+IMPLEMENTATIONS = (portable("flashmix.ops.norm_portable"),)
 
 
 @overload
@@ -62,7 +63,7 @@ def rms_norm(
         weight: `[D]`, floating, or None for ones.
         eps: added to the mean square.
         gate: the shape of `x`, floating; multiplies after the norm.
-        gate_activation: "silu" or "sigmoid".
+        gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
         return_residual: also return `h`, the next block's residual.
         impl: "auto" or the name of an implementation.
@@ -87,23 +88,187 @@ def rms_norm(
         >>> h[0, 0].item()
         2.0
     """
-    check_tensor("x", x)
-    check_floating("x", x)
-    if x.dim() < 1:
-        raise ValueError("x must have shape [..., D], got []")
-    for name, value, shape in (
-        ("weight", weight, x.shape[-1:]),
-        ("gate", gate, x.shape),
-        ("residual", residual, x.shape),
-    ):
-        if value is not None:
-            check_shape(name, value, *shape)
-            check_floating(name, value)
-            check_like(name, value, "x", x, dtype=False)
-    check_choice("gate_activation", gate_activation, *ACTIVATIONS)
+    _check(x, gate_activation, weight=weight, gate=gate, residual=residual)
     choose("rms_norm", IMPLEMENTATIONS, x, impl)
     h = x if residual is None else x + residual
-    y = _normalise(h, weight, gate, gate_activation, eps, max(x.shape[-1], 1), x.dtype)
+    y = normalise(h, weight, None, gate, NormOptions(eps, x.shape[-1], False, gate_activation, x.dtype))
+    return (y, h) if return_residual else y
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: Literal[False] = False,
+    impl: str = "auto",
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: Literal[True],
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Brings each row to mean 0 and variance 1, then scales, shifts and gates it.
+
+        h = x + residual
+        y = ((h - mean(h)) / sqrt(var(h) + eps) * weight + bias) * act(gate)
+
+    The backward keeps `h`, `gate` and two numbers a row.
+
+    Args:
+        x: `[..., D]`, floating.
+        weight: `[D]`, floating, or None for ones.
+        bias: `[D]`, floating, or None.
+        eps: added to the variance.
+        gate: the shape of `x`, floating; multiplies after the norm.
+        gate_activation: "silu", "sigmoid" or another of `gated`.
+        residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
+        return_residual: also return `h`, the next block's residual.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `y` in the dtype of `x`; with `return_residual` the pair `(y, h)`. Computed in float32, or float64 if any input
+        is.
+
+    Raises:
+        TypeError: an input is not a floating tensor.
+        ValueError: a shape or device differs, `gate_activation` or `impl` is unknown.
+
+    Source:
+        Ba, Kiros and Hinton, "Layer normalization" (1607.06450), equation 4.
+
+    Example:
+        >>> import torch
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0).tolist()
+        [[-1.0, 1.0]]
+    """
+    _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
+    choose("layer_norm", IMPLEMENTATIONS, x, impl)
+    h = x if residual is None else x + residual
+    if gate is None and all(t is None or t.dtype == x.dtype for t in (weight, bias, residual)):
+        y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)  # as good in memory, and faster
+    else:
+        y = normalise(h, weight, bias, gate, NormOptions(eps, x.shape[-1], True, gate_activation, x.dtype))
+    return (y, h) if return_residual else y
+
+
+@overload
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: Literal[False] = False,
+    impl: str = "auto",
+) -> Tensor: ...
+@overload
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: Literal[True],
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    center: bool = True,
+    gate: Tensor | None = None,
+    gate_activation: str = "silu",
+    residual: Tensor | None = None,
+    return_residual: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalises each of `groups` equal blocks of a row's channels by itself, then scales, shifts and gates the row.
+
+        h = x + residual
+        n = (h - mean(h)) / sqrt(var(h) + eps)            in each block; without `center`: h / sqrt(mean(h^2) + eps)
+        y = (n * weight + bias) * act(gate)
+
+    Other tokens play no part, unlike in `torch.nn.GroupNorm` over an image.
+
+    The backward keeps `h`, `gate` and two numbers a block.
+
+    Args:
+        x: `[..., D]`, floating.
+        groups: number of blocks, a divisor of D.
+        weight: `[D]`, floating, or None for ones.
+        bias: `[D]`, floating, or None.
+        eps: added to the variance (mean square without `center`).
+        center: whether the mean is taken off.
+        gate: the shape of `x`, floating; multiplies after the norm.
+        gate_activation: "silu", "sigmoid" or another of `gated`.
+        residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
+        return_residual: also return `h`, the next block's residual.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        `y` in the dtype of `x`; with `return_residual` the pair `(y, h)`. Computed in float32, or float64 if any input
+        is.
+
+    Raises:
+        TypeError: an input is not a floating tensor.
+        ValueError: a shape or device differs, `gate_activation` or `impl` is unknown, or `groups` does not divide D.
+
+    Source:
+        Wu and He, "Group normalization" (1803.08494), equations 1 and 7; after the heads of a mixer: RetNet
+        (2307.08621), section 2.2.
+
+    Example:
+        >>> import torch
+        >>> y = group_norm(torch.tensor([[1.0, 3.0, 10.0, 30.0]]), 2)
+        >>> [round(value, 4) for value in y.flatten().tolist()]
+        [-1.0, 1.0, -1.0, 1.0]
+    """
+    _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
+    check_multiple("D", x.shape[-1], "groups", groups)
+    choose("group_norm", IMPLEMENTATIONS, x, impl)
+    h = x if residual is None else x + residual
+    weight, bias, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (weight, bias, gate))
+    options = NormOptions(eps, x.shape[-1] // groups, center, gate_activation, x.dtype)
+    y = normalise(h.unflatten(-1, (groups, -1)), weight, bias, gate, options).flatten(-2)
     return (y, h) if return_residual else y
 
 
@@ -135,92 +300,20 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
         >>> [round(value, 3) for value in y.tolist()]
         [0.6, 0.8]
     """
+    _check(x, "silu")
+    choose("l2_norm", IMPLEMENTATIONS, x, impl)
+    return normalise(x, None, None, None, NormOptions(eps, 1, False, "silu", x.dtype))
+
+
+def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
+    """Checks `x` and what may come with it: `weight` and `bias` of its last axis, the rest of its shape."""
     check_tensor("x", x)
     check_floating("x", x)
     if x.dim() < 1:
         raise ValueError("x must have shape [..., D], got []")
-    choose("l2_norm", IMPLEMENTATIONS, x, impl)
-    return _normalise(x, None, None, "silu", eps, 1, x.dtype)
-
-
-def _normalise(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float, divisor: int, dtype: torch.dtype
-) -> Tensor:
-    """`x / sqrt(sum(x^2) / divisor + eps) * weight * act(gate)`, returned as `dtype`."""
-    if torch.compiler.is_compiling():
-        return _formula(x, weight, gate, activation, eps, divisor, dtype)
-    if wants_gradient(x, weight, gate):
-        return _Normalise.apply(x, weight, gate, activation, eps, divisor, dtype)
-    return _forward(x, weight, gate, activation, eps, divisor, dtype)[0]
-
-
-def _formula(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float, divisor: int, dtype: torch.dtype
-) -> Tensor:
-    wide = compute_dtype(x, weight, gate)
-    x = x.to(wide)
-    y = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / divisor + eps)
-    if weight is not None:
-        y = y * weight.to(wide)
-    if gate is not None:
-        y = y * ACTIVATIONS[activation].formula(gate.to(wide))
-    return y.to(dtype)
-
-
-def _forward(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, activation: str, eps: float, divisor: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The result and `1 / sqrt(sum(x^2) / divisor + eps)` of each row."""
-    wide = compute_dtype(x, weight, gate)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale = length.mul_(length).div_(divisor).add_(eps).rsqrt_()
-    y = x * scale
-    if weight is not None:
-        y.mul_(weight)
-    if gate is not None:
-        y.mul_(ACTIVATIONS[activation].value(gate.to(wide)))
-    return y.to(dtype), scale
-
-
-class _Normalise(torch.autograd.Function):
-    """With `n = x * scale`: `dx = scale * (dn - n * (n . dn) / divisor)`, `dn = dy * weight * act(gate)`."""
-
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx,
-        x: Tensor,
-        weight: Tensor | None,
-        gate: Tensor | None,
-        activation: str,
-        eps: float,
-        divisor: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        y, scale = _forward(x, weight, gate, activation, eps, divisor, dtype)
-        ctx.save_for_backward(x, weight, gate, scale)
-        ctx.options = activation, eps, divisor, dtype
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        x, weight, gate, scale = ctx.saved_tensors
-        activation, _, divisor, _ = ctx.options
-        if torch.is_grad_enabled():
-            gradients = differentiable_gradients(lambda *args: _formula(*args, *ctx.options), (x, weight, gate), grad)
-            return *gradients, None, None, None, None
-        needs_x, needs_weight, needs_gate, *_ = ctx.needs_input_grad
-        d_x = d_weight = d_gate = None
-        grad = grad.to(scale.dtype)
-        if gate is not None:
-            wide_gate = gate.to(scale.dtype)
-            if needs_gate:
-                slope = ACTIVATIONS[activation].slope(wide_gate).mul_(x).mul_(scale).mul_(grad)
-                d_gate = (slope if weight is None else slope.mul_(weight)).to(gate.dtype)
-            grad = ACTIVATIONS[activation].value(wide_gate).mul_(grad)
-        if needs_weight:
-            d_weight = (grad * x).mul_(scale).sum_to_size(weight.shape).to(weight.dtype)
-        if needs_x:
-            d_n = grad if weight is None else grad * weight
-            along = torch.linalg.vecdot(d_n, x.to(scale.dtype)).unsqueeze(-1).mul_(scale).mul_(scale).div_(divisor)
-            d_x = torch.addcmul(d_n, along, x, value=-1).mul_(scale).to(x.dtype)
-        return d_x, d_weight, d_gate, None, None, None, None
+    for name, value in optional.items():
+        if value is not None:
+            check_shape(name, value, *(x.shape[-1:] if name in ("weight", "bias") else x.shape))
+            check_floating(name, value)
+            check_like(name, value, "x", x, dtype=False)
+    check_choice("gate_activation", gate_activation, *ACTIVATIONS)

@@ -14,6 +14,34 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
+
+
+def relu(x: Tensor) -> Tensor:
+    return x * (x > 0)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return relu(x) ** 2
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    y = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, center: bool = True, eps: float = 1e-5) -> Tensor:
+    norm = layer_norm if center else rms_norm
+    return torch.cat([norm(block, eps=eps) for block in x.chunk(groups, dim=-1)], dim=-1) * weight + bias
+
+
 def rms_norm(x: Tensor, weight: Tensor | None = None, gate: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     y = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight

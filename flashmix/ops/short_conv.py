@@ -210,12 +210,13 @@ class _ShortConv(torch.autograd.Function):
         if grad is not None:
             d_y = grad.to(wide) if layout.packing is None else layout.lay_out(grad, None)[:, layout.past :].to(wide)
             if activation is not None:
-                d_y = ACTIVATIONS[activation].slope(_convolve(laid, taps, bias)).mul_(d_y)
+                d_y = ACTIVATIONS[activation].value_and_slope(_convolve(laid, taps, bias))[1].mul_(d_y)
             tokens = d_y.shape[1]
             for i in range(width):
                 d_laid[:, i : i + tokens].addcmul_(d_y, taps[i])
             if ctx.needs_input_grad[1]:
-                columns = [(d_y * laid[:, i : i + tokens]).sum((0, 1)) for i in range(width)]
+                room = torch.empty_like(d_y)
+                columns = [torch.mul(d_y, laid[:, i : i + tokens], out=room).sum((0, 1)) for i in range(width)]
                 d_weight = torch.stack(columns, dim=1).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 d_bias = d_y.sum((0, 1)).to(bias.dtype)
