@@ -52,7 +52,8 @@ def choices(device: torch.device | str) -> list[Explanation]:
     return [ask(torch.device(device)) for ask in _calls().values()]
 
 
-def _hardware() -> Iterator[str]:
+def hardware() -> Iterator[str]:
+    """Line by line: versions, processor, each GPU with its shared memory per block, or why there is none."""
     yield f"flashmix {flashmix.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     triton = _arch.triton_version()
     yield f"triton {triton}" if triton else "triton is not installed: no triton implementation can run"
@@ -75,7 +76,7 @@ def _hardware() -> Iterator[str]:
 
 def report() -> str:
     """The text that `flashmix doctor` prints."""
-    lines = list(_hardware())
+    lines = list(hardware())
     for device in ["cpu", *(f"cuda:{gpu.index}" for gpu in _arch.gpus())]:
         lines += ["", f"on {device}, a small float32 call of each op takes"]
         lines += [f"  {line}" for choice in choices(device) for line in str(choice).splitlines()]

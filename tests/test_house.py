@@ -1,4 +1,4 @@
-"""The rules of the house that a program can enforce: which way imports point, what an import costs, that examples run."""
+"""The rules of the house that a program can enforce: where imports point, what they cost, that examples run."""
 
 from __future__ import annotations
 

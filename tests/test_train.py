@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,19 @@ def test_documents_are_whole_files_without_repeats_empties_and_binaries(texts: P
     (texts / "test").mkdir()
     (texts / "test" / "kept.txt").write_text("a user's own folder of this name is read")
     names = [Path(name).name for name, _, _ in data.read_documents([str(texts)])]
-    assert names == ["0.txt", "1.txt", "2.txt", "3.txt", "4.txt", "5.txt", "6.txt", "7.txt", "8.txt", "9.txt", "kept.txt"]
+    assert names == [
+        "0.txt",
+        "1.txt",
+        "2.txt",
+        "3.txt",
+        "4.txt",
+        "5.txt",
+        "6.txt",
+        "7.txt",
+        "8.txt",
+        "9.txt",
+        "kept.txt",
+    ]
     named = [name for name, _, _ in data.read_documents([str(texts / "binary.bin")])]
     assert named == [str(texts / "binary.bin")], "a file that is named is read, whatever is in it"
 
@@ -136,7 +149,9 @@ def test_a_batch_is_a_function_of_its_position(texts: Path, tmp_path: Path) -> N
         a, b = used.batch(position, 150, CPU), fresh.batch(position, 150, CPU)
         assert torch.equal(a.inputs, b.inputs) and torch.equal(a.packing.cu_seqlens, b.packing.cu_seqlens)
         fresh = Stream(corpus, corpus.split(False), 64, seed=3)
-    assert not torch.equal(used.batch(0, 150, CPU).inputs, Stream(corpus, corpus.split(False), 64, 4).batch(0, 150, CPU).inputs)
+    assert not torch.equal(
+        used.batch(0, 150, CPU).inputs, Stream(corpus, corpus.split(False), 64, 4).batch(0, 150, CPU).inputs
+    )
 
 
 def test_targets_are_the_next_tokens_of_the_same_document(texts: Path, tmp_path: Path) -> None:
@@ -146,7 +161,7 @@ def test_targets_are_the_next_tokens_of_the_same_document(texts: Path, tmp_path:
     batch = stream.batch(0, 400, CPU)
     bounds = batch.packing.cu_seqlens.tolist()
     assert bounds[0] == 0 and bounds[-1] == 400 and batch.inputs.shape == batch.targets.shape == (1, 400)
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         inputs, targets = batch.inputs[0, begin:end].tolist(), batch.targets[0, begin:end].tolist()
         assert inputs[1:] == targets[:-1]
         assert 256 not in inputs[1:], "a separator only starts a sequence"
@@ -161,7 +176,7 @@ def test_packed_documents_do_not_see_each_other(texts: Path, tmp_path: Path) -> 
     model = Decoder(preset("hybrid_nano", vocab_size=257)).double()
     packed = model(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets, reduction="none")[0]
     bounds = batch.packing.cu_seqlens.tolist()
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         alone = model(batch.inputs[:, begin:end], targets=batch.targets[:, begin:end], reduction="none")[0]
         error = (packed[begin:end] - alone).abs().max() / alone.abs().max()
         assert error <= 64 * torch.finfo(torch.float64).eps
@@ -191,7 +206,7 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
     rates = [learning_rate(step, config) for step in range(105)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[54] == pytest.approx(2.0 * (0.1 + 0.9 / 2)) and rates[104] == pytest.approx(0.2)
-    assert all(later <= earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(rates[4:]))
     assert learning_rate(0, TrainConfig(warmup=0, lr=1.0)) == 1.0
 
 
@@ -330,7 +345,7 @@ def test_a_damaged_checkpoint_is_noticed_and_left_alone(small: TrainConfig, tmp_
     folder.checkpoint.write_bytes(damaged)
     metrics = folder.metrics.read_bytes()
     for use in (lambda: runs.resume(folder, {}), lambda: runs.load(folder)):
-        with pytest.raises(RunError, match="the checkpoint .* is damaged") as caught:
+        with pytest.raises(RunError, match=r"the checkpoint .* is damaged") as caught:
             use()
         assert "\n" not in str(caught.value)
     assert folder.checkpoint.read_bytes() == damaged and folder.metrics.read_bytes() == metrics
@@ -341,7 +356,7 @@ def test_a_missing_checkpoint_and_a_missing_run_say_so(small: TrainConfig, tmp_p
     with pytest.raises(RunError, match="holds no run"):
         runs.resume(folder, {})
     runs.begin(small, folder)
-    with pytest.raises(RunError, match="cannot read the checkpoint .*: No such file"):
+    with pytest.raises(RunError, match=r"cannot read the checkpoint .*: No such file"):
         runs.resume(folder, {})
     with pytest.raises(RunError, match="already holds a run: continue it with --resume"):
         runs.begin(small, folder)
@@ -452,8 +467,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(small: TrainCo
 
 @pytest.mark.parametrize(
     "setting",
-    [{"steps": 0}, {"batch_tokens": 0}, {"seq_len": -1}, {"lr": 0.0}, {"lr": math.nan}, {"held_out": 1.0}, {"threads": 0},
-     {"warmup": -1}, {"final_lr": 2.0}, {"weight_decay": -0.1}, {"dtype": "float16"}],
+    [{"steps": 0}, {"batch_tokens": 0}, {"seq_len": -1}, {"lr": 0.0}, {"lr": math.nan}, {"held_out": 1.0},
+     {"threads": 0}, {"warmup": -1}, {"final_lr": 2.0}, {"weight_decay": -0.1}, {"dtype": "float16"}],
     ids=str,
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(small: TrainConfig, tmp_path: Path, setting: dict[str, object]) -> None:

@@ -178,11 +178,19 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
 def cut_in_two(document: Document, fraction: float) -> list[Document]:
     """A corpus of one document: the last `fraction` of it is held out as a second one."""
     kept = int(document.tokens * (1 - fraction))
-    if kept in (0, document.tokens):
-        raise RunError(f"the text is too small to hold some of it out: {document.bytes} byte(s) in one document")
     bytes_kept = round(document.bytes * kept / document.tokens)
+    if not 0 < bytes_kept < document.bytes:
+        raise RunError(f"the text is too small to hold some of it out: {document.bytes} byte(s) in one document")
     end = Document(document.name, kept, document.tokens - kept, document.bytes - bytes_kept, held_out=True)
     return [replace(document, tokens=kept, bytes=bytes_kept), end]
+
+
+def hold_out(documents: list[Document], digests: Sequence[bytes], fraction: float) -> list[Document]:
+    """The documents with some of them marked as held out; one alone is cut in two."""
+    if len(documents) == 1:
+        return cut_in_two(documents[0], fraction)
+    chosen = choose_held_out(digests, [document.bytes for document in documents], fraction)
+    return [replace(document, held_out=index in chosen) for index, document in enumerate(documents)]
 
 
 def prepare(paths: Sequence[str], fraction: float, tokens: Tokens, folder: RunFolder) -> Corpus:
@@ -200,11 +208,7 @@ def prepare(paths: Sequence[str], fraction: float, tokens: Tokens, folder: RunFo
         if not documents:
             raise RunError(f"no text found in {', '.join(paths) or 'the standard library of this Python'}")
         file.write(np.asarray([tokens.separator], dtype=tokens.dtype).tobytes())
-    if len(documents) == 1:
-        documents = cut_in_two(documents[0], fraction)
-    else:
-        chosen = choose_held_out(digests, [document.bytes for document in documents], fraction)
-        documents = [replace(document, held_out=index in chosen) for index, document in enumerate(documents)]
+        documents = hold_out(documents, digests, fraction)
     write_json(folder.documents, [asdict(document) for document in documents])
     return open_corpus(folder, tokens)
 
