@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashmix._checks import check_multiple, check_range
 from flashmix.layers.cache import AttentionCache, Lengths
@@ -12,7 +11,7 @@ from flashmix.layers.linear_attention import head_size
 from flashmix.layers.mixer import Mixer
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
-from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
 from flashmix.ops.packing import Packing
 
 
@@ -123,13 +122,9 @@ class SoftmaxAttention(Mixer[AttentionCache]):
 def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
     """One query `[B, 1, HQ, D]` a sequence, which sees everything in the cache (its order there does not matter)."""
     assert cache.keys is not None and cache.values is not None
-    seen = min(lengths.longest, cache.keys.shape[1])
-    keys, values = cache.keys[:, :seen], cache.values[:, :seen]
+    B, slots = cache.keys.shape[:2]
     if lengths.equal:
-        return softmax_attention(q, keys, values)[0]
-    mask = torch.arange(seen, device=q.device) < lengths.tokens[:, None]
-    q, keys, values = (tensor.transpose(1, 2) for tensor in (q, keys, values))
-    grouped = q.shape[1] != keys.shape[1]
-    return scaled_dot_product_attention(q, keys, values, attn_mask=mask[:, None, None], enable_gqa=grouped).transpose(
-        1, 2
-    )
+        seen = min(lengths.longest, slots)
+        return softmax_attention(q, cache.keys[:, :seen], cache.values[:, :seen])[0]
+    rows = torch.arange(B, device=q.device)[:, None]
+    return attention_with_cache(q, KVCache(cache.keys, cache.values, rows, lengths.tokens.clamp(max=slots)))[0]
