@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, assert_same_bits, random
@@ -10,6 +12,7 @@ from torch import Tensor
 from flashmix import Packing
 from flashmix.ops import rowwise_definitions as definitions
 from flashmix.ops.rotary import rotary, rotary_table
+from flashmix.ops.rotary_scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 
 
 def counted(batch: int, tokens: int, start: int = 0) -> Tensor:
@@ -93,6 +96,87 @@ def test_table_holds_the_angles() -> None:
     torch.testing.assert_close(sin, angles.sin(), rtol=1e-6, atol=1e-6)
 
 
+def stretched(name: str, theta: float, factor: float, trained: int, dim: int, base: float, pair: int) -> float:
+    """One frequency of each scaling, in the words of its paper."""
+    turns = trained * theta / (2 * math.pi)
+    if name == "linear":
+        return theta / factor
+    if name == "ntk":
+        return (base * factor ** (dim / (dim - 2))) ** (-2 * pair / dim)
+    if name == "llama3":
+        if turns > 4:
+            return theta
+        if turns < 1:
+            return theta / factor
+        smooth = (turns - 1) / (4 - 1)
+        return (1 - smooth) * theta / factor + smooth * theta
+    # YaRN: pairs are counted; those that turn 32 times and once in the trained length bound the blend.
+    first = math.floor(dim * math.log(trained / (32 * 2 * math.pi)) / (2 * math.log(base)))
+    last = math.ceil(dim * math.log(trained / (1 * 2 * math.pi)) / (2 * math.log(base)))
+    blend = min(max((pair - first) / (last - first), 0), 1)
+    return theta / factor * blend + theta * (1 - blend)
+
+
+@pytest.mark.parametrize(
+    "name, scaling, magnitude",
+    [
+        ("linear", LinearScaling(4.0), 1.0),
+        ("ntk", NTKScaling(4.0), 1.0),
+        ("yarn", YarnScaling(4.0, trained=2048), 1.1386294361119891),
+        ("yarn", YarnScaling(4.0, trained=2048, attention=1.0), 1.0),
+        ("llama3", Llama3Scaling(4.0, trained=2048), 1.0),
+    ],
+)
+def test_scaled_tables_hold_the_stretched_angles(name: str, scaling, magnitude: float) -> None:  # type: ignore[no-untyped-def]
+    dim, base = 64, 10000.0
+    cos, sin = rotary_table(50, dim, base, scaling=scaling, dtype=torch.float64)
+    for pair in range(dim // 2):
+        theta = stretched(name, base ** (-2 * pair / dim), 4.0, 2048, dim, base, pair)
+        for position in (0, 1, 49):
+            assert cos[position, pair].item() == pytest.approx(magnitude * math.cos(position * theta), abs=1e-12)
+            assert sin[position, pair].item() == pytest.approx(magnitude * math.sin(position * theta), abs=1e-12)
+
+
+def test_scaling_by_one_changes_nothing() -> None:
+    plain = rotary_table(9, 16, dtype=torch.float64)
+    for scaling in (LinearScaling(1.0), NTKScaling(1.0), YarnScaling(1.0, trained=64), Llama3Scaling(1.0, trained=64)):
+        for have, want in zip(rotary_table(9, 16, scaling=scaling, dtype=torch.float64), plain, strict=True):
+            torch.testing.assert_close(have, want)
+    with pytest.raises(ValueError, match=r"factor must be at least 1, got 0\.5"):
+        LinearScaling(0.5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_each_pair_follows_its_axis(interleaved: bool) -> None:
+    """Several axes are several rotations, one for each section of pairs."""
+    cos, sin = rotary_table(20, 12, dtype=torch.float64)
+    axes = [0, 0, 1, 2, 2, 1]
+    positions = torch.randint(20, (2, 7, 3), generator=torch.Generator().manual_seed(0))
+    x = random(2, 7, 3, 14, dtype=torch.float64)
+    y = rotary(x, cos, sin, positions=positions, axes=axes, interleaved=interleaved)
+    turned = [rotary(x, cos, sin, positions=positions[..., axis], interleaved=interleaved) for axis in range(3)]
+    for pair, axis in enumerate(axes):
+        for channel in (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 6):
+            assert_same_bits(f"pair {pair}", y[..., channel], turned[axis][..., channel])
+    same = positions[..., :1].expand(2, 7, 3)
+    assert_same_bits(
+        "text", rotary(x, cos, sin, positions=same, axes=axes), rotary(x, cos, sin, positions=same[..., 0])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_place(interleaved: bool, dtype: torch.dtype) -> None:
+    cos, sin = rotary_table(9, 6)
+    x = random(2, 9, 3, 8, dtype=dtype)
+    want = rotary(x, cos, sin, interleaved=interleaved)
+    got = rotary(x, cos, sin, interleaved=interleaved, inplace=True)
+    assert got is x
+    assert_same_bits("in place", x, want)
+    with pytest.raises(ValueError, match="inplace must be False where a gradient is wanted, got True"):
+        rotary(x.requires_grad_(), cos, sin, inplace=True)
+
+
 def test_gradients_to_second_order() -> None:
     cos, sin = (t.requires_grad_() for t in rotary_table(4, 4, dtype=torch.float64))
     x = random(1, 3, 2, 5, dtype=torch.float64).requires_grad_()
@@ -164,6 +248,15 @@ REFUSED = [
         "got a tensor",
     ),
     ({"x": X[:1], "cu_seqlens": torch.tensor([0, 1, 4]), "positions": 14}, ValueError, "table's length 16, got 16"),
+    ({"axes": [0] * 4}, TypeError, "positions must be a torch.Tensor, got NoneType"),
+    ({"axes": [0] * 4, "positions": torch.zeros(2, 4).long()}, ValueError, r"positions must have shape \[B, T, A\]"),
+    ({"axes": [0] * 3, "positions": torch.zeros(2, 4, 3).long()}, ValueError, "axes must have R/2 = 4 entries, got 3"),
+    (
+        {"axes": [0, 0, 3, 0], "positions": torch.zeros(2, 4, 3).long()},
+        ValueError,
+        "axes must be between 0 and 2, got 3",
+    ),
+    ({"axes": [0] * 4, "positions": torch.full((2, 4, 3), 16)}, ValueError, "table's length 16, got 16"),
     ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
 ]
 

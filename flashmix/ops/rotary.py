@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from flashmix._checks import (
     check_dtype,
     check_floating,
     check_like,
+    check_range,
     check_shape,
     contents_are_checked,
     dims,
@@ -16,6 +19,7 @@ from flashmix._checks import (
 from flashmix._dispatch import choose
 from flashmix.ops._rowwise import compute_dtype, portable, wants_gradient
 from flashmix.ops.packing import Packing, as_packing
+from flashmix.ops.rotary_scaling import RotaryScaling, plain_frequencies
 
 IMPLEMENTATIONS = (portable(__name__),)
 
@@ -25,17 +29,20 @@ def rotary_table(
     dim: int,
     base: float = 10000.0,
     *,
+    scaling: RotaryScaling | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """The cosines and sines that `rotary` reads.
 
-        angle[p, i] = p * base^(-2 i / dim),    i = 0 .. dim / 2 - 1
+        angle[p, i] = p * base^(-2 i / dim),    i = 0 .. dim / 2 - 1, unless a scaling changes the frequencies
 
     Args:
         positions: number of positions P of the table.
         dim: number of channels R that are rotated, even: the head's dim or less, not the model's.
         base: the slowest pair turns once in about `2 pi base` positions.
+        scaling: None, or how frequencies stretch for long texts: `LinearScaling`, `NTKScaling`, `YarnScaling` or
+            `Llama3Scaling` (see `flashmix.ops.rotary_scaling`).
         device: where the table lives.
         dtype: the table's dtype; the angles are computed in float64.
 
@@ -57,9 +64,10 @@ def rotary_table(
         raise ValueError(f"dim must be even and positive (channels turn in pairs), got {dim}")
     if positions < 0:
         raise ValueError(f"positions must be non-negative, got {positions}")
-    frequencies = base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
-    angles = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    frequencies = plain_frequencies(dim, base) if scaling is None else scaling.frequencies(dim, base)
+    angles = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * frequencies.to(device)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return angles.cos().mul_(magnitude).to(dtype), angles.sin().mul_(magnitude).to(dtype)
 
 
 def rotary(
@@ -68,9 +76,11 @@ def rotary(
     sin: Tensor,
     *,
     positions: int | Tensor | None = None,
+    axes: Sequence[int] | None = None,
     cu_seqlens: Tensor | Packing | None = None,
     interleaved: bool = False,
     inverse: bool = False,
+    inplace: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Rotates the first R channels of every head by the angles of its position.
@@ -85,11 +95,14 @@ def rotary(
         cos: `[P, R/2]` with `R <= D`, floating: row p belongs to position p (see `rotary_table`).
         sin: like `cos`.
         positions: None, tokens count from 0; an int, they count from there (decoding); `[B, T]` int32 or int64, the
-            position of each token (left-padded batches).
+            position of each token (left-padded batches); `[B, T, A]` with `axes`.
+        axes: R/2 numbers below A, the axis whose position turns each pair: `[0] * 16 + [1] * 24 + [2] * 24` for time,
+            height and width of an image's patches (M-RoPE).
         cu_seqlens: `[N + 1]` or `Packing`, with `B == 1`: counting starts again in each sequence. Not with a tensor of
             positions, which says it all.
         interleaved: the pairs are channels `(2 i, 2 i + 1)`, not `(i, i + R/2)`.
-        inverse: rotate backwards.
+        inverse: rotate backwards (and keep a scaled table's magnitude).
+        inplace: write the result into `x` and return `x`; only where no gradient is wanted.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -102,7 +115,7 @@ def rotary(
             differ.
 
     Source:
-        Su et al., "RoFormer" (2104.09864), equation 34.
+        Su et al., "RoFormer" (2104.09864), equation 34; several axes: Qwen2-VL (2409.12191), section 2.1.
 
     Example:
         >>> import torch
@@ -113,11 +126,21 @@ def rotary(
         (torch.Size([1, 8, 2, 4]), True)
     """
     batch, tokens = _check(x, cos, sin)
-    rows = _rows(positions, as_packing(cu_seqlens, batch, tokens, x.device), x, cos.shape[0])
+    packing = as_packing(cu_seqlens, batch, tokens, x.device)
+    if axes is None:
+        rows = _rows(positions, packing, x, cos.shape[0])
+        c, s = cos[rows].unsqueeze(-2), sin[rows].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
+    else:
+        c, s = (table.unsqueeze(-2) for table in _along_axes(positions, axes, packing, x, cos, sin))
     choose("rotary", IMPLEMENTATIONS, x, impl)
-    c, s = cos[rows].unsqueeze(-2), sin[rows].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
     if inverse:
         s = -s
+    if inplace:
+        if wants_gradient(x, cos, sin):
+            raise ValueError("inplace must be False where a gradient is wanted, got True")
+        turned = x[..., : 2 * c.shape[-1]]
+        turned.copy_(_forward(turned, c, s, interleaved))
+        return x
     if torch.compiler.is_compiling() or wants_gradient(cos, sin):
         return _formula(x, c, s, interleaved)
     return _Rotary.apply(x, c, s, interleaved) if wants_gradient(x) else _forward(x, c, s, interleaved)
@@ -145,10 +168,8 @@ def _rows(positions: int | Tensor | None, packing: Packing | None, x: Tensor, ta
     if isinstance(positions, Tensor):
         if packing is not None:
             raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
-        check_dtype("positions", positions, torch.int32, torch.int64)
         check_shape("positions", positions, batch, tokens)
-        check_like("positions", positions, "x", x, dtype=False)
-        return _bounded(positions, table)
+        return _read(positions, x, table)
     if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int)):
         raise TypeError(f"positions must be None, an int or a tensor, got {type(positions).__name__}")
     start = positions or 0
@@ -159,6 +180,30 @@ def _rows(positions: int | Tensor | None, packing: Packing | None, x: Tensor, ta
     if start + tokens > table:
         raise ValueError(f"positions must be below the table's length {table}, got {start + tokens - 1}")
     return slice(start, start + tokens)
+
+
+def _read(positions: Tensor, x: Tensor, table: int) -> Tensor:
+    """The caller's tensor of positions, checked and bounded."""
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    check_like("positions", positions, "x", x, dtype=False)
+    return _bounded(positions, table)
+
+
+def _along_axes(
+    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, T, R/2]` of `positions [B, T, A]`, each pair along its own axis."""
+    if packing is not None:
+        raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
+    *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
+    check_shape("positions", positions, *x.shape[:2], count)  # type: ignore[arg-type]
+    if len(axes) != cos.shape[1]:
+        raise ValueError(f"axes must have R/2 = {cos.shape[1]} entries, got {len(axes)}")
+    for axis in axes:
+        check_range("axes", axis, 0, count - 1)
+    rows = _read(positions, x, cos.shape[0])[..., list(axes)]  # type: ignore[arg-type]
+    pairs = torch.arange(cos.shape[1], device=x.device)
+    return cos[rows, pairs], sin[rows, pairs]
 
 
 def _bounded(positions: Tensor, table: int) -> Tensor:
