@@ -198,6 +198,12 @@ def test_commands_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"README names `make {target}`"
 
 
+def test_files_and_folders_that_documents_name_exist() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"`((?:flashmix|tests|docs|benchmarks)/[\w./]*\w/?)`", document.read_text()):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):

@@ -246,6 +246,13 @@ def test_held_out_loss_is_the_mean_over_the_held_out_tokens(small: TrainConfig, 
     assert model.training
 
 
+def test_bfloat16_products_train_float32_weights(small: TrainConfig, tmp_path: Path) -> None:
+    trainer = runs.begin(replace(small, dtype="bfloat16", steps=30, lr=0.02), RunFolder(tmp_path / "run"))
+    assert trainer.run()
+    assert losses(trainer.folder)[-1] < 0.8 * losses(trainer.folder)[0]
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+
 def train_in_parts(config: TrainConfig, path: Path, stops: list[int]) -> RunFolder:
     """Trains, stopped after each of `stops` steps and resumed from the disk."""
     folder = RunFolder(path)
