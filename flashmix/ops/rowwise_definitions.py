@@ -92,3 +92,10 @@ def cross_entropy(
     z_target = z.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     loss = (1 - label_smoothing) * (lse - z_target) + label_smoothing * (lse - z.mean(-1)) + z_loss * lse**2
     return torch.where(target == ignore_index, torch.zeros_like(loss), loss)
+
+
+def token_shift(x: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`y_t = x_{t-1}` for `x [B, T, D]`, and the last token."""
+    past = x.new_zeros(x.shape[0], 1, x.shape[2]) if initial_state is None else initial_state
+    past = torch.cat([past, x], dim=1)
+    return past[:, :-1], past[:, -1:]
