@@ -61,8 +61,8 @@ def token_shift(
         joined = torch.cat([state, x], dim=1)
         return joined[:, :tokens], joined[:, tokens:].clone() if return_state else None
     joined = torch.cat([x.new_zeros(1, 1, channels), x], dim=1)  # row t + 1 is token t
-    filled = packing.lengths > 0
-    last = torch.where(filled[:, None, None], joined[0, packing.cu_seqlens[1:]].unsqueeze(1), state)
+    bounds, filled = packing.cu_seqlens.to(torch.int64), packing.lengths > 0
+    last = torch.where(filled[:, None, None], joined[0, bounds[1:]].unsqueeze(1), state)
     # The states go before the sequences' first tokens, those of empty sequences into the last row, which is cut off.
-    first = torch.where(filled, packing.cu_seqlens[:-1], tokens)
+    first = torch.where(filled, bounds[:-1], tokens)
     return joined.index_copy(1, first, state.transpose(0, 1))[:, :tokens], last if return_state else None
