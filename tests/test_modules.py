@@ -23,9 +23,9 @@ from flashmix.modules import (
     SwiGLU,
     WriteStrength,
     next_token_targets,
-    token_shift,
 )
 from flashmix.ops.packing import Packing
+from flashmix.ops.rotary_scaling import LinearScaling
 
 
 def test_norms() -> None:
@@ -80,6 +80,19 @@ def test_rotary_embedding_turns_a_part_and_keeps_its_precision() -> None:
             RotaryEmbedding(8, rotated=channels)
     with pytest.raises(ValueError, match="limit must be given with a tensor of positions"):
         module(x, positions=torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_rotary_embedding_scales_and_takes_several_axes() -> None:
+    x = numbers(1, 5, 2, 8)
+    stretched = RotaryEmbedding(8, scaling=LinearScaling(4.0))
+    assert_same(stretched(x, positions=8)[:, :1], RotaryEmbedding(8)(x, positions=2)[:, :1])
+    assert "LinearScaling" in repr(stretched)
+    module = RotaryEmbedding(8, axes=[0, 0, 1, 1])
+    row, column = torch.tensor([[0, 1, 2, 300, 4]]), torch.tensor([[5, 0, 9, 1, 2]])
+    got = module(x, positions=torch.stack([row, column], -1), limit=301)
+    by_row, by_column = (RotaryEmbedding(8)(x, positions=p, limit=301) for p in (row, column))
+    assert_same(got[..., [0, 1, 4, 5]], by_row[..., [0, 1, 4, 5]])
+    assert_same(got[..., [2, 3, 6, 7]], by_column[..., [2, 3, 6, 7]])
 
 
 def test_a_rotary_table_made_in_inference_mode_serves_training() -> None:
@@ -179,28 +192,6 @@ def test_next_token_targets() -> None:
     ):
         assert next_token_targets(packed, Packing.from_lengths(lengths).cu_seqlens).tolist() == [expected]
     assert tokens.tolist() == [[1, 2, 3], [4, 5, 6]] and next_token_targets(tokens[:, :0]).shape == (2, 0)
-
-
-@pytest.mark.parametrize("lengths", [[3, 4], [0, 1, 0, 6, 0], [1] * 7, [7]])
-def test_token_shift_packed_is_one_by_one(lengths: list[int]) -> None:
-    x, last = numbers(1, 7, 4), numbers(len(lengths), 1, 4, seed=2)
-    got, state = token_shift(x, last, Packing.from_lengths(lengths))
-    for row, (part, out) in enumerate(zip(x.split(lengths, 1), got.split(lengths, 1), strict=True)):
-        before = torch.cat([last[row : row + 1], part], dim=1)
-        assert torch.equal(out, before[:, :-1])
-        assert torch.equal(state[row], before[0, -1:])
-        alone, alone_state = token_shift(part, last[row : row + 1])
-        assert torch.equal(alone, out) and torch.equal(alone_state[0], state[row])
-
-
-def test_token_shift_gradient_and_refusals() -> None:
-    x, last = numbers(1, 6, 3).requires_grad_(), numbers(3, 1, 3).requires_grad_()
-    packing = Packing.from_lengths([2, 0, 4])
-    assert torch.autograd.gradcheck(lambda x, last: token_shift(x, last, packing), (x, last))
-    with pytest.raises(ValueError, match=r"last must have shape \[1, 1, 3\], got \[3, 1, 3\]"):
-        token_shift(x, last)
-    with pytest.raises(ValueError, match=r"x must have shape \[B, T, D\], got \[6, 3\]"):
-        token_shift(x[0])
 
 
 def test_modules_take_device_and_dtype() -> None:

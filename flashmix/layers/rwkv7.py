@@ -12,10 +12,10 @@ from flashmix.layers.linear_attention import head_size
 from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
-from flashmix.modules.token_shift import token_shift
 from flashmix.ops.norm import l2_norm
 from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import dplr
+from flashmix.ops.token_shift import token_shift
 
 NORM_EPS = 64e-5
 
@@ -131,7 +131,12 @@ class RWKV7(Mixer[RecurrentCache]):
         self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None, first_values: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer on checked inputs without padding: its output and its values."""
-        before, recent = token_shift(x, None if cache is None else cache.recent, packing)
+        before, recent = token_shift(
+            x,
+            initial_state=None if cache is None else cache.recent,
+            return_state=cache is not None,
+            cu_seqlens=packing,
+        )
         x_r, x_w, x_k, x_v, x_a, x_g = torch.addcmul(x, before - x, self.shift_mix[:, None, None]).unbind(0)
         r, k, values = self.receptance(x_r), self.key(x_k), self.value(x_v)
         v = values

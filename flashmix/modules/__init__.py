@@ -6,7 +6,6 @@ from flashmix.modules.mlp import LowRank, SwiGLU
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.modules.token_shift import token_shift
 
 __all__ = [
     "BoundedDecay",
@@ -22,5 +21,4 @@ __all__ = [
     "SwiGLU",
     "WriteStrength",
     "next_token_targets",
-    "token_shift",
 ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from flashmix._checks import check_multiple, check_range
 from flashmix.ops.packing import Packing
 from flashmix.ops.rotary import rotary, rotary_table
+from flashmix.ops.rotary_scaling import RotaryScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,11 +24,14 @@ class RotaryEmbedding(nn.Module):
         base: the longest wavelength is about `2 pi base` tokens.
         rotated: how many of the first channels turn, even; default all of them.
         interleaved: pairs are neighbours `(0, 1), (2, 3), ...` instead of halves `(i, i + rotated/2)`.
+        scaling: how frequencies stretch for texts longer than those trained on, one of `flashmix.ops.rotary_scaling`.
+        axes: `rotated/2` numbers, the axis (time, height, width, ...) whose position turns each pair; positions are
+            then `[B, T, axes]`.
 
     Raises:
         ValueError: `rotated` is odd or larger than `head_dim`.
 
-    Source: Su et al., arXiv:2104.09864, equation 15.
+    Source: Su et al., arXiv:2104.09864, equation 15; several axes: arXiv:2409.12191, section 2.1.
 
     Example:
         >>> import torch
@@ -34,13 +40,22 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(
-        self, head_dim: int, base: float = 10000.0, *, rotated: int | None = None, interleaved: bool = False
+        self,
+        head_dim: int,
+        base: float = 10000.0,
+        *,
+        rotated: int | None = None,
+        interleaved: bool = False,
+        scaling: RotaryScaling | None = None,
+        axes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.base = base
         self.rotated = head_dim if rotated is None else rotated
         self.interleaved = interleaved
+        self.scaling = scaling
+        self.axes = axes
         check_range("rotated", self.rotated, 2, head_dim)
         check_multiple("rotated", self.rotated, "the size of a pair", 2)
         self._table: tuple[Tensor, Tensor] | None = None
@@ -57,7 +72,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             x: `[B, T, H, head_dim]`.
-            positions: of the first token (int) or of each token (`[B, T]`); default 0, 1, ... in each sequence.
+            positions: of the first token (int), or of each token (`[B, T]`, with axes `[B, T, axes]`); default 0, 1, ...
+                in each sequence.
             limit: all `positions` lie below it; needed with a tensor, so that the host need not read that.
             cu_seqlens: boundaries of packed sequences; each starts at position 0.
 
@@ -70,7 +86,9 @@ class RotaryEmbedding(nn.Module):
         else:
             limit = x.shape[1] + (positions or 0)
         cos, sin = self._table_for(limit, x.device)
-        return rotary(x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, interleaved=self.interleaved)
+        return rotary(
+            x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, interleaved=self.interleaved, axes=self.axes
+        )
 
     def _table_for(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """A table on `device` with at least `limit` positions."""
@@ -78,9 +96,10 @@ class RotaryEmbedding(nn.Module):
         if table is None or table[0].shape[0] < limit or table[0].device != device:
             size = max(256, 1 << (limit - 1).bit_length())
             with torch.inference_mode(False), torch.no_grad():  # a table made while generating must serve training too
-                table = rotary_table(size, self.rotated, self.base, device=device, dtype=torch.float32)
+                table = rotary_table(size, self.rotated, self.base, scaling=self.scaling, device=device)
             self._table = table
         return table
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base}, rotated={self.rotated}, interleaved={self.interleaved}"
+        text = f"{self.head_dim}, base={self.base}, rotated={self.rotated}, interleaved={self.interleaved}"
+        return text if self.scaling is None else f"{text}, scaling={self.scaling}"
