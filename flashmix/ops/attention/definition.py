@@ -33,7 +33,7 @@ def softmax_attention(
     j = torch.arange(k.shape[1], device=q.device)
     if alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None] * (i - j).abs()
-    if log_decay is not None:
+    if log_decay is not None and k.shape[1] > 0:
         g = log_decay.cumsum(1).transpose(1, 2)
         s = s + g[:, :, i.clamp(min=0)[:, 0], None] - g[:, :, None, :]
 

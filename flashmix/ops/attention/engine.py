@@ -62,7 +62,7 @@ def attend(
     if chosen.name == "sdpa":
         return sdpa.attend(q, k, v, problem), None
     score = problem.score
-    o, lse = _forward(
+    o, lse, _ = _forward(
         q,
         k,
         v,
@@ -82,10 +82,6 @@ def _load(impl: str) -> Any:
     return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == impl).load()
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("flashmix::softmax_attention", mutates_args=())
 def _forward(
     q: Tensor,
@@ -103,7 +99,8 @@ def _forward(
     softcap: float | None,
     dropout_p: float,
     impl: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`o`, `lse`, and what the implementation keeps for its backward: two numbers a row, `[B, Tq, HQ]` each."""
     score = Score(scale, left, right, softcap, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
         return _load(impl).forward(q, k, v, (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k), score)
@@ -120,12 +117,12 @@ def _(
     seed: Tensor | None,
     cu_seqlens: Tensor | None,
     *rest: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     batch, tokens, heads, _ = q.shape
     o = q.new_empty(batch, tokens, heads, v.shape[3])
-    packed = cu_seqlens is not None
-    lse_shape = (heads, tokens) if packed else (batch, heads, tokens)
-    return o, q.new_empty(lse_shape, dtype=_statistics_dtype(q.dtype))
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty((batch, heads, tokens) if cu_seqlens is None else (heads, tokens), dtype=dtype)
+    return o, lse, [q.new_empty(batch, tokens, heads, dtype=dtype) for _ in range(2)]
 
 
 @torch.library.custom_op("flashmix::softmax_attention_backward", mutates_args=())
@@ -136,7 +133,7 @@ def _backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: Tensor,
+    kept: list[Tensor],
     sink: Tensor | None,
     alibi_slopes: Tensor | None,
     log_decay: Tensor | None,
@@ -154,7 +151,7 @@ def _backward(
     score = Score(scale, left, right, softcap, dropout_p)
     features, boundaries = (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k)
     with torch.autocast(q.device.type, enabled=False):
-        return _load(impl).backward(d_o, d_lse, q, k, v, o, lse, features, boundaries, score)
+        return _load(impl).backward(d_o, d_lse, q, k, v, o, kept, features, boundaries, score)
 
 
 @_backward.register_fake
@@ -165,7 +162,7 @@ def _(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: Tensor,
+    kept: list[Tensor],
     sink: Tensor | None,
     alibi_slopes: Tensor | None,
     log_decay: Tensor | None,
@@ -175,19 +172,21 @@ def _(
     return [x.new_empty(x.shape) for x in inputs if x is not None]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     ctx.set_materialize_grads(False)
-    q, k, v, *optional = inputs[:9]
-    ctx.save_for_backward(q, k, v, *output, *optional)
+    o, _, kept = output
+    ctx.save_for_backward(*inputs[:9], o, *kept)
     ctx.scalars = inputs[9:]
 
 
-def _autograd(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd(
+    ctx: Any, d_o: Tensor | None, d_lse: Tensor | None, d_kept: list[Tensor | None] | None
+) -> tuple[Tensor | None, ...]:
     if d_o is None and d_lse is None:
         return (None,) * 15
-    saved = ctx.saved_tensors
-    found = iter(_backward(d_o, d_lse, *saved, *ctx.scalars))
-    features = saved[5:8]
+    q, k, v, *optional, o, top, total = ctx.saved_tensors
+    found = iter(_backward(d_o, d_lse, q, k, v, o, [top, total], *optional, *ctx.scalars))
+    features = optional[:3]
     gradients = [next(found), next(found), next(found)]
     gradients += [None if feature is None else next(found) for feature in features]
     return (*gradients, *(None,) * 9)

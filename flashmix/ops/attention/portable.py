@@ -5,10 +5,11 @@ Forward, for a block of queries and its pieces of keys, in units of log 2:
     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m') + p v
     o = a / l;  lse = m + log l;  a sink is where m and l start: m = sink, l = 1
 
-Backward recomputes `p = e^(s - lse)` tile by tile; with `delta_i = do_i . o_i - dlse_i`:
+Backward recomputes `p = 2^(s - m)` tile by tile from the m and l that forward kept (lse alone would cost digits); with
+`do' = do / l` and `delta_i = (do_i . o_i - dlse_i) / l_i`:
 
-    dv = p^T do;  ds = p (do v^T - delta);  dq = scale ds k;  dk = scale ds^T q
-    dsink = -sum_i e^(sink - lse_i) delta_i
+    dv = p^T do';  ds = p (do' v^T - delta);  dq = scale ds k;  dk = scale ds^T q
+    dsink = -sum_i 2^(sink - m_i) delta_i
 
 Packed sequences are walked one after the other; their boundaries are read on the host.
 """
@@ -16,6 +17,7 @@ Packed sequences are walked one after the other; their boundaries are read on th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,25 +44,30 @@ Part = tuple[slice, slice]  # its tokens of q and of k
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, features: Features, boundaries: Boundaries, score: Score
-) -> tuple[Tensor, Tensor]:
-    """`o [B,Tq,HQ,V]` and `lse [B,HQ,Tq]`, packed `[HQ,Tq]`."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,Tq,HQ]`."""
     dtype = _compute_dtype(q)
     batch, tokens, heads_q, _ = q.shape
     o = q.new_zeros(batch, tokens, heads_q, v.shape[3])
-    lse = torch.full((batch, tokens, heads_q), -torch.inf, dtype=dtype, device=q.device)
-    if features[0] is not None:  # all that a query without keys sees
-        lse.copy_(features[0])
+    # the lowest number, not -inf: the difference of two of them is 0
+    top = torch.full((batch, tokens, heads_q), torch.finfo(dtype).min, dtype=dtype, device=q.device)
+    total = torch.zeros_like(top)
+    if features[0] is not None:
+        sink = features[0].to(dtype) * LOG2_E
+        top = top.maximum(sink)
+        total = torch.exp2(sink - top)
     workspace = Workspace()
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
         tiles = _tiles(q, k, features, part, score, workspace)
-        o_blocks, lse_blocks = _forward_part(
-            tiles, to_keys(v[:, of_k], tiles.rows, dtype), _sink_rows(features[0], batch, tiles)
-        )
-        o[:, of_q] = from_row_blocks(o_blocks, batch, tiles.tokens_q, tiles.rows)
-        lse[:, of_q] = from_row_blocks(lse_blocks, batch, tiles.tokens_q, tiles.rows)[..., 0]
-    lse = lse.transpose(1, 2).contiguous()
-    return o, lse if boundaries[0] is None else lse[0].clone()
+        tops, totals = (to_row_blocks(x[:, of_q, :, None], k.shape[2], tiles.rows) for x in (top, total))
+        mixed = _attend(tiles, to_keys(v[:, of_k], tiles.rows, dtype), tops, totals)
+        o[:, of_q] = from_row_blocks(mixed, batch, tiles.tokens_q, tiles.rows)
+        top[:, of_q] = from_row_blocks(tops, batch, tiles.tokens_q, tiles.rows)[..., 0]
+        total[:, of_q] = from_row_blocks(totals, batch, tiles.tokens_q, tiles.rows)[..., 0]
+    # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
+    lse = (top / LOG2_E + (total - 1).log1p_()).transpose(1, 2).contiguous()
+    return o, lse if boundaries[0] is None else lse[0].clone(), [top, total]
 
 
 def backward(
@@ -70,7 +77,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    lse: Tensor,
+    kept: list[Tensor],
     features: Features,
     boundaries: Boundaries,
     score: Score,
@@ -78,34 +85,34 @@ def backward(
     """Gradients of q, k, v and of each of sink, alibi_slopes, log_decay that is given."""
     dtype = _compute_dtype(q)
     sink, slopes, log_decay, _ = features
-    lse = _by_row(lse)
-    delta = torch.zeros_like(lse) if d_o is None else torch.einsum("bthd,bthd->bth", d_o.to(dtype), o.to(dtype))
+    top, total = kept
+    d_o = torch.zeros_like(o, dtype=dtype) if d_o is None else d_o.to(dtype)
+    delta = torch.einsum("bthd,bthd->bth", d_o, o.to(dtype))
     if d_lse is not None:
-        delta = delta - _by_row(d_lse)
-    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    if sink is not None:
-        gradients.append(_sink_gradient(sink, lse, delta))
+        delta = delta - (d_lse if d_lse.dim() == 3 else d_lse[None]).transpose(1, 2)
+    share = total.reciprocal().masked_fill_(total == 0, 0)
+    d_o, delta = d_o * share[..., None], delta * share
+
+    d_q, d_k, d_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
-
-    rows_lse = lse.masked_fill(lse == -torch.inf, torch.inf).mul(LOG2_E)  # p = 0 in a row that sees nothing
     workspace = Workspace()
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
         tiles = _tiles(q, k, features, part, score, workspace)
-        heads, rows = k.shape[2], tiles.rows
-        d_o_part = q.new_zeros(o[:, of_q].shape) if d_o is None else d_o[:, of_q]
-        d_o_blocks = to_row_blocks(d_o_part.to(dtype), heads, rows)
-        lse_blocks = to_row_blocks(rows_lse[:, of_q, :, None], heads, rows, fill=torch.inf)
-        delta_blocks = to_row_blocks(delta[:, of_q, :, None], heads, rows)
-        walk = _Backward(tiles, to_keys(v[:, of_k], tiles.rows, dtype), d_o_blocks, lse_blocks, delta_blocks)
-        walk.run(d_slopes is not None, d_decay is not None)
-        for gradient, found in zip(gradients, walk.d_qkv(q.shape[0]), strict=False):
-            gradient[:, of_q if gradient is gradients[0] else of_k] = found
+        rows = [to_row_blocks(x[:, of_q], k.shape[2], tiles.rows) for x in (d_o, top[..., None], delta[..., None])]
+        sums = _Gradients(tiles, to_keys(v[:, of_k], tiles.rows, dtype), *rows)
+        sums.add_all(slopes is not None, log_decay is not None)
+        d_q[:, of_q], d_k[:, of_k], d_v[:, of_k] = sums.of_qkv(q.shape[0])
         if d_slopes is not None:
-            d_slopes += walk.d_slopes.view(q.shape[0], -1).sum(0)
+            d_slopes += sums.d_slopes.view(q.shape[0], -1).sum(0)
         if d_decay is not None:
-            d_decay[:, of_k] = walk.d_decay(q.shape[0])
+            d_decay[:, of_k] = sums.of_decay(q.shape[0])
+
+    gradients = [d_q, d_k, d_v]
+    if sink is not None:
+        at_sink = torch.exp2(sink.double() * LOG2_E - top) * delta  # float64: one rounding would bias a whole head
+        gradients.append(at_sink.sum((0, 1)).neg_().to(sink.dtype))
     if slopes is not None and d_slopes is not None:
         gradients.append(d_slopes.to(slopes.dtype))
     if log_decay is not None and d_decay is not None:
@@ -117,21 +124,14 @@ def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _by_row(statistic: Tensor) -> Tensor:
-    """`[B, HQ, T]` or packed `[HQ, T]` as `[B, T, HQ]`."""
-    return (statistic if statistic.dim() == 3 else statistic[None]).transpose(1, 2)
-
-
 def _parts(q: Tensor, k: Tensor, boundaries: Boundaries) -> Iterator[Part]:
-    """The whole batch, or each packed sequence that has queries and keys."""
-    if boundaries[0] is None or boundaries[1] is None:
-        if q.shape[0] and q.shape[1] and k.shape[1]:
-            yield slice(0, q.shape[1]), slice(0, k.shape[1])
-        return
-    ends_q, ends_k = boundaries[0].tolist(), boundaries[1].tolist()
-    for n in range(len(ends_q) - 1):
-        if ends_q[n] < ends_q[n + 1] and ends_k[n] < ends_k[n + 1]:
-            yield slice(ends_q[n], ends_q[n + 1]), slice(ends_k[n], ends_k[n + 1])
+    """The whole batch, or each packed sequence; without those that have no queries or no keys."""
+    ends_q, ends_k = (
+        [0, x.shape[1]] if ends is None else ends.tolist() for x, ends in zip((q, k), boundaries, strict=True)
+    )
+    for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        if q.shape[0] and start_q < end_q and start_k < end_k:
+            yield slice(start_q, end_q), slice(start_k, end_k)
 
 
 def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, workspace: Workspace) -> Tiles:
@@ -162,29 +162,13 @@ def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, w
     return tiles
 
 
-def _sink_rows(sink: Tensor | None, batch: int, tiles: Tiles) -> Tensor | None:
-    """The sink of every row of a block in log 2, `[B * H, R * rows, 1]`."""
-    if sink is None:
-        return None
-    return (
-        (sink.to(tiles.q.dtype) * LOG2_E)
-        .repeat_interleave(tiles.rows)
-        .view(-1, tiles.q.shape[2], 1)
-        .repeat(batch, 1, 1)
-    )
-
-
-def _forward_part(tiles: Tiles, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """o `[B * H, blocks, R * rows, V]` and lse `[B * H, blocks, R * rows, 1]`."""
+def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
+    """o `[B * H, blocks, R * rows, V]`; m and l, `[B * H, blocks, R * rows, 1]`, start as given and end complete."""
     o = v.new_empty(*tiles.q.shape[:3], v.shape[2])
-    lse = v.new_empty(*tiles.q.shape[:3], 1)
-    lowest = torch.finfo(v.dtype).min  # not -inf: the difference of two of them is 0
     for heads in tiles.head_slices():
         for block in range(tiles.q.shape[1]):
-            shape = tiles.q[heads, block].shape
-            top = v.new_full((*shape[:2], 1), lowest) if sink is None else sink[heads].clamp(min=lowest)
-            total = torch.zeros_like(top) if sink is None else torch.exp2(sink[heads] - top)
-            mixed = v.new_zeros(*shape[:2], v.shape[2])
+            top, total = tops[heads, block], totals[heads, block]
+            mixed = v.new_zeros(*top.shape[:2], v.shape[2])
             for tile in tiles.of_block(heads, block):
                 scores = tiles.products(tile)
                 if tiles.score.softcap is not None:
@@ -193,91 +177,87 @@ def _forward_part(tiles: Tiles, v: Tensor, sink: Tensor | None) -> tuple[Tensor,
                 new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
                 shrink = torch.exp2(top - new_top)
                 p = scores.sub_(new_top).exp2_()
-                total = total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+                total = (total * shrink).add_(p.sum(-1, keepdim=True))
                 if (factor := tiles.dropout_factor(tile)) is not None:
                     tiles.by_head(p).mul_(factor)
                 mixed.mul_(shrink).baddbmm_(p, v[heads, tile.keys])
                 top = new_top
             o[heads, block] = mixed.div_(total.masked_fill(total == 0, 1))
-            # total is 0 (nothing to see) or at least 1; log1p is much faster here than log
-            lse[heads, block] = top.div_(LOG2_E).add_(total.sub_(1).log1p_())
-    return o, lse
+            tops[heads, block], totals[heads, block] = top, total
+    return o
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    p = torch.exp(sink.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, torch.inf))
-    return -(p * delta).sum((0, 1)).to(sink.dtype)
+class _Gradients:
+    """The sums over all tiles of one part that make up the gradients."""
 
-
-class _Backward:
-    """The walk over the tiles of one part that sums the gradients."""
-
-    def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, lse: Tensor, delta: Tensor) -> None:
-        self.tiles, self.v, self.d_o, self.lse, self.delta = tiles, v, d_o, lse, delta
+    def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
+        self.tiles, self.v, self.d_o, self.top, self.delta = tiles, v, d_o, top, delta
         self.d_q, self.d_k, self.d_v = torch.empty_like(tiles.q), torch.zeros_like(tiles.k), torch.zeros_like(v)
-        groups, padded_keys = (tiles.q.shape[0], tiles.group), tiles.k.shape[1]
-        self.d_slopes = v.new_zeros(groups, dtype=torch.float64)
-        self.d_score_rows = v.new_zeros(*groups, tiles.q.shape[1] * tiles.rows, dtype=torch.float64)
-        self.d_score_keys = v.new_zeros(*groups, padded_keys, dtype=torch.float64)
+        heads = (tiles.q.shape[0], tiles.group)
+        self.d_slopes = v.new_zeros(heads, dtype=torch.float64)
+        self.d_scores_of_rows = v.new_zeros(*heads, tiles.q.shape[1] * tiles.rows, dtype=torch.float64)
+        self.d_scores_of_keys = v.new_zeros(*heads, tiles.k.shape[1], dtype=torch.float64)
 
-    def run(self, slopes: bool, decay: bool) -> None:
+    def add_all(self, slopes: bool, decay: bool) -> None:
+        """Walks over the tiles; sums what ALiBi's slopes and the decay need only where asked to."""
         tiles = self.tiles
         for heads in tiles.head_slices():
             for block in range(tiles.q.shape[1]):
-                d_q = tiles.q.new_zeros(tiles.q[heads, block].shape)
+                q = tiles.q[heads, block]
+                d_q = q.new_zeros(q.shape)
                 for tile in tiles.of_block(heads, block):
-                    scores = tiles.products(tile)
-                    squashed = None
-                    if tiles.score.softcap is not None:
-                        squashed = tiles.softcap_(scores)
-                        scores = squashed * (tiles.score.softcap * LOG2_E)
-                    tiles.add_biases_(scores, tile)
-                    p = scores.sub_(self.lse[heads, block]).exp2_()
+                    p, squashed = self._probabilities(tile)
                     d_scores = self._d_scores(tile, p)
                     if slopes:
-                        by_head = tiles.by_head(d_scores)
-                        self.d_slopes[heads] -= (by_head * tiles.distance(tile)).sum((2, 3))
+                        self.d_slopes[heads] -= (tiles.by_head(d_scores) * tiles.distance(tile)).sum((2, 3))
                     if decay:
-                        self._sum_d_scores(tile, d_scores)
-                    if squashed is not None:
+                        self._add_decay(tile, d_scores)
+                    if squashed is not None:  # the derivative of tanh
                         d_scores.addcmul_(d_scores, squashed.square_(), value=-1)
-                    self.d_k[heads, tile.keys] += tiles.product("d_k", d_scores.transpose(1, 2), tiles.q[heads, block])
+                    self.d_k[heads, tile.keys] += tiles.product("d_k", d_scores.transpose(1, 2), q)
                     d_q.baddbmm_(d_scores, tiles.k[heads, tile.keys])
                 self.d_q[heads, block] = d_q
 
+    def _probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """`l p` of a tile, and `tanh(scores / softcap)` where there is a softcap."""
+        tiles = self.tiles
+        scores, squashed = tiles.products(tile), None
+        if tiles.score.softcap is not None:
+            squashed = tiles.softcap_(scores)
+            scores = squashed * (tiles.score.softcap * LOG2_E)
+        return tiles.add_biases_(scores, tile).sub_(self.top[tile.heads, tile.block]).exp2_(), squashed
+
     def _d_scores(self, tile: Tile, p: Tensor) -> Tensor:
-        """`p (do v^T - delta)` of a tile, after adding to `d_v`."""
-        d_o = self.d_o[tile.heads, tile.block]
-        d_p = self.tiles.product("d_p", d_o, self.v[tile.heads, tile.keys].transpose(1, 2))
+        """`p (do' v^T - delta)` of a tile, after adding to `d_v`."""
+        tiles, d_o = self.tiles, self.d_o[tile.heads, tile.block]
+        d_p = tiles.product("d_p", d_o, self.v[tile.heads, tile.keys].transpose(1, 2))
         kept = p
-        if (factor := self.tiles.dropout_factor(tile)) is not None:
+        if (factor := tiles.dropout_factor(tile)) is not None:
             kept = p.clone()
-            self.tiles.by_head(kept).mul_(factor)
-            self.tiles.by_head(d_p).mul_(factor)
-        self.d_v[tile.heads, tile.keys] += self.tiles.product("d_v", kept.transpose(1, 2), d_o)
+            tiles.by_head(kept).mul_(factor)
+            tiles.by_head(d_p).mul_(factor)
+        self.d_v[tile.heads, tile.keys] += tiles.product("d_v", kept.transpose(1, 2), d_o)
         return d_p.sub_(self.delta[tile.heads, tile.block]).mul_(p)
 
-    def _sum_d_scores(self, tile: Tile, d_scores: Tensor) -> None:
-        """Sums over the keys and over the rows of a tile: the gradients of the decay's running sum at both."""
+    def _add_decay(self, tile: Tile, d_scores: Tensor) -> None:
+        """The decay's running sum is added to a row of scores and subtracted from a column."""
         by_head, rows = self.tiles.by_head(d_scores), self.tiles.rows
-        self.d_score_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows] += by_head.sum(3)
-        self.d_score_keys[tile.heads, :, tile.keys] += by_head.sum(2)
+        self.d_scores_of_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows] += by_head.sum(3)
+        self.d_scores_of_keys[tile.heads, :, tile.keys] += by_head.sum(2)
 
-    def d_qkv(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of_qkv(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v as `[B, T, H, D]`."""
         tiles, score = self.tiles, self.tiles.score
         d_q = from_row_blocks(self.d_q, batch, tiles.tokens_q, tiles.rows) * score.scale
-        # the products used q scaled by `scaled_q`, whose factor beside `scale` has to go
+        # the sums used q scaled by `scaled_q`, whose factor beside `scale` has to go
         d_k = self.d_k / (LOG2_E if score.softcap is None else 2 / score.softcap)
         d_k, d_v = (x.view(batch, -1, *x.shape[1:])[:, :, : tiles.tokens_k].transpose(1, 2) for x in (d_k, self.d_v))
         return d_q, d_k, d_v
 
-    def d_decay(self, batch: int) -> Tensor:
+    def of_decay(self, batch: int) -> Tensor:
         """The gradient of `log_decay` `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""
         tiles = self.tiles
-        sums = -self.d_score_keys[:, :, : tiles.tokens_k]
-        rows = self.d_score_rows[:, :, : tiles.tokens_q]
+        sums = -self.d_scores_of_keys[:, :, : tiles.tokens_k]
         seen = min(tiles.tokens_q, tiles.tokens_k)  # queries before the first key see nothing
-        if seen:
-            sums[:, :, tiles.tokens_k - seen :] += rows[:, :, tiles.tokens_q - seen :]
+        sums[:, :, tiles.tokens_k - seen :] += self.d_scores_of_rows[:, :, tiles.tokens_q - seen : tiles.tokens_q]
         return sums.flip(2).cumsum(2).flip(2).view(batch, -1, tiles.tokens_k).transpose(1, 2)

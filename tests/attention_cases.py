@@ -1,0 +1,221 @@
+"""The cases of softmax attention: every implementation runs all that it supports, in every dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix import Packing
+from flashmix.ops.attention import definition, softmax_attention
+from flashmix.ops.attention.dropout import dropout_factor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: shapes, options, which optional tensors it has. `lengths` packs the queries, `lengths_k` the keys."""
+
+    name: str
+    tokens: int = 150
+    tokens_k: int | None = None
+    batch: int = 2
+    heads_q: int = 2
+    heads: int = 2
+    dim: int = 16
+    dim_v: int | None = None
+    causal: bool = True
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sink: bool = False
+    alibi: bool = False
+    decay: bool = False
+    dropout_p: float = 0.0
+    lengths: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention does the same (it returns no lse)."""
+        extras = (
+            self.softcap,
+            self.sink,
+            self.alibi,
+            self.decay,
+            self.dropout_p,
+            self.lengths,
+            self.dim_v,
+            self.window,
+        )
+        aligned = not self.causal or self.tokens == 1 or self.tokens_k in (None, self.tokens)
+        return not any(extras) and aligned and self.tokens > 0 and self.tokens_k != 0
+
+
+EVERYTHING: dict[str, Any] = {"softcap": 3.0, "sink": True, "alibi": True, "decay": True, "heads_q": 8}
+
+CASES = (
+    Case("full", causal=False),
+    Case("causal"),
+    Case("grouped heads", heads_q=6),
+    Case("one key head", heads_q=4, heads=1, batch=1),
+    Case("own scale", scale=0.3),
+    Case("more keys than queries", tokens=70, tokens_k=200),
+    Case("more queries than keys", tokens=200, tokens_k=70),
+    Case("few queries, many keys", tokens=9, tokens_k=200, heads_q=4),
+    Case("few queries of one sequence, many keys", tokens=9, tokens_k=200, batch=1, heads_q=8, sink=True, decay=True),
+    Case("one token", tokens=1, batch=8, heads_q=8, heads=4, sink=True),
+    Case("one query, not causal", tokens=1, tokens_k=77, causal=False),
+    Case("one causal query", tokens=1, tokens_k=77, heads_q=4),
+    Case("no queries", tokens=0, tokens_k=9),
+    Case("no keys", tokens=9, tokens_k=0),
+    Case("no keys but a sink", tokens=9, tokens_k=0, sink=True, heads_q=8),
+    Case("no sequences", batch=0),
+    Case("window before", window=(40, 0)),
+    Case("window over several blocks", tokens=400, window=(130, 0), batch=1),
+    Case("window on both sides", window=(3, 20), causal=False),
+    Case("window after", window=(None, 5), causal=False),
+    Case("window that some rows find empty", tokens=150, tokens_k=40, window=(10, 0)),
+    Case("window of two keys and a sink", window=(1, 0), sink=True, heads_q=8, heads=4),
+    Case("softcap", softcap=2.0),
+    Case("sink", sink=True, heads_q=8),
+    Case("sink, not causal", sink=True, causal=False, tokens_k=90, heads_q=8),
+    Case("alibi", alibi=True, heads_q=8),
+    Case("alibi on both sides", alibi=True, causal=False, tokens_k=90, heads_q=8),
+    Case("decay", decay=True),
+    Case("decay, grouped heads, more keys", decay=True, heads_q=4, tokens_k=300),
+    Case("decay, more queries", decay=True, tokens_k=60),
+    Case("dropout", dropout_p=0.3),
+    Case("dims 1", dim=1, tokens=300, heads_q=4, heads=4),
+    Case("dim of values 1", dim=8, dim_v=1, heads_q=4),
+    Case("dims 7 and 9", dim=7, dim_v=9),
+    Case("dims 100 and 24", dim=100, dim_v=24, sink=True, heads_q=8),
+    Case("dims 256", dim=256, tokens=70, tokens_k=100, causal=False),
+    Case("everything", **EVERYTHING, window=(60, 0), dropout_p=0.2, dim=24, dim_v=8),
+    Case("everything, several pieces of keys", **EVERYTHING, tokens=300, tokens_k=700, batch=1, dropout_p=0.2),
+    Case("packed", lengths=(64, 1, 129, 30)),
+    Case("packed, not causal", lengths=(64, 1, 30), causal=False),
+    Case("packed with empty sequences", lengths=(0, 64, 0, 0, 63, 65, 0)),
+    Case("packed, other lengths of keys", lengths=(3, 64, 0, 20, 7), lengths_k=(90, 64, 5, 0, 3), heads_q=4),
+    Case("packed everything", **EVERYTHING, lengths=(30, 0, 140, 1, 4), lengths_k=(90, 3, 140, 1, 0), dropout_p=0.2),
+)
+
+
+@dataclass
+class Call:
+    """A case with numbers: the differentiable tensors by argument name, and what flows back into o and lse."""
+
+    case: Case
+    tensors: dict[str, Tensor]
+    d_o: Tensor
+    d_lse: Tensor
+    packing: tuple[Packing, Packing] | None
+
+    def op(self, impl: str = "portable", return_lse: bool = True) -> dict[str, Tensor]:
+        """What the op gives, and its gradients, by name."""
+        case, tensors = self.case, leaves(self.tensors)
+        torch.manual_seed(0)
+        boundaries = {} if self.packing is None else {"cu_seqlens": self.packing[0], "cu_seqlens_k": self.packing[1]}
+        o, lse = softmax_attention(
+            **tensors,
+            causal=case.causal,
+            scale=case.scale,
+            window=case.window,
+            softcap=case.softcap,
+            dropout_p=case.dropout_p,
+            **boundaries,
+            return_lse=return_lse,
+            impl=impl,
+        )
+        return self._with_gradients(tensors, o, lse)
+
+    def definition(self, dtype: torch.dtype, return_lse: bool = True) -> dict[str, Tensor]:
+        """The same from the definition, evaluated in `dtype`."""
+        tensors = leaves({name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+        if self.packing is None:
+            o, lse = self._define(tensors, 0)
+        else:
+            parts = []
+            (starts_q, starts_k) = ([0, *accumulate(lengths)] for lengths in (self.case.lengths, self.lengths_k))
+            for (q0, q1), (k0, k1) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+                ends = {"q": (q0, q1), "k": (k0, k1), "v": (k0, k1), "log_decay": (k0, k1)}
+                part = {n: t[:, slice(*ends[n])] if n in ends else t for n, t in tensors.items()}
+                parts.append(self._define(part, q0))
+            o, lse = torch.cat([o for o, _ in parts], 1), torch.cat([lse[0] for _, lse in parts], 1)
+        return self._with_gradients(tensors, o, lse if return_lse else None)
+
+    @property
+    def lengths_k(self) -> tuple[int, ...] | None:
+        return self.case.lengths_k or self.case.lengths
+
+    def _define(self, tensors: dict[str, Tensor], first_row: int) -> tuple[Tensor, Tensor]:
+        case, (batch, tokens, heads_q, dim), tokens_k = self.case, tensors["q"].shape, tensors["k"].shape[1]
+        dropout = None
+        if case.dropout_p:
+            torch.manual_seed(0)
+            rows = first_row + torch.arange(batch)[:, None] * tokens + torch.arange(tokens)
+            heads, keys = torch.arange(heads_q)[:, None, None], torch.arange(tokens_k)
+            dropout = dropout_factor(
+                torch.randint(2**62, ()), heads, rows[:, None, :, None], keys, case.dropout_p, tensors["q"].dtype
+            )
+        return definition.softmax_attention(
+            **tensors,
+            scale=dim**-0.5 if case.scale is None else case.scale,
+            causal=case.causal,
+            window=case.window,
+            softcap=case.softcap,
+            dropout=dropout,
+        )
+
+    def _with_gradients(self, tensors: dict[str, Tensor], o: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
+        outputs = {"o": o} if lse is None else {"o": o, "lse": lse}
+        flows = [self.d_o.to(o.dtype)]
+        if lse is not None:  # nothing flows into the lse of a row that sees nothing
+            flows.append(self.d_lse.to(lse.dtype).masked_fill(lse == -torch.inf, 0))
+        roots = [(root, flow) for root, flow in zip(outputs.values(), flows, strict=True) if root.requires_grad]
+        gradients = torch.autograd.grad(
+            [root for root, _ in roots], list(tensors.values()), [flow for _, flow in roots], allow_unused=True
+        )
+        found = {name: tensor.detach() for name, tensor in outputs.items()}
+        for (name, tensor), gradient in zip(tensors.items(), gradients, strict=True):
+            found[f"d_{name}"] = torch.zeros_like(tensor) if gradient is None else gradient
+        return found
+
+
+def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+
+
+def make_call(case: Case, dtype: torch.dtype, seed: int = 0) -> Call:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+    batch, tokens, tokens_k = case.batch, case.tokens, case.tokens if case.tokens_k is None else case.tokens_k
+    packing = None
+    if case.lengths is not None:
+        lengths_k = case.lengths_k or case.lengths
+        packing = (Packing.from_lengths(case.lengths), Packing.from_lengths(lengths_k))
+        batch, tokens, tokens_k = 1, sum(case.lengths), sum(lengths_k)
+    dim_v = case.dim_v or case.dim
+    tensors = {
+        "q": normal(batch, tokens, case.heads_q, case.dim),
+        "k": normal(batch, tokens_k, case.heads, case.dim),
+        "v": normal(batch, tokens_k, case.heads, dim_v),
+    }
+    if case.sink:
+        tensors["sink"] = normal(case.heads_q)
+    if case.alibi:
+        tensors["alibi_slopes"] = normal(case.heads_q).abs() / 10
+    if case.decay:
+        tensors["log_decay"] = -normal(batch, tokens_k, case.heads_q).abs() / 5
+    lse_shape = (case.heads_q, tokens) if packing else (batch, case.heads_q, tokens)
+    return Call(case, tensors, normal(batch, tokens, case.heads_q, dim_v), normal(*lse_shape), packing)

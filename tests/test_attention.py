@@ -1,0 +1,101 @@
+"""Softmax attention against its definition: values and gradients of every case in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_cases import CASES, DTYPES, Case, make_call
+from budget import assert_within_budget, relative_errors
+from torch import Tensor
+
+from flashmix.ops.attention import softmax_attention
+
+Results = dict[str, Tensor]
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Uninitialised memory holds NaN, so that reading it shows."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread would only wait
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def check(case: Case, dtype: torch.dtype, found: Results, reference: Results, baseline: Results) -> None:
+    """Shapes, dtypes and the budget of everything in `found`."""
+    assert found.keys() == reference.keys()
+    # The reference errs as much as a float64 baseline would: what float32 errs, times the ratio of the rounding steps.
+    # That ratio holds for a call as a whole rather than for a gradient of eight numbers.
+    step, step_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
+    visible = {name: tensor.isfinite() for name, tensor in reference.items()}
+    worst_32 = max(max(relative_errors(baseline[n][seen], reference[n][seen])) for n, seen in visible.items())
+    budget_64 = (1 + 2) * worst_32 * step / step_32 + step
+    for name, wanted in reference.items():
+        got, naive = found[name], baseline[name]
+        assert got.shape == wanted.shape
+        assert got.dtype == (lse_dtype(dtype) if name == "lse" else dtype)
+        if name == "lse":
+            seen = wanted != -torch.inf
+            assert torch.equal(got == -torch.inf, ~seen), "lse is -inf exactly where a row sees nothing"
+            got, wanted, naive = got[seen], wanted[seen], naive[seen]
+        if dtype == torch.float64:
+            assert max(relative_errors(got, wanted)) <= budget_64, f"{case}, {name}"
+        else:
+            assert_within_budget(f"{case}, {name}", got, wanted, naive, dtype)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES.get)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_portable_is_within_budget(case: Case, dtype: torch.dtype) -> None:
+    call = make_call(case, dtype)
+    baseline = call.definition(torch.float32 if dtype == torch.float64 else dtype)
+    check(case, dtype, call.op("portable"), call.definition(torch.float64), baseline)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_NAMES.get)
+@pytest.mark.parametrize("case", [case for case in CASES if case.plain and case.batch], ids=str)
+def test_torch_attention_is_within_twice_the_error_of_portable(case: Case, dtype: torch.dtype) -> None:
+    call = make_call(case, dtype)
+    found, baseline = call.op("sdpa", return_lse=False), call.op("portable", return_lse=False)
+    check(case, dtype, found, call.definition(torch.float64, return_lse=False), baseline)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.plain], ids=str)
+def test_torch_attention_refuses_what_it_does_otherwise(case: Case) -> None:
+    with pytest.raises(ValueError, match="impl='sdpa' cannot run this"):
+        make_call(case, torch.float32).op("sdpa", return_lse=False)
+
+
+GRADCHECK = [
+    Case("causal", batch=1, tokens=5, tokens_k=7, heads_q=2, heads=1, dim=3, dim_v=2),
+    Case("everything", batch=1, tokens=4, tokens_k=6, heads_q=2, heads=1, dim=2, window=(3, 0), softcap=2.0, sink=True,
+         alibi=True, decay=True, dropout_p=0.4),
+    Case("not causal", batch=1, tokens=4, tokens_k=5, dim=2, causal=False, alibi=True, sink=True),
+    Case("packed", lengths=(3, 0, 2), lengths_k=(4, 1, 2), dim=2, decay=True, sink=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRADCHECK, ids=str)
+def test_gradcheck(case: Case) -> None:
+    call = make_call(case, torch.float64)
+    tensors = {name: tensor.requires_grad_() for name, tensor in call.tensors.items()}
+    boundaries = {} if call.packing is None else {"cu_seqlens": call.packing[0], "cu_seqlens_k": call.packing[1]}
+
+    def op(*values: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        named = dict(zip(tensors, values, strict=True))
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "dropout_p": case.dropout_p}
+        return softmax_attention(**named, **options, **boundaries, return_lse=True, impl="portable")
+
+    assert torch.autograd.gradcheck(op, tuple(tensors.values()))
