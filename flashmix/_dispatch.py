@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+import torch
+
 Problem = TypeVar("Problem")
 
 
@@ -65,7 +67,7 @@ def choose(
     if impl != "auto" and impl not in names:
         raise ValueError(f"impl must be one of 'auto', {', '.join(map(repr, names))}, got {impl!r}")
     candidates = [i for i in implementations if impl in ("auto", i.name)]
-    if _explaining.get():
+    if not torch.compiler.is_compiling() and _explaining.get():
         reasons = {i.name: i.supports(problem) for i in candidates}
         choice = next((name for name, reason in reasons.items() if reason is None), None)
         raise _Explained(Explanation(op, choice, reasons))

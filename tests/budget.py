@@ -24,12 +24,19 @@ def relative_errors(got: Tensor, reference: Tensor) -> tuple[float, float]:
     return error.square().mean().sqrt().item() / (rms or 1.0), error.abs().max().item() / (largest or 1.0)
 
 
-def assert_within_budget(name: str, got: Tensor, reference: Tensor, baseline: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Fails unless `got` is finite and errs at most twice as much as `baseline`, plus one rounding step of `dtype` (default: got's)."""
+def assert_within_budget(
+    name: str, got: Tensor, reference: Tensor, baseline: Tensor, dtype: torch.dtype | None = None, steps: int = 1
+) -> None:
+    """Fails unless `got` is finite and errs at most twice as much as `baseline`, plus rounding steps of `dtype` (default: got's).
+
+    One step, unless the implementation rounds between more stages than the baseline does: then one a stage.
+    """
     assert torch.isfinite(got).all(), f"{name}: not finite"
-    step = torch.finfo(dtype or got.dtype).eps
+    step = steps * torch.finfo(dtype or got.dtype).eps
     for kind, have, allowed in zip(
         ("RMS", "max"), relative_errors(got, reference), relative_errors(baseline, reference), strict=True
     ):
         budget = 2 * allowed + step
-        assert have <= budget, f"{name}: {kind} error {have:.2e} is over the budget {budget:.2e} (baseline {allowed:.2e})"
+        assert have <= budget, (
+            f"{name}: {kind} error {have:.2e} is over the budget {budget:.2e} (baseline {allowed:.2e})"
+        )

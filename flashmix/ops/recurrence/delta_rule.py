@@ -47,7 +47,8 @@ def delta_rule(
         erase: the vector that reads what is to be corrected, `[B, T, H or HV, K]`.
         write: the key of the write, `[B, T, H or HV, K]`.
         scale: factor of the output; default `K ** -0.5`.
-        initial_state: `S_0` `[N, HV, K, V]` float32 (float64 for float64 inputs); default zeros. `N` is `B`, or the number of packed sequences.
+        initial_state: `S_0` `[N, HV, K, V]` float32 (float64 for float64 inputs); default zeros. `N` is `B`, or the number
+            of packed sequences.
         return_state: also return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
         impl: implementation; "auto" takes the first that supports the call.

@@ -37,7 +37,8 @@ def dplr(
         log_decay: `g`, natural logarithm, not cumulative, at most 0 (-inf forgets all): None, `[HV]`, `[B, T, HV]` or
             `[B, T, HV, K]`, any floating dtype.
         scale: factor of the output; default `K ** -0.5`.
-        initial_state: `S_0` `[N, HV, K, V]` float32 (float64 for float64 inputs); default zeros. `N` is `B`, or the number of packed sequences.
+        initial_state: `S_0` `[N, HV, K, V]` float32 (float64 for float64 inputs); default zeros. `N` is `B`, or the number
+            of packed sequences.
         return_state: also return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
         impl: implementation; "auto" takes the first that supports the call.

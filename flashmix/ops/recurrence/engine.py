@@ -98,7 +98,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     nothing = (None,) * 4  # scale, read_before, save, impl
-    tensors, residuals = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+    saved = ctx.saved_tensors
+    tensors, residuals = saved[: ctx.inputs], saved[ctx.inputs :]
     if do is None and dstate is None:
         return (None,) * ctx.inputs + nothing
     found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), ctx.scale, ctx.read_before, ctx.impl))

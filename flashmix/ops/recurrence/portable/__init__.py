@@ -71,10 +71,13 @@ def _chunked_forward(
         state_forward(layout, slab, S, decay.total, rows, columns, T, Y, tiles.W, states)
         out = Y[:, :C]
         if T is not None:
-            out.baddbmm_(A[:, :C, -C:], tiles.W[:, -C:])
+            out = torch.bmm(A[:, :C, -C:], tiles.W[:, -C:]).add_(out)
         layout.store(out, slab, o)
         for residual, value in zip(kept[1:], (A, tiles.W[:, -C:], T), strict=False):
-            residual[slab.chunks] = value
+            if value is not None:
+                residual[slab.chunks] = value
+    for residual in kept:  # a pack may have fewer chunks than its sizes allow
+        residual[layout.chunks :] = 0
     return o, layout.last_state(S), kept
 
 
@@ -94,7 +97,8 @@ def backward(
         tiles = load_tiles(problem, layout, slab, x, scale, dtype)
         decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
         rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
-        states, A, nu, T = (*(kept[slab.chunks] for kept in residuals), None, None)[:4]
+        states, A, *corrected = (kept[slab.chunks] for kept in residuals)
+        nu, T = corrected if corrected else (None, None)
         dY = torch.empty(slab.count, A.shape[1], problem.V, dtype=dtype, device=problem.device)
         layout.load(do, slab, dY[:, :C])
         dnu = None
@@ -102,18 +106,14 @@ def backward(
             tiles.W[:, -C:] = nu
             dnu = A[:, :C, -C:].mT @ dY[:, :C]
         dstates = torch.empty_like(states)
-        state_backward(
-            layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dY, dnu, dstates
-        )
+        state_backward(layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dY, dnu, dstates)
         dv = None
         if problem.rule.raw:
             dv = torch.bmm(A[:, :, :C].mT, dY).baddbmm_(columns[:, 0], dstates)
         dX = decay.rows_backward(rows, (dY @ states.mT).view(rows.shape))
         dY_keys = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
         decay.total_backward(states, dstates)
-        for total, part in zip(
-            (dX, dY_keys), decay.pairs_backward(tiles.X, tiles.Y, A, dY @ tiles.W.mT), strict=True
-        ):
+        for total, part in zip((dX, dY_keys), decay.pairs_backward(tiles.X, tiles.Y, A, dY @ tiles.W.mT), strict=True):
             total.add_(part)
         dR = dY[:, -C:] if problem.rule.corrected else None
         grads.store(layout, slab, tiles, dX, dY_keys, dv, dR, decay.finish(), scale)

@@ -8,13 +8,15 @@ Row keys `X` `[chunks, R, C, K]` read the state (the query, and the vector that 
     total        e^{G_C}, a factor of the state, [chunks or 1, K or 1, 1]
     pairs(X, Y)  A_ij = sum_k x_ik y_jk e^{G_i - G_j} (or e^{G_{i-1} - G_j}) for j <= i or j < i, [chunks, R * C, S * C]
 
-Exponents are sums of the decays between two tokens, never positive, and never a difference of rounded sums. Each
-`*_backward` returns the gradient of its keys and collects that of the gate, which `finish` returns. Pairs without a decay
-between them (a token with itself) are left out of the gate's gradient instead of cancelling there.
+Decays are multiplied up from single tokens, level by level: every factor is a product of the decays between two tokens, so it
+is at most 1, keeps its relative precision, and is 0 where a gate is -inf. Nothing is divided and no sums are subtracted. Each
+`*_backward` returns the gradient of its keys and collects that of the logarithms of the factors it used; `finish` takes these back
+down the levels to the gates. A gate's gradient is thus a sum over the pairs that it lies between, where nothing cancels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +35,7 @@ def make_decay(g: Tensor | None, rows: tuple[Row, ...], like: Tensor) -> NoDecay
     """The decay of a slab from its log-decay tile: None, `[chunks, C]` or `[chunks, C, K]`."""
     if g is None:
         return NoDecay(rows, like)
-    # e^floor is 0 in the dtype: a lower gate does the same, and sums of finite numbers stay finite
-    g = g.clamp_min(-750.0 if g.dtype == torch.float64 else -110.0)
-    return TokenDecay(g, rows) if g.dim() == 2 else ChannelDecay(g, rows)
+    return TokenDecay(g.exp_(), rows) if g.dim() == 2 else ChannelDecay(g.exp_(), rows)
 
 
 class NoDecay:
@@ -74,19 +74,18 @@ class NoDecay:
 
 
 class _Gated:
-    """What both gated decays share: factors of rows and columns, and the gate's gradient.
+    """What both gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
 
-    Gradients of exponents are collected where they arise: `_dG_i` from rows (they decay by all gates up to i) and, negative,
-    from columns within the chunk; `_dcolumn_j` from `^y_j` (it decays by the gates after j); `_dtotal` from the state.
-    """
-
-    total: Tensor
-    _kinds: tuple[Row, ...]
     _row: Tensor  # [chunks, R, C, K or 1]
     _column: Tensor  # [chunks, 1, C, K or 1]
-    _dG: Tensor
-    _dcolumn: Tensor
-    _dtotal: Tensor
+    total: Tensor
+
+    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
+        self._kinds = rows
+        self._dprefix, self._dsuffix = (
+            torch.zeros_like(decay),
+            torch.zeros_like(decay),
+        )  # of log e^{G_i}, log e^{G_C - G_j}
 
     def rows(self, X: Tensor) -> Tensor:
         return X * self._row
@@ -98,51 +97,50 @@ class _Gated:
         """A product `[..., K]` summed to the gate's own channels."""
         raise NotImplementedError
 
+    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
+        """Adds what the pairs of the level of size h pass back to the logarithms of its factors."""
+        raise NotImplementedError
+
     def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
-        self._collect_rows(self._per_gate(rows * drows))
+        product = self._per_gate(rows * drows)
+        for r, kind in enumerate(self._kinds):
+            _add_rows(self._dprefix, product[:, r], kind)
         return drows * self._row
 
     def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
-        self._dcolumn += self._per_gate(columns * dcolumns).sum(1)
+        self._dsuffix += self._per_gate(columns * dcolumns).sum(1)
         return dcolumns * self._column
-
-    def _collect_rows(self, rows: Tensor) -> None:
-        """Adds `[chunks, R, C, ...]`; an exclusive row decays by the gates before its own, as the row above does."""
-        for r, kind in enumerate(self._kinds):
-            if kind.exclusive:
-                self._dG[:, :-1] += rows[:, r, 1:]
-            else:
-                self._dG += rows[:, r]
 
     def finish(self) -> Tensor:
         """The gradient of the log decay, like its tile."""
-        dg = self._dG.flip(1).cumsum(1).flip(1)
-        dg[:, 1:] += self._dcolumn[:, :-1].cumsum(1)
-        return dg.add_(self._dtotal)
+        return _sweep_backward(self._dprefix, self._dsuffix, self._level_backward)
 
 
 class TokenDecay(_Gated):
     """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
 
-    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
-        G = g.double().cumsum(-1)  # the difference of two sums of up to 64 gates keeps its digits in float64
-        last = G[:, -1:]
-        # e^{G_i - G_j} where it is not above the diagonal; there the exponent could be positive
-        inclusive = (G.unsqueeze(-1) - G.unsqueeze(-2)).to(g.dtype).clamp_max_(0).exp_()
-        factor, pair = [], []
-        for kind in rows:
-            below = inclusive
-            if kind.exclusive:
-                below = torch.zeros_like(inclusive)
-                below[:, 1:] = inclusive[:, :-1]
-            pair.append(below.tril(0 if kind.diagonal else -1))
-            factor.append((G - g if kind.exclusive else G).to(g.dtype).exp())
-        self._kinds = rows
-        self._row = torch.stack(factor, 1).unsqueeze(-1)
-        self._column = (last - G).to(g.dtype).exp()[:, None, :, None]
-        self._pair = torch.stack(pair, 1).unsqueeze(3)  # [chunks, R, C, 1, C]
-        self.total = last.to(g.dtype).exp().unsqueeze(-1)
-        self._dG, self._dcolumn, self._dtotal = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g[:, :1])
+    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
+        super().__init__(decay, rows)
+        chunks, C = decay.shape
+        between = decay.new_zeros(chunks, C, C)  # e^{G_i - G_j} on and below the diagonal
+        between.diagonal(dim1=1, dim2=2).fill_(1)
+
+        def fill(h: int, upper: Tensor, lower: Tensor) -> None:
+            torch.mul(upper.unsqueeze(-1), lower.unsqueeze(-2), out=_blocks(between, h))
+
+        prefix, suffix = _sweep(decay, fill)
+        self._row = torch.stack([_before(prefix) if kind.exclusive else prefix for kind in rows], 1).unsqueeze(-1)
+        self._column = suffix[:, None, :, None]
+        self.total = prefix[:, -1:, None]
+        pair = torch.zeros_like(between).unsqueeze(1).repeat(1, len(rows), 1, 1)
+        for r, kind in enumerate(rows):
+            if kind.exclusive:  # the row above, which ends with a zero on this row's diagonal
+                pair[:, r, 1:] = between[:, :-1]
+            else:
+                pair[:, r] = between
+            if not kind.diagonal:
+                pair[:, r].diagonal(dim1=1, dim2=2).zero_()
+        self._pair = pair.unsqueeze(3)  # [chunks, R, C, 1, C]
 
     def _per_gate(self, x: Tensor) -> Tensor:
         return x.sum(-1)
@@ -151,61 +149,53 @@ class TokenDecay(_Gated):
         return _masked(X.flatten(1, 2) @ Y.flatten(1, 2).mT, self._pair)
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
-        _, R, C, _ = X.shape
-        P = (dA * A).view(-1, R, C, Y.shape[1], C)
+        chunks, R, C, _ = X.shape
+        P = (dA * A).view(chunks, R, C, Y.shape[1], C).sum(3)
+        self._dbetween = torch.zeros_like(P[:, 0])  # of log e^{G_i - G_j}
         for r, kind in enumerate(self._kinds):
-            P[:, r].diagonal(-1 if kind.exclusive else 0, dim1=1, dim2=3).zero_()  # no decay between these
-        self._collect_rows(P.sum((3, 4)))
-        self._dG -= P.sum((1, 2, 3))
+            _add_rows(self._dbetween, P[:, r], kind)
         dA = _masked(dA, self._pair)
         return (dA @ Y.flatten(1, 2)).view(X.shape), (dA.mT @ X.flatten(1, 2)).view(Y.shape)
+
+    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
+        block = _blocks(self._dbetween, h)
+        dupper += block.sum(-1)
+        dlower += block.sum(-2)
 
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
         inner = torch.bmm(S.flatten(1).unsqueeze(1), dS.flatten(1).unsqueeze(2))
-        self._dtotal += (inner * self.total).squeeze(-1)
+        self._dprefix[:, -1:] += (inner * self.total).squeeze(-1)
 
 
 class ChannelDecay(_Gated):
-    """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored at its middle.
+    """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored at its middle (`_sweep`)."""
 
-    On the level of size h a chunk is cut in blocks of 2h. The rows of a block's second half meet the columns of its first
-    half at its middle m: `e^{G_i - G_j} = e^{G_i - G_m} e^{G_m - G_j}`, both factors at most 1. The levels h = 1, 2, ..., C/2
-    cover each pair i > j once. `prefix` (sum from the start of the half up to the token) and `suffix` (sum after the token
-    up to the end of the half) grow from level to level by adding the sum of the half beside, so nothing is subtracted.
-    """
+    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
+        super().__init__(decay, rows)
+        self._levels: list[
+            tuple[int, list[Tensor], Tensor]
+        ] = []  # h, row factors a kind, column factor: [chunks, C / 2h, h, K]
 
-    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
-        chunks, C, K = g.shape
-        self._kinds = rows
-        prefix, suffix = g.clone(), torch.zeros_like(g)
-        self._levels: list[tuple[int, list[Tensor], Tensor]] = []  # h, row factors a kind, column factor: [chunks, C / 2h, h, K]
-        h = 1
-        while h < C:
-            (p0, p1), (s0, _) = prefix.view(chunks, -1, 2, h, K).unbind(2), suffix.view(chunks, -1, 2, h, K).unbind(2)
-            self._levels.append((h, self._row_factors(p1), s0.exp()))
-            s0 += p1[:, :, -1:]
-            p1 += p0[:, :, -1:]
-            h *= 2
+        def keep(h: int, upper: Tensor, lower: Tensor) -> None:
+            self._levels.append((h, self._row_factors(upper), lower.clone()))
+
+        prefix, suffix = _sweep(decay, keep)
         self._row = torch.stack(self._row_factors(prefix), 1)
-        self._column = suffix.exp_().unsqueeze(1)
-        self.total = prefix[:, -1].exp().unsqueeze(-1)
-        self._dG, self._dcolumn, self._dtotal = torch.zeros_like(g), torch.zeros_like(g), torch.zeros_like(g[:, :1])
+        self._column = suffix.unsqueeze(1)
+        self.total = prefix[:, -1].unsqueeze(-1)
 
     def _row_factors(self, prefix: Tensor) -> list[Tensor]:
-        """`e^{prefix}` of the tokens `[..., h, K]` for each row kind, shifted by one token for exclusive ones."""
-        factor = prefix.exp()
-        shifted = None
-        if any(kind.exclusive for kind in self._kinds):
-            shifted = torch.ones_like(factor)
-            shifted[..., 1:, :] = factor[..., :-1, :]
-        return [shifted if kind.exclusive else factor for kind in self._kinds]  # type: ignore[misc]
+        """The factors of a half or chunk `[..., h, K]` for each row kind, in memory of their own."""
+        plain = None if all(kind.exclusive for kind in self._kinds) else prefix.clone()
+        before = _before(prefix) if any(kind.exclusive for kind in self._kinds) else None
+        return [before if kind.exclusive else plain for kind in self._kinds]  # type: ignore[misc]
 
     def _per_gate(self, x: Tensor) -> Tensor:
         return x
 
     def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
-        chunks, R, C, K = X.shape
+        chunks, R, C, _ = X.shape
         S = Y.shape[1]
         A = X.new_zeros(chunks, R, C, S, C)
         for r, kind in enumerate(self._kinds):
@@ -220,20 +210,25 @@ class ChannelDecay(_Gated):
         return A.view(chunks, R * C, S * C)
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
-        chunks, R, C, K = X.shape
+        chunks, R, C, _ = X.shape
         S = Y.shape[1]
         dA = dA.view(chunks, R, C, S, C)
         dX, dY = torch.zeros_like(X), torch.zeros_like(Y)
+        self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
         for h, row, column in self._levels:
+            dupper, dlower = torch.zeros_like(column), torch.zeros_like(column)
             lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
-            for r in range(R):
+            for r, kind in enumerate(self._kinds):
                 upper = _halves(X[:, r], h, 1) * row[r]
                 for s in range(S):
                     block = _blocks(dA[:, r, :, s], h).reshape(-1, h, h)
-                    _halves(dX[:, r], h, 1).addcmul_(_apply(block, lower[s]).view(column.shape), row[r])
-                    _halves(dY[:, s], h, 0).addcmul_(_apply(block.mT, upper).view(column.shape), column)
-        self._collect_rows(X * dX)
-        self._dG -= (Y * dY).sum(1)
+                    dx = _apply(block, lower[s]).view(column.shape)
+                    dy = _apply(block.mT, upper).view(column.shape)
+                    _halves(dX[:, r], h, 1).addcmul_(dx, row[r])
+                    _halves(dY[:, s], h, 0).addcmul_(dy, column)
+                    _add_rows(dupper, upper * dx, kind)
+                    dlower.addcmul_(lower[s], dy)
+            self._dlevels[h] = dupper, dlower
         for r, kind in enumerate(self._kinds):
             if kind.diagonal:
                 d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
@@ -241,9 +236,69 @@ class ChannelDecay(_Gated):
                 dY.addcmul_(d, X[:, r, None])
         return dX, dY
 
+    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
+        level = self._dlevels[h]
+        dupper += level[0]
+        dlower += level[1]
+
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
-        self._dtotal += ((S * dS).sum(-1) * self.total.squeeze(-1)).unsqueeze(1)
+        self._dprefix[:, -1] += (S * dS).sum(-1) * self.total.squeeze(-1)
+
+
+def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
+    """Multiplies the decays `[chunks, C, ...]` of single tokens up to whole chunks; calls `level(h, upper, lower)` on the way.
+
+    On the level of size h a chunk is cut in blocks of 2h. Rows of a block's second half meet columns of its first half at
+    its middle m: `e^{G_i - G_j} = e^{G_i - G_m} e^{G_m - G_j}`. `upper` holds the first factor for the second halves, `lower` the
+    second one for the first halves, both `[chunks, C / 2h, h, ...]`. The levels h = 1, 2, ..., C/2 cover each pair i > j once.
+    Returns `e^{G_i}` and `e^{G_C - G_j}`.
+    """
+    prefix, suffix = (
+        decay.clone(),
+        torch.ones_like(decay),
+    )  # from the start of the half up to i; after j up to the end of the half
+    h = 1
+    while h < decay.shape[1]:
+        first, upper = prefix.unflatten(1, (-1, 2, h)).unbind(2)
+        lower, _ = suffix.unflatten(1, (-1, 2, h)).unbind(2)
+        level(h, upper, lower)
+        lower *= upper[:, :, -1:]
+        upper *= first[:, :, -1:]
+        h *= 2
+    return prefix, suffix
+
+
+def _sweep_backward(dprefix: Tensor, dsuffix: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> Tensor:
+    """The gradient of the log decays from those of the logarithms of what `_sweep` returned, in place; `level` adds its own."""
+    h = dprefix.shape[1] // 2
+    while h:
+        dfirst, dupper = dprefix.unflatten(1, (-1, 2, h)).unbind(2)
+        dlower, _ = dsuffix.unflatten(1, (-1, 2, h)).unbind(2)
+        dfirst[:, :, -1] += dupper.sum(2)
+        dupper[:, :, -1] += dlower.sum(2)
+        level(h, dupper, dlower)
+        h //= 2
+    return dprefix
+
+
+def _add_rows(total: Tensor, rows: Tensor, kind: Row) -> None:
+    """Adds what rows `[..., h, K]` (or `[chunks, C]`, `[chunks, C, C]`) pass back; an exclusive row has the factor of the row above."""
+    dim = 2 if total.dim() == 4 else 1
+    if kind.exclusive:
+        n = total.shape[dim] - 1
+        total.narrow(dim, 0, n).add_(rows.narrow(dim, 1, n))
+    else:
+        total += rows
+
+
+def _before(prefix: Tensor) -> Tensor:
+    """The factors `[chunks, (blocks,) h, ...]` of the tokens before, 1 for the first of each half or chunk."""
+    dim = 1 if prefix.dim() < 4 else 2
+    shifted = torch.ones_like(prefix)
+    n = prefix.shape[dim] - 1
+    shifted.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
+    return shifted
 
 
 def _masked(A: Tensor, pair: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ class Layout:
         index = torch.where(token < cu[sequence + 1][:, None], token, self.problem.tokens)
         self.index, self.order = index.to(cu_seqlens.device), order.to(cu_seqlens.device)
 
+    @property
+    def chunks(self) -> int:
+        """The number of chunks, all heads counted."""
+        return self.starts[-1] * self.problem.value_heads
+
     def slabs(self) -> list[Slab]:
         p, HV = self.problem, self.problem.value_heads
         limit = max(1, SLAB_NUMBERS // (HV * self.C * max(p.K, p.V)))  # (sequence, depth) pairs
@@ -96,7 +101,9 @@ class Layout:
         """Fills `tile` `[chunks, C, ...]` with the tokens of a slab: heads repeated to the value heads, zeros where no token is."""
         HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
         H = x.shape[2]
-        tile_heads = tile.unflatten(0, (-1, H, HV // H)).movedim(3, 1).movedim(3, 2)  # [pairs, C, group, H, ...] order below
+        tile_heads = (
+            tile.unflatten(0, (-1, H, HV // H)).movedim(3, 1).movedim(3, 2)
+        )  # [pairs, C, group, H, ...] order below
         tile_heads = tile_heads.transpose(2, 3)  # [pairs, C, H, group, ...]
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
@@ -31,7 +30,7 @@ def state_forward(
             states[at] = S_now
         Y[at].baddbmm_(rows[at], S_now)
         if T is not None:
-            torch.bmm(T[at], Y[at][:, -C:], out=W[at][:, -C:])
+            W[at][:, -C:] = T[at] @ Y[at][:, -C:]
         S_now.mul_(total[at] if len(total) > 1 else total)
         S_now.baddbmm_(columns[at].mT, W[at])
 
@@ -51,6 +50,6 @@ def state_backward(
         dstates[at] = dS_now
         if T is not None and dnu is not None:
             dnu[at].baddbmm_(columns[at][:, -C:], dS_now)
-            torch.bmm(T[at].mT, dnu[at], out=dY[at][:, -C:])
+            dY[at][:, -C:] = T[at].mT @ dnu[at]
         dS_now.mul_(total[at] if len(total) > 1 else total)
         dS_now.baddbmm_(rows[at].mT, dY[at])

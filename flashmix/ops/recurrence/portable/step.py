@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops.recurrence.problem import Operands, Rule
+from flashmix.ops.recurrence.problem import Operands
 
 
 def step(x: Operands, scale: float, read_before: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -26,16 +26,16 @@ def step(x: Operands, scale: float, read_before: bool, dtype: torch.dtype) -> tu
         g = x.g.to(dtype)
         factor = g.exp().expand(B, HV) if g.dim() == 1 else g.exp()
         decayed = S * factor.reshape(B * HV, -1, 1)
-    if x.rule is Rule.LINEAR:
-        new = torch.baddbmm(decayed, row(x.k).mT, v)
-    elif x.rule is Rule.TIED:
-        k = row(x.k)
-        u = torch.baddbmm(v, k, decayed, alpha=-1).mul_(x.beta.to(dtype).reshape(-1, 1, 1))
-        new = torch.baddbmm(decayed, k.mT, u)
-    else:
+    if x.a is not None and x.b is not None:  # both read the state before its decay
         nu = row(x.a) @ S
-        new = torch.baddbmm(decayed, row(x.b).mT, nu.add_(v) if x.rule is Rule.UNTIED else nu)
-        if x.rule is Rule.DPLR:
+        new = torch.baddbmm(decayed, row(x.b).mT, nu if x.k is not None else nu.add_(v))
+        if x.k is not None:
             new.baddbmm_(row(x.k).mT, v)
+    else:
+        assert x.k is not None
+        k = row(x.k)
+        if x.beta is not None:
+            v = torch.baddbmm(v, k, decayed, alpha=-1).mul_(x.beta.to(dtype).reshape(-1, 1, 1))
+        new = torch.baddbmm(decayed, k.mT, v)
     o = torch.bmm(q, S if read_before else new).mul_(scale)
     return o.reshape(B, 1, HV, V).to(x.v.dtype), new.reshape(B, HV, K, V)

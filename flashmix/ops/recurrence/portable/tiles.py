@@ -31,7 +31,8 @@ def row_kinds(problem: Problem) -> tuple[Row, ...]:
 
 @dataclass
 class Tiles:
-    """The operands of a slab: `X` `[chunks, R, C, K]`, `Y` `[chunks, S, C, K]`, `W` `[chunks, S * C, V]` (its corrected part still empty)."""
+    """The operands of a slab: `X` `[chunks, R, C, K]`, `Y` `[chunks, S, C, K]`, `W` `[chunks, S * C, V]` (its corrected
+    part still empty)."""
 
     X: Tensor
     Y: Tensor
@@ -118,7 +119,9 @@ class Gradients:
 
     def finish(self, x: Operands, dstate: Tensor) -> list[Tensor]:
         """Those of `q, k, v, beta, a, b, g, initial_state` that are there."""
-        dg = self.g.sum((0, 1)) if self.g is not None and self.problem.gate is Gate.HEAD else self.g
+        dg = self.g
+        if dg is not None and self.problem.gate is Gate.HEAD:
+            dg = dg.sum((0, 1), dtype=torch.float64).to(dg.dtype)
         found = [self.q, self.k, self.v, self.beta, self.a, self.b, dg, None if x.initial_state is None else dstate]
         return [t for t in found if t is not None]
 

@@ -15,7 +15,7 @@ def transform_forward(A: Tensor) -> Tensor:
     A 4 x 4 block is nilpotent of order 4, so its inverse is `(I + A)(I + A^2)`. Two neighbouring inverses `T_1, T_2` of size
     h and the block `A_21` between them give the inverse of size 2h: `[[T_1, 0], [T_2 A_21 T_1, T_2]]`.
     """
-    chunks, C, _ = A.shape
+    C = A.shape[-1]
     eye = torch.eye(4, dtype=A.dtype, device=A.device)
     h = 4
     block = _diagonal_blocks(A, h).reshape(-1, h, h)

@@ -1,0 +1,300 @@
+"""The recurrence: every case within the error budget, and the laws every implementation keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from budget import assert_within_budget as within_budget
+from budget import relative_errors
+from cases import CASES, GATES, RULES, Case, gradients, make_inputs, run_definition, run_op
+
+import flashmix
+from flashmix.ops.recurrence.engine import IMPLEMENTATIONS, recurrence
+from flashmix.ops.recurrence.problem import Operands
+from flashmix.ops.recurrence.segments import scan, transition
+
+STAGES = 4  # scores, transform, state, output: a chunked implementation rounds after each, the token loop once a token
+
+IMPLS = [implementation.name for implementation in IMPLEMENTATIONS]
+BASE = [case for case in CASES if case.name in {f"{rule}-{gate}" for rule in RULES for gate in GATES}]
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def assert_within_budget(name, got, reference, baseline):
+    within_budget(name, got, reference, baseline, steps=STAGES)
+
+
+def evaluate(run, case, inputs, *args, dtype=None):
+    """Output, state and gradients by name, of leaves that start at `inputs`; gradients come in as numbers of `dtype`."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    outputs = run(case, leaves, *args)
+    return {"o": outputs[0], "state": outputs[1]} | {
+        f"d{n}": g for n, g in gradients(outputs, leaves, dtype or inputs["q"].dtype).items()
+    }
+
+
+def references(case, inputs):
+    """The definition in float64, and as baseline its loop in float32 with results rounded to the dtype."""
+    wide = {name: t.double() for name, t in inputs.items()}
+    dtype = inputs["q"].dtype
+    exact = evaluate(run_definition, case, wide, torch.float64, dtype=dtype)
+    plain = evaluate(run_definition, case, {n: t.float() for n, t in inputs.items()}, torch.float32, dtype=dtype)
+    return exact, plain
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@named(CASES)
+def test_float32_is_within_budget(case, impl):
+    inputs = make_inputs(case, torch.float32)
+    exact, plain = references(case, inputs)
+    for name, got in evaluate(run_op, case, inputs, impl).items():
+        assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@named(BASE)
+def test_half_precision_is_within_budget(case, dtype, impl):
+    inputs = make_inputs(case, dtype)
+    exact, plain = references(case, inputs)
+    for name, got in evaluate(run_op, case, inputs, impl).items():
+        assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype))
+
+
+@named(CASES)
+def test_float64_is_as_much_better_as_its_dtype(case):
+    inputs = make_inputs(case, torch.float64)
+    exact, plain = references(case, inputs)
+    step = torch.finfo(torch.float64).eps
+    for name, got in evaluate(run_op, case, inputs, "portable").items():
+        allowed = relative_errors(plain[name], exact[name])
+        for have, base in zip(relative_errors(got, exact[name]), allowed, strict=True):
+            base = base * step / torch.finfo(torch.float32).eps
+            assert have <= 2 * (2 * base + STAGES * step), (name, have, base)  # twice: the reference rounds as well
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_gradcheck(rule, gate):
+    case = Case("", rule, gate, B=1, T=35, H=1, HV=2, K=3, V=2)
+    inputs = {name: t.requires_grad_() for name, t in make_inputs(case, torch.float64).items()}
+    names = list(inputs)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: run_op(case, dict(zip(names, tensors, strict=True))), tuple(inputs.values()), fast_mode=True
+    )
+
+
+def same_bits(a, b, what):
+    assert torch.equal(a, b), f"{what}: {(a != b).sum().item()} of {a.numel()} differ"
+
+
+@named(BASE)
+def test_packed_is_one_by_one(case):
+    lengths = (5, 0, 64, 65, 1, 33, 129)
+    packed = replace(case, B=1, T=sum(lengths), lengths=lengths)
+    inputs = make_inputs(packed, torch.float32)
+    together = evaluate(run_op, packed, inputs)
+    first = 0
+    for n, length in enumerate(lengths):
+        at = slice(first, first + length)
+        part = {
+            name: t[n : n + 1] if name == "initial_state" else t if t.dim() == 1 else t[:, at]
+            for name, t in inputs.items()
+        }
+        alone = run_op(replace(case, B=1, T=length), part)
+        if length == 1:  # a single token takes the step, which rounds differently
+            assert_within_budget("step", alone[0], together["o"][:, at].double(), together["o"][:, at])
+        else:
+            same_bits(alone[0], together["o"][:, at], f"output of sequence {n}")
+            same_bits(alone[1], together["state"][n : n + 1], f"state of sequence {n}")
+        first += length
+
+
+@named(BASE)
+def test_batch_invariance(case):
+    inputs = make_inputs(replace(case, B=5, T=100), torch.float32)
+    whole = evaluate(run_op, case, inputs)
+    for n in (0, 3):
+        part = {name: t if t.dim() == 1 else t[n : n + 1] for name, t in inputs.items()}
+        leaves = {name: t.detach().clone().requires_grad_() for name, t in part.items()}
+        outputs = run_op(case, leaves)
+        same_bits(outputs[0], whole["o"][n : n + 1], "output")
+        same_bits(outputs[1], whole["state"][n : n + 1], "state")
+
+
+@named(BASE)
+def test_prefix_invariance_of_outputs_and_gradients(case):
+    T, prefix = 150, 77
+    whole = replace(case, T=T)
+    inputs = make_inputs(whole, torch.float32)
+    short = {n: t if n == "initial_state" or t.dim() == 1 else t[:, :prefix] for n, t in inputs.items()}
+    later = dict(inputs)
+    for name, t in inputs.items():  # other tokens after the prefix, with other gates
+        if name != "initial_state" and t.dim() > 1:
+            later[name] = torch.cat([t[:, :prefix], t[:, prefix:].flip(1) * 0.5], 1)
+
+    def grads(x):
+        leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items()}
+        o, _ = run_op(case, leaves)
+        o[:, :prefix].sum().backward()
+        return o[:, :prefix].detach(), {name: t.grad for name, t in leaves.items()}
+
+    o_short, g_short = grads(short)
+    for other in (inputs, later):
+        o, g = grads(other)
+        same_bits(o, o_short, "output")
+        for name, grad in g_short.items():
+            if name == "log_decay" and grad.dim() == 1:
+                continue  # one number for all tokens
+            same_bits(g[name] if name == "initial_state" else g[name][:, :prefix], grad, f"gradient of {name}")
+
+
+@named(BASE)
+def test_split_with_carried_state_is_the_whole(case):
+    inputs = make_inputs(replace(case, T=130), torch.float32)
+    exact, plain = references(case, inputs)
+    state, outputs = inputs["initial_state"], []
+    for first, last in ((0, 1), (1, 40), (40, 104), (104, 130)):
+        part = {n: t if n == "initial_state" or t.dim() == 1 else t[:, first:last] for n, t in inputs.items()}
+        o, state = run_op(case, part | {"initial_state": state})
+        outputs.append(o)
+    assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])
+    assert_within_budget("state", state, exact["state"], plain["state"])
+
+
+@named(BASE)
+def test_steps_are_the_whole(case):
+    inputs = make_inputs(replace(case, T=20, HV=4), torch.float32)
+    exact, plain = references(case, inputs)
+    state, outputs = inputs["initial_state"], []
+    for t in range(20):
+        part = {n: x if n == "initial_state" or x.dim() == 1 else x[:, t : t + 1] for n, x in inputs.items()}
+        o, state = run_op(case, part | {"initial_state": state})
+        outputs.append(o)
+    assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])
+    assert_within_budget("state", state, exact["state"], plain["state"])
+
+
+@named(BASE)
+def test_determinism(case):
+    inputs = make_inputs(replace(case, T=200), torch.float32)
+    first = evaluate(run_op, case, inputs)
+    for _ in range(5):
+        for name, got in evaluate(run_op, case, inputs).items():
+            same_bits(got, first[name], name)
+
+
+@named(BASE)
+def test_non_contiguous_inputs(case):
+    inputs = make_inputs(case, torch.float32)
+    strided = {n: t if t.dim() == 1 else t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in inputs.items()}
+    spread = {n: t.unsqueeze(-1).expand(*t.shape, 2)[..., 0] if t.dim() > 1 else t for n, t in inputs.items()}
+    plain = evaluate(run_op, case, inputs)
+    for other in (strided, spread):
+        for name, got in zip(("o", "state"), run_op(case, other), strict=True):
+            same_bits(got, plain[name], name)
+
+
+@named(BASE)
+def test_segments_join_to_the_whole(case):
+    whole = replace(case, T=96)
+    inputs = make_inputs(whole, torch.float32)
+    exact, plain = references(whole, inputs)
+    x = {name: inputs.get(name) for name in ("q", "k", "v", "beta", "a", "b")}
+    g = inputs.get("log_decay")
+    if case.rule == "untied":
+        x |= {"a": -inputs["erase"], "b": inputs["write"]}
+    cut = [
+        Operands(
+            *(None if t is None else t[:, i : i + 32] for t in x.values()),
+            g if g is None or g.dim() == 1 else g[:, i : i + 32],
+            None,
+            None,
+        )
+        for i in (0, 32, 64)
+    ]
+    M, N = (torch.stack(parts) for parts in zip(*(transition(part) for part in cut), strict=True))
+    states = scan(M, N, inputs["initial_state"])
+    assert_within_budget("state", states[-1], exact["state"], plain["state"])
+    outputs = []
+    for i in range(3):
+        part = {n: t if n == "initial_state" or t.dim() == 1 else t[:, 32 * i : 32 * i + 32] for n, t in inputs.items()}
+        outputs.append(run_op(case, part | {"initial_state": states[i]})[0])
+    assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])
+
+
+@named([case for case in BASE if case.gate in ("none", "channel")])
+def test_compiles_as_one_graph(case):
+    inputs = make_inputs(case, torch.float32)
+    expected = evaluate(run_op, case, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: run_op(case, x), fullgraph=True, backend="aot_eager")
+    got = evaluate(lambda case, x: compiled(x), case, inputs)
+    for name, t in expected.items():
+        same_bits(got[name], t, name)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("rule", ("linear", "delta", "dplr"))
+def test_opcheck(rule, packed):
+    lengths = (40, 0, 3, 30) if packed else None
+    case = Case("", rule, "token", B=1 if packed else 2, T=73 if packed else 40, HV=4, lengths=lengths)
+    x = {name: t.requires_grad_() for name, t in make_inputs(case, torch.float32).items()}
+    cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    args = [x.get(n) for n in ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")]
+    torch.library.opcheck(recurrence, (*args, cu, 0.5, False, True, "portable"))
+
+
+def test_autocast_lowers_the_operands_and_keeps_gates_and_states():
+    case = Case("", "delta", "token")
+    inputs = make_inputs(case, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = evaluate(run_op, case, inputs)
+    lowered = {n: t.bfloat16() if n in ("q", "k", "v") else t for n, t in inputs.items()}
+    expected = evaluate(run_op, case, lowered)
+    assert got["o"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
+    for name, t in expected.items():
+        same_bits(got[name], t.to(got[name].dtype), name)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    case = Case("", "delta", "channel", T=100)
+    inputs = make_inputs(case, torch.float32)
+    expected = evaluate(run_op, case, inputs)
+
+    def checkpointed(case, x):
+        return torch.utils.checkpoint.checkpoint(lambda: run_op(case, x), use_reentrant=False)
+
+    for name, got in evaluate(checkpointed, case, inputs).items():
+        same_bits(got, expected[name], name)
+
+
+def test_one_token_has_gradients():
+    case = Case("", "delta", "token", T=1)
+    inputs = make_inputs(case, torch.float32)
+    exact, plain = references(case, inputs)
+    for name, got in evaluate(run_op, case, inputs).items():
+        assert_within_budget(name, got, exact[name], plain[name])
+
+
+def test_double_backward_is_refused_in_words():
+    q, k, v = torch.randn(3, 1, 8, 1, 4, requires_grad=True)
+    o, _ = flashmix.linear_attention(q, k, v)
+    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        grad.sum().backward()
+
+
+def test_inputs_are_left_alone():
+    for case in BASE:
+        inputs = make_inputs(case, torch.float32)
+        before = {name: t.clone() for name, t in inputs.items()}
+        evaluate(run_op, case, inputs)
+        run_op(case, {n: t[:, :1] if t.dim() > 1 and n != "initial_state" else t for n, t in inputs.items()})
+        for name, t in inputs.items():
+            same_bits(t, before[name], name)
