@@ -72,8 +72,8 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             x: `[B, T, H, head_dim]`.
-            positions: of the first token (int), or of each token (`[B, T]`, with axes `[B, T, axes]`); default 0, 1, ...
-                in each sequence.
+            positions: of the first token (int), or of each token (`[B, T]`, with axes `[B, T, axes]`); default 0, 1,
+                ... in each sequence.
             limit: all `positions` lie below it; needed with a tensor, so that the host need not read that.
             cu_seqlens: boundaries of packed sequences; each starts at position 0.
 
