@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import subprocess
+import sys
+from functools import partial
+
 import pytest
 import torch
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, random
 from torch import Tensor
 
-from flashmix.ops import cross_entropy
+from flashmix.ops import _head
+from flashmix.ops import cross_entropy as module
 from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.cross_entropy import linear_cross_entropy
+from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
 
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 1, 9, -100, 2]])
 OPTIONS = [
@@ -45,6 +50,51 @@ def test_linear_cross_entropy_is_its_definition(
         return reduced(definitions.cross_entropy(h @ w.T + b, TARGET, **options), TARGET, reduction)
 
     assert_matches(op, definition, hidden, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_is_its_definition(reduction: str, options: dict, dtype: torch.dtype) -> None:
+    assert_matches(
+        lambda z: cross_entropy(z, TARGET, reduction=reduction, **options),
+        lambda z: reduced(definitions.cross_entropy(z, TARGET, **options), TARGET, reduction),
+        random(2, 5, 11, dtype=dtype) * 3,
+    )
+
+
+def test_cross_entropy_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's loss is its own whatever the chunk, the logits stay as they are, gradients are right and compile."""
+    logits, target = random(2, 5, 11), TARGET.flatten()
+    before = logits.clone()
+    op = partial(cross_entropy, target=TARGET, label_smoothing=0.1, z_loss=0.1, softcap=3.0, reduction="none")
+    whole = op(logits)
+    monkeypatch.setattr(_head, "LOGITS_AT_ONCE", 33)
+    assert_same_bits("chunks", op(logits), whole)
+    assert_same_bits("logits", logits, before)
+    assert_same_bits("one", op(logits[1:, 2:3], target=TARGET[1:, 2:3]), whole[1:, 2:3])
+    assert torch.autograd.gradcheck(op, (logits.double().requires_grad_(),))
+    assert_compiles(op, logits)
+    torch.library.opcheck(module._losses, (logits.flatten(0, 1).requires_grad_(), target, -100, 0.1, 0.1, 3.0))
+    inputs = (torch.ones(10), logits.flatten(0, 1), target, torch.zeros(10), -100, 0.1, 0.1, 3.0)
+    torch.library.opcheck(module._gradient, inputs)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 5, 0), torch.tensor(1.0)])
+def test_cross_entropy_refuses_no_logits(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"logits must have shape \[\.\.\., V\] with V >= 1"):
+        cross_entropy(wrong, TARGET)
+
+
+def test_cross_entropy_refuses() -> None:
+    with pytest.raises(TypeError, match="logits must have a floating dtype, got int64"):
+        cross_entropy(torch.ones(2, 5, 11).long(), TARGET)
+    with pytest.raises(ValueError, match=r"target must have shape \[2, 5\], got \[5\]"):
+        cross_entropy(torch.ones(2, 5, 11), TARGET[0])
+    with pytest.raises(ValueError, match=r"must be below the vocabulary 10 .*, got 10"):
+        cross_entropy(torch.ones(2, 5, 10), TARGET)
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'portable', got 'cuda'"):
+        cross_entropy(torch.ones(2, 5, 11), TARGET, impl="cuda")
 
 
 def test_it_agrees_with_torch() -> None:
@@ -99,7 +149,7 @@ def test_second_order_is_a_clear_error() -> None:
     hidden, weight = random(3, 8).requires_grad_(), random(11, 8).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, TARGET[0, :3])
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+    with pytest.raises(RuntimeError, match="the cross entropy has no second derivative"):
         grad.sum().backward()
 
 
@@ -125,11 +175,11 @@ def test_compiles_and_is_a_sound_operator() -> None:
     inputs = hidden, weight, bias
     assert_compiles(lambda h, w, b: linear_cross_entropy(h, w, TARGET, bias=b, softcap=3.0, chunk=4), *inputs)
     flat = hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    torch.library.opcheck(cross_entropy._token_losses, (*flat, TARGET.flatten(), -100, 0.1, 0.1, 3.0, 4))
+    torch.library.opcheck(module._linear_losses, (*flat, TARGET.flatten(), -100, 0.1, 0.1, 3.0, 4))
     rest = (TARGET.flatten(), torch.zeros(10), -100, 0.1, 0.1, 3.0, 4)
     for needs in ([True, True, True], [True, False, False]):
         inputs = (torch.ones(10), *(value.detach() for value in flat), *rest, needs)
-        torch.library.opcheck(cross_entropy._gradients, inputs)
+        torch.library.opcheck(module._linear_gradients, inputs)
 
 
 def test_autocast() -> None:
@@ -153,6 +203,28 @@ def test_same_bits_again_and_through_a_checkpoint() -> None:
     for a, b, c in zip(first, again, kept, strict=True):
         assert_same_bits("again", b, a)
         assert_same_bits("checkpoint", c, a)
+
+
+PEAK = """
+import resource, sys, torch
+from flashmix.ops.cross_entropy import linear_cross_entropy
+tokens, channels, vocabulary = map(int, sys.argv[1:])
+hidden, weight = torch.randn(tokens, channels, requires_grad=True), torch.randn(vocabulary, channels,
+requires_grad=True) target = torch.randint(vocabulary, (tokens,))
+small = torch.randn(64, 64, requires_grad=True)
+linear_cross_entropy(small, small, target[:64] % 64).backward()  # what the first call of anything loads
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+linear_cross_entropy(hidden, weight, target).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_the_logits_of_all_tokens_are_never_held() -> None:
+    """4096 tokens of 50257 logits are 785 MiB; the gradient of the weight alone is 98 of the 200 allowed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, "4096", "512", "50257"], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 200 * 1024
 
 
 REFUSED = [

@@ -1,28 +1,93 @@
-"""The cross entropy of a language model's head, from hidden states, without ever holding the logits of all tokens."""
+"""The cross entropy over given logits, and of a language model's head without holding the logits of all tokens."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashmix._checks import (
-    check_choice,
-    check_dtype,
-    check_floating,
-    check_like,
-    check_range,
-    check_shape,
-    check_tensor,
-    contents_are_checked,
-    dims,
-)
+from flashmix._checks import check_choice, check_floating, check_range, check_tensor
 from flashmix._dispatch import choose
+from flashmix.ops._head import (
+    HeadGradients,
+    check_head,
+    check_positive,
+    check_target,
+    chunks,
+    head_inputs,
+    head_logits,
+    room_for_logits,
+    rows_at_once,
+)
 from flashmix.ops._rowwise import compute_dtype, portable
 
 IMPLEMENTATIONS = (portable(__name__),)
 
-# Logits held at once: 2^23 are 32 MiB in float32, enough rows for an efficient matrix product at any usual vocabulary.
-LOGITS_AT_ONCE = 2**23
+
+class Options(NamedTuple):
+    """Which cross entropy; `softcap` 0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    impl: str = "auto",
+) -> Tensor:
+    """The cross entropy of `target` under `logits`.
+
+        z = logits                                  (softcapped: c tanh(logits / c))
+        loss = (1 - e) (lse(z) - z_target) + e (lse(z) - mean(z)) + z_loss lse(z)^2,    e = label_smoothing
+
+    The backward keeps `logits` and one number a token. From hidden states `linear_cross_entropy` needs less memory.
+
+    Args:
+        logits: `[..., V]`, floating.
+        target: `[...]` int64, in `[0, V)` or `ignore_index`.
+        ignore_index: targets that count for nothing.
+        label_smoothing: share of the target's probability that is spread evenly over the vocabulary, in `[0, 1]`.
+        z_loss: weight of the squared log of the softmax's denominator.
+        softcap: bound c of the logits, or None.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none".
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64 logits), as is all arithmetic.
+
+    Raises:
+        TypeError: an input is not a tensor of the dtype above.
+        ValueError: shapes or devices differ, an option is out of its range, a target is outside the vocabulary (read on
+            the CPU, and on a GPU after `flashmix.checks(True)`), or `impl` is unknown.
+
+    Source:
+        As `linear_cross_entropy`.
+
+    Example:
+        >>> import torch
+        >>> round(cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)).item(), 4)  # log 8
+        2.0794
+    """
+    check_tensor("logits", logits)
+    check_floating("logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
+    vocabulary = logits.shape[-1]
+    check_target(target, logits.shape[:-1], "logits", logits, vocabulary, ignore_index)
+    options = _options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    choose("cross_entropy", IMPLEMENTATIONS, logits, impl)
+    losses, _ = _losses(logits.reshape(-1, vocabulary), target.flatten(), *options)
+    return _reduce(losses.view(target.shape), target, ignore_index, reduction)
 
 
 def linear_cross_entropy(
@@ -80,186 +145,170 @@ def linear_cross_entropy(
         >>> round(linear_cross_entropy(hidden, weight, target).item(), 4)  # log 8
         2.0794
     """
-    check_tensor("hidden", hidden)
-    check_floating("hidden", hidden)
-    if hidden.dim() < 1:
-        raise ValueError("hidden must have shape [..., D], got []")
-    vocabulary, _ = dims("weight", weight, "V D")
-    check_shape("weight", weight, vocabulary, hidden.shape[-1])
-    if vocabulary < 1:
-        raise ValueError(f"weight must have shape [V, D] with V >= 1, got [0, {hidden.shape[-1]}]")
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    check_floating("weight", weight)
-    check_like("weight", weight, "hidden", hidden, dtype=not autocast)
-    if bias is not None:
-        check_shape("bias", bias, vocabulary)
-        check_floating("bias", bias)
-        check_like("bias", bias, "hidden", hidden, dtype=False)
-    _check_target(target, hidden, vocabulary, ignore_index)
-    check_range("label_smoothing", label_smoothing, 0.0, 1.0)
-    check_choice("reduction", reduction, "mean", "sum", "none")
-    for name, value in (("softcap", softcap), ("chunk", chunk)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+    vocabulary = check_head(hidden, weight, bias)
+    check_target(target, hidden.shape[:-1], "hidden", hidden, vocabulary, ignore_index)
+    options = _options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_positive("chunk", chunk)
     choose("linear_cross_entropy", IMPLEMENTATIONS, hidden, impl)
-    if autocast:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    losses, _ = _token_losses(
-        hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0),
-        weight,
-        bias,
-        target.flatten(),
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        chunk or max(1, LOGITS_AT_ONCE // max(vocabulary, 1)),
-    )
+    rows, weight = head_inputs(hidden, weight)
+    losses, _ = _linear_losses(rows, weight, bias, target.flatten(), *options, rows_at_once(chunk, vocabulary))
+    return _reduce(losses.view(target.shape), target, ignore_index, reduction)
+
+
+def _options(
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, reduction: str
+) -> Options:
+    check_range("label_smoothing", label_smoothing, 0.0, 1.0)
+    check_positive("softcap", softcap)
+    check_choice("reduction", reduction, "mean", "sum", "none")
+    return Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
+
+
+def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     if reduction == "none":
-        return losses.view(target.shape)
+        return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum().clamp(min=1)
 
 
-def _check_target(target: Tensor, hidden: Tensor, vocabulary: int, ignore_index: int) -> None:
-    check_tensor("target", target)
-    check_dtype("target", target, torch.int64)
-    check_shape("target", target, *hidden.shape[:-1])
-    check_like("target", target, "hidden", hidden, dtype=False)
-    if contents_are_checked(target):
-        wrong = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]
-        if wrong.numel():
-            raise ValueError(
-                f"target must be below the vocabulary {vocabulary} and not negative, or ignore_index = {ignore_index}, "
-                f"got {wrong[0].item()}"
-            )
+def _rows_forward(z: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps of rows of logits, which it overwrites."""
+    if options.softcap:
+        z.div_(options.softcap).tanh_().mul_(options.softcap)
+    column = target.clamp(0, z.shape[1] - 1).unsqueeze(1)
+    expected = z.gather(1, column).squeeze(1).mul_(1 - options.label_smoothing)
+    if options.label_smoothing:
+        expected += options.label_smoothing * z.mean(1)
+    largest = z.amax(1, keepdim=True)
+    lse = z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
+    losses = lse - expected + options.z_loss * lse.square()
+    return losses.masked_fill_(target == options.ignore_index, 0.0), lse
 
 
-@torch.library.custom_op("flashmix::linear_cross_entropy", mutates_args=())
-def _token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """The loss and the log-sum-exp of each token of `hidden [N, D]`; `softcap` 0 is none."""
-    wide = compute_dtype(hidden, weight, bias)
-    losses, lse = (torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device) for _ in range(2))
-    weight = weight.to(wide)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            z = _logits(hidden[rows], weight, bias, softcap)
-            column = target[rows].clamp(0, z.shape[1] - 1).unsqueeze(1)
-            expected = (1 - label_smoothing) * z.gather(1, column).squeeze(1)
-            if label_smoothing:
-                expected += label_smoothing * z.mean(1)
-            largest = z.amax(1, keepdim=True)
-            lse[rows] = z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
-            loss = lse[rows] - expected + z_loss * lse[rows].square()
-            losses[rows] = loss.masked_fill_(target[rows] == ignore_index, 0.0)
-    return losses, lse
-
-
-@torch.library.custom_op("flashmix::linear_cross_entropy_backward", mutates_args=())
-def _gradients(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    chunk: int,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Gradients of `hidden`, `weight` and `bias` for the gradient `grad [N]` of the losses; empty unless in `needs`.
+def _rows_backward(z: Tensor, target: Tensor, lse: Tensor, grad: Tensor, options: Options) -> Tensor:
+    """Gradient of rows of logits, which it overwrites, for the gradient `grad` of their losses.
 
     dz = grad * (p (1 + 2 z_loss lse) - (1 - e) onehot(target) - e / V),    p = e^(z - lse)
     and through the softcap * (1 - (z / c)^2).
     """
-    wide = compute_dtype(hidden, weight, bias)
-    d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, needs, wide)
-    grad = grad.to(wide).masked_fill(target == ignore_index, 0.0).unsqueeze(1)
-    wide_weight = weight.to(wide)
+    ignore_index, smoothing, z_loss, softcap = options
+    grad = grad.masked_fill(target == ignore_index, 0.0).unsqueeze(1)
+    lse = lse.unsqueeze(1)
+    if softcap:
+        z.div_(softcap).tanh_().mul_(softcap)
+    dz = torch.sub(z, lse, out=None if softcap else z).exp_().mul_(grad * (1 + 2 * z_loss * lse))
+    if smoothing:
+        dz.sub_(grad * (smoothing / z.shape[1]))
+    dz.scatter_add_(1, target.clamp(0, z.shape[1] - 1).unsqueeze(1), grad * (smoothing - 1))
+    return dz.mul_(z.div_(softcap).square_().neg_().add_(1)) if softcap else dz
+
+
+@torch.library.custom_op("flashmix::cross_entropy", mutates_args=())
+def _losses(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The loss and the log-sum-exp of each row of `logits [N, V]`."""
+    options, wide = Options(ignore_index, label_smoothing, z_loss, softcap), compute_dtype(logits)
+    losses, lse = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
+    for rows in chunks(logits.shape[0], rows_at_once(None, logits.shape[1])):
+        losses[rows], lse[rows] = _rows_forward(logits[rows].to(wide, copy=True), target[rows], options)
+    return losses, lse
+
+
+@torch.library.custom_op("flashmix::cross_entropy_backward", mutates_args=())
+def _gradient(
+    grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of `logits` for the gradient `grad [N]` of the losses."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    d_logits = torch.empty_like(logits)
+    for rows in chunks(logits.shape[0], rows_at_once(None, logits.shape[1])):
+        z = logits[rows].to(lse.dtype, copy=True)
+        d_logits[rows] = _rows_backward(z, target[rows], lse[rows], grad[rows], options)
+    return d_logits
+
+
+@torch.library.custom_op("flashmix::linear_cross_entropy", mutates_args=())
+def _linear_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, chunk: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss and the log-sum-exp of each row of `hidden [N, D]`."""
+    options, wide = Options(ignore_index, label_smoothing, z_loss, softcap), compute_dtype(hidden, weight, bias)
+    losses, lse = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(2))
+    weight = weight.to(wide)
+    room = room_for_logits(hidden.shape[0], chunk, weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            z, g = _logits(hidden[rows], wide_weight, bias, softcap), grad[rows]
-            row_lse = lse[rows].unsqueeze(1)
-            dz = torch.sub(z, row_lse, out=None if softcap else z).exp_().mul_(g * (1 + 2 * z_loss * row_lse))
-            if label_smoothing:
-                dz.sub_(g * (label_smoothing / z.shape[1]))
-            column = target[rows].clamp(0, z.shape[1] - 1).unsqueeze(1)
-            dz.scatter_add_(1, column, g * (label_smoothing - 1))
-            if softcap:
-                dz.mul_(z.div_(softcap).square_().neg_().add_(1))
-            if needs[0]:
-                d_hidden[rows] = dz @ wide_weight
-            if needs[1]:
-                d_weight.addmm_(dz.T, hidden[rows].to(wide))
-            if needs[2]:
-                d_bias += dz.sum(0)
-    return [d_hidden, d_weight.to(weight.dtype), d_bias if bias is None else d_bias.to(bias.dtype)]
+        for rows in chunks(hidden.shape[0], chunk):
+            z = head_logits(hidden[rows], weight, bias, room)
+            losses[rows], lse[rows] = _rows_forward(z, target[rows], options)
+    return losses, lse
 
 
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients: of a row of `hidden` each is written once, `weight` and `bias` are added up in `wide`."""
-    sizes = [hidden.shape, weight.shape, weight.shape[:1]]
-    dtypes = [hidden.dtype, wide, wide]
-    return tuple(  # type: ignore[return-value]
-        torch.zeros(size if need else (0,), dtype=dtype, device=hidden.device)
-        for size, dtype, need in zip(sizes, dtypes, needs, strict=True)
-    )
+@torch.library.custom_op("flashmix::linear_cross_entropy_backward", mutates_args=())
+def _linear_gradients(
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, chunk: int, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of `hidden`, `weight` and `bias` for the gradient `grad [N]` of the losses; empty unless in `needs`."""
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    gradients = HeadGradients(hidden, weight, bias, needs)
+    wide_weight = weight.to(lse.dtype)
+    room = room_for_logits(hidden.shape[0], chunk, wide_weight)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows in chunks(hidden.shape[0], chunk):
+            z = head_logits(hidden[rows], wide_weight, bias, room)
+            dz = _rows_backward(z, target[rows], lse[rows], grad[rows], options)
+            gradients.add(rows, dz, wide_weight)
+    return gradients.results()
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    z = torch.mm(hidden.to(weight.dtype), weight.T)
-    if bias is not None:
-        z.add_(bias)
-    return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
+@_losses.register_fake
+def _(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = compute_dtype(logits)
+    return logits.new_empty(logits.shape[0], dtype=wide), logits.new_empty(logits.shape[0], dtype=wide)
 
 
-@_token_losses.register_fake
-def _(hidden, weight, bias, target, *_):  # type: ignore[no-untyped-def]
+@_gradient.register_fake
+def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@_linear_losses.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(hidden, weight, bias)
     return hidden.new_empty(hidden.shape[0], dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide)
 
 
-@_gradients.register_fake
-def _(grad, hidden, weight, bias, target, lse, *options):  # type: ignore[no-untyped-def]
-    d_hidden, d_weight, d_bias = _empty_gradients(
-        hidden, weight, bias, options[-1], compute_dtype(hidden, weight, bias)
-    )
-    return [d_hidden, d_weight.to(weight.dtype), d_bias if bias is None else d_bias.to(bias.dtype)]
+@_linear_gradients.register_fake
+def _(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+    return HeadGradients(hidden, weight, bias, rest[-1]).results()
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    hidden, weight, bias, target, *ctx.options = inputs
-    ctx.save_for_backward(hidden, weight, bias, target, output[1])
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps the tensors among the inputs and the log-sum-exps; the rest are options."""
+    tensors = 4 if len(inputs) == 9 else 2
+    ctx.save_for_backward(*inputs[:tensors], output[1])
+    ctx.options = inputs[tensors:]
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return _gradient(grad, *ctx.saved_tensors, *ctx.options), *[None] * 5
+
+
+def _linear_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:3])
-    found = _gradients(grad, *ctx.saved_tensors, *ctx.options, needs)
+    found = _linear_gradients(grad, *ctx.saved_tensors, *ctx.options, needs)
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *[None] * 6
 
 
-def _no_second_derivative(ctx, *grads) -> None:  # type: ignore[no-untyped-def]
-    raise RuntimeError("linear_cross_entropy has no second derivative")
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError("the cross entropy has no second derivative")
 
 
-_token_losses.register_autograd(_backward, setup_context=_setup_context)
-_gradients.register_autograd(_no_second_derivative)
+_losses.register_autograd(_backward, setup_context=_setup_context)
+_linear_losses.register_autograd(_linear_backward, setup_context=_setup_context)
+_gradient.register_autograd(_no_second_derivative)
+_linear_gradients.register_autograd(_no_second_derivative)
