@@ -2,17 +2,66 @@
 
 from flashmix._checks import checks
 from flashmix._dispatch import Explanation, explain
+from flashmix.ops.activation import gated, swiglu
+from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
+from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from flashmix.ops.losses import linear_grpo, linear_kl_divergence
+from flashmix.ops.named import (
+    deltanet,
+    deltaproduct,
+    gated_deltanet,
+    gla,
+    hgrn2,
+    kda,
+    lightning,
+    mamba2,
+    retnet,
+    rwkv6,
+    rwkv7,
+)
+from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import delta_rule, dplr, linear_attention
+from flashmix.ops.rotary import rotary, rotary_table
+from flashmix.ops.short_conv import short_conv
+from flashmix.ops.token_shift import token_shift
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Explanation",
+    "KVCache",
     "Packing",
+    "attention_with_cache",
     "checks",
+    "cross_entropy",
     "delta_rule",
+    "deltanet",
+    "deltaproduct",
     "dplr",
     "explain",
+    "gated",
+    "gated_deltanet",
+    "gla",
+    "group_norm",
+    "hgrn2",
+    "kda",
+    "l2_norm",
+    "layer_norm",
+    "lightning",
     "linear_attention",
+    "linear_cross_entropy",
+    "linear_grpo",
+    "linear_kl_divergence",
+    "mamba2",
+    "retnet",
+    "rms_norm",
+    "rotary",
+    "rotary_table",
+    "rwkv6",
+    "rwkv7",
+    "short_conv",
+    "softmax_attention",
+    "swiglu",
+    "token_shift",
 ]
