@@ -297,7 +297,10 @@ def test_explain_names_the_reason() -> None:
     q = torch.randn(1, 8, 2, 4)
     assert explain(softmax_attention, q, q, q, causal=True).choice == "sdpa"
     told = explain(softmax_attention, q, q, q, causal=True, softcap=2.0)
-    assert told.choice == "portable" and told.reasons["sdpa"] == "torch's scaled_dot_product_attention has no softcap"
+    assert (
+        told.choice == "portable"
+        and told.reasons["sdpa"] == "torch's scaled_dot_product_attention does not take softcap"
+    )
 
 
 OPERATOR = [

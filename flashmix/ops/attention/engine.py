@@ -26,7 +26,7 @@ def _sdpa_supports(problem: Problem) -> str | None:
     }
     for extra, wanted in extras.items():
         if wanted:
-            return f"torch's scaled_dot_product_attention has no {extra}"
+            return f"torch's scaled_dot_product_attention does not take {extra}"
     if problem.dim_qk != problem.dim_v:
         return f"torch holds [Tq, Tk] scores when the head dims differ, got {problem.dim_qk} and {problem.dim_v}"
     if score.right == 0 and problem.tokens_q not in (1, problem.tokens_k):

@@ -66,7 +66,7 @@ def attend(
         o[ends[n] : ends[n + 1]] = found[0]
         if found_lse is not None:
             lse[ends[n] : ends[n + 1]] = found_lse[0].t()
-    o = o.view(batch, tokens, heads, -1)
+    o = o.view(batch, tokens, heads, values.shape[3])
     if not return_lse:
         return o, lse.flatten()
     lse = lse.view(batch, tokens, heads).transpose(1, 2).contiguous()
