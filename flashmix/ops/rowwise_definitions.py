@@ -99,3 +99,19 @@ def token_shift(x: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor,
     past = x.new_zeros(x.shape[0], 1, x.shape[2]) if initial_state is None else initial_state
     past = torch.cat([past, x], dim=1)
     return past[:, :-1], past[:, -1:]
+
+
+def kl_divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, reverse: bool = False) -> Tensor:
+    """Of each token of logits `[..., V]`: `T^2 sum p ln(p / q)` for a student q and a teacher p, reversed `q ln(q / p)`."""
+    log_q, log_p = (torch.log_softmax(z / temperature, dim=-1) for z in (student, teacher))
+    upper, lower = (log_q, log_p) if reverse else (log_p, log_q)
+    return temperature**2 * (upper.exp() * (upper - lower)).sum(-1)
+
+
+def grpo(
+    log_probs: Tensor, old: Tensor, reference: Tensor, advantages: Tensor, low: float, high: float, kl_weight: float
+) -> Tensor:
+    """The loss of each sampled token of `[B, T]`, advantages `[B, 1]` or `[B, T]`."""
+    ratio = torch.exp(log_probs - old)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    return -gain + kl_weight * (torch.exp(reference - log_probs) - (reference - log_probs) - 1)
