@@ -16,7 +16,7 @@ Packed sequences are walked one after the other; their boundaries are read on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -48,7 +48,7 @@ def forward(
     """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,Tq,HQ]`."""
     dtype = _compute_dtype(q)
     batch, tokens, heads_q, _ = q.shape
-    o = q.new_zeros(batch, tokens, heads_q, v.shape[3])
+    o = _new_like(q, boundaries, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
     # the lowest number, not -inf: the difference of two of them is 0
     top = torch.full((batch, tokens, heads_q), torch.finfo(dtype).min, dtype=dtype, device=q.device)
     total = torch.zeros_like(top)
@@ -93,7 +93,7 @@ def backward(
     share = total.reciprocal().masked_fill_(total == 0, 0)
     d_o, delta = d_o * share[..., None], delta * share
 
-    d_q, d_k, d_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    d_q, d_k, d_v = (_new_like(x, boundaries, x.shape, min(q.shape[1], k.shape[1])) for x in (q, k, v))
     d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
     workspace = Workspace()
@@ -118,6 +118,11 @@ def backward(
     if log_decay is not None and d_decay is not None:
         gradients.append(d_decay.masked_fill_(log_decay < STRONGEST_DECAY, 0).to(log_decay.dtype))
     return gradients
+
+
+def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: int) -> Tensor:
+    """A tensor for results: zeros, unless the one part of a batch will fill it whole."""
+    return x.new_empty(shape) if boundaries[0] is None and tokens else x.new_zeros(shape)
 
 
 def _compute_dtype(q: Tensor) -> torch.dtype:
@@ -167,8 +172,7 @@ def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
     o = v.new_empty(*tiles.q.shape[:3], v.shape[2])
     for heads in tiles.head_slices():
         for block in range(tiles.q.shape[1]):
-            top, total = tops[heads, block], totals[heads, block]
-            mixed = v.new_zeros(*top.shape[:2], v.shape[2])
+            top, total, mixed = tops[heads, block], totals[heads, block], None
             for tile in tiles.of_block(heads, block):
                 scores = tiles.products(tile)
                 if tiles.score.softcap is not None:
@@ -180,9 +184,15 @@ def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
                 total = (total * shrink).add_(p.sum(-1, keepdim=True))
                 if (factor := tiles.dropout_factor(tile)) is not None:
                     tiles.by_head(p).mul_(factor)
-                mixed.mul_(shrink).baddbmm_(p, v[heads, tile.keys])
+                if mixed is None:
+                    mixed = tiles.product("mixed", p, v[heads, tile.keys])
+                else:
+                    mixed.mul_(shrink).baddbmm_(p, v[heads, tile.keys])
                 top = new_top
-            o[heads, block] = mixed.div_(total.masked_fill(total == 0, 1))
+            if mixed is None:
+                o[heads, block] = 0
+            else:
+                torch.div(mixed, total.masked_fill(total == 0, 1), out=o[heads, block])
             tops[heads, block], totals[heads, block] = top, total
     return o
 
@@ -192,7 +202,9 @@ class _Gradients:
 
     def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
         self.tiles, self.v, self.d_o, self.top, self.delta = tiles, v, d_o, top, delta
-        self.d_q, self.d_k, self.d_v = torch.empty_like(tiles.q), torch.zeros_like(tiles.k), torch.zeros_like(v)
+        self.d_q = torch.empty_like(tiles.q)
+        # [B * H, D, keys]: `do'^T p` is a faster product than `p^T do'`, whose rows lie a power of two apart
+        self.d_k, self.d_v = (x.new_zeros(x.shape[0], x.shape[2], x.shape[1]) for x in (tiles.k, v))
         heads = (tiles.q.shape[0], tiles.group)
         self.d_slopes = v.new_zeros(heads, dtype=torch.float64)
         self.d_scores_of_rows = v.new_zeros(*heads, tiles.q.shape[1] * tiles.rows, dtype=torch.float64)
@@ -203,8 +215,7 @@ class _Gradients:
         tiles = self.tiles
         for heads in tiles.head_slices():
             for block in range(tiles.q.shape[1]):
-                q = tiles.q[heads, block]
-                d_q = q.new_zeros(q.shape)
+                q, d_q = tiles.q[heads, block], None
                 for tile in tiles.of_block(heads, block):
                     p, squashed = self._probabilities(tile)
                     d_scores = self._d_scores(tile, p)
@@ -214,9 +225,12 @@ class _Gradients:
                         self._add_decay(tile, d_scores)
                     if squashed is not None:  # the derivative of tanh
                         d_scores.addcmul_(d_scores, squashed.square_(), value=-1)
-                    self.d_k[heads, tile.keys] += tiles.product("d_k", d_scores.transpose(1, 2), q)
-                    d_q.baddbmm_(d_scores, tiles.k[heads, tile.keys])
-                self.d_q[heads, block] = d_q
+                    self.d_k[heads, :, tile.keys].add_(tiles.product("d_k", q.transpose(1, 2), d_scores))
+                    if d_q is None:
+                        d_q = tiles.product("d_q", d_scores, tiles.k[heads, tile.keys])
+                    else:
+                        d_q.baddbmm_(d_scores, tiles.k[heads, tile.keys])
+                self.d_q[heads, block] = 0 if d_q is None else d_q
 
     def _probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """`l p` of a tile, and `tanh(scores / softcap)` where there is a softcap."""
@@ -236,14 +250,14 @@ class _Gradients:
             kept = p.clone()
             tiles.by_head(kept).mul_(factor)
             tiles.by_head(d_p).mul_(factor)
-        self.d_v[tile.heads, tile.keys] += tiles.product("d_v", kept.transpose(1, 2), d_o)
+        self.d_v[tile.heads, :, tile.keys].add_(tiles.product("d_v", d_o.transpose(1, 2), kept))
         return d_p.sub_(self.delta[tile.heads, tile.block]).mul_(p)
 
     def _add_decay(self, tile: Tile, d_scores: Tensor) -> None:
         """The decay's running sum is added to a row of scores and subtracted from a column."""
         by_head, rows = self.tiles.by_head(d_scores), self.tiles.rows
-        self.d_scores_of_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows] += by_head.sum(3)
-        self.d_scores_of_keys[tile.heads, :, tile.keys] += by_head.sum(2)
+        self.d_scores_of_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows].add_(by_head.sum(3))
+        self.d_scores_of_keys[tile.heads, :, tile.keys].add_(by_head.sum(2))
 
     def of_qkv(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v as `[B, T, H, D]`."""
@@ -251,7 +265,7 @@ class _Gradients:
         d_q = from_row_blocks(self.d_q, batch, tiles.tokens_q, tiles.rows) * score.scale
         # the sums used q scaled by `scaled_q`, whose factor beside `scale` has to go
         d_k = self.d_k / (LOG2_E if score.softcap is None else 2 / score.softcap)
-        d_k, d_v = (x.view(batch, -1, *x.shape[1:])[:, :, : tiles.tokens_k].transpose(1, 2) for x in (d_k, self.d_v))
+        d_k, d_v = (x.view(batch, -1, *x.shape[1:])[..., : tiles.tokens_k].permute(0, 3, 1, 2) for x in (d_k, self.d_v))
         return d_q, d_k, d_v
 
     def of_decay(self, batch: int) -> Tensor:
