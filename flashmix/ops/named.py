@@ -12,6 +12,7 @@ from torch import Tensor
 from flashmix._checks import check_range, check_shape, dims
 from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.recurrence import delta_rule, dplr, linear_attention
+from flashmix.ops.recurrence.engine import state_dtype
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -31,7 +32,7 @@ def retnet(
         >>> retnet(q, k, v)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    heads = torch.arange(dims("v", v, "B T HV V")[2], device=v.device, dtype=torch.float32)
+    heads = torch.arange(dims("v", v, "B T HV V")[2], device=v.device, dtype=state_dtype(v.dtype))
     decay = torch.log1p(-torch.exp2(-5.0 - heads))
     return linear_attention(
         q, k, v, decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl
@@ -59,7 +60,7 @@ def lightning(
     """
     check_range("layer", layer, 0, layers)
     H = dims("v", v, "B T HV V")[2]
-    decay = torch.arange(H, device=v.device, dtype=torch.float32) * (-8 / H * (1 - layer / layers))
+    decay = torch.arange(H, device=v.device, dtype=state_dtype(v.dtype)) * (-8 / H * (1 - layer / layers))
     return linear_attention(
         q, k, v, decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl
     )  # fmt: skip
@@ -93,7 +94,8 @@ def mamba2(
     check_shape("A_log", A_log, H)
     if D is not None:
         check_shape("D", D, H)
-    decay = -A_log.float().exp() * dt.float()
+    wide = state_dtype(x.dtype)
+    decay = -A_log.to(wide).exp() * dt.to(wide)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
     y, state = linear_attention(
         C, B, v, decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl
