@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import flashmix
 from flashmix import _arch
 from flashmix._dispatch import Explanation, explain
 
-Call = Callable[[torch.device], Explanation]
 
-
-def _random(*shape: int) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.zeros(shape, device=device)
-
-
-def _calls() -> dict[str, Call]:
-    """Each public op, asked about a small float32 call of it: batch 1, 16 tokens, 2 heads of 32 channels."""
-    heads, scalar, row = _random(1, 16, 2, 32), _random(1, 16, 2), _random(16, 32)
-    target = lambda device: torch.zeros(16, dtype=torch.int64, device=device)  # noqa: E731
-    inputs: dict[str, tuple[Callable[[torch.device], Tensor], ...]] = {
-        "linear_attention": (heads, heads, heads, scalar),
-        "delta_rule": (heads, heads, heads, scalar, scalar),
-        "dplr": (heads, heads, heads, heads, heads, heads),
-        "softmax_attention": (heads, heads, heads),
-        "rotary": (heads, _random(16, 16), _random(16, 16)),
-        "rms_norm": (row,),
-        "l2_norm": (row,),
-        "short_conv": (_random(1, 16, 32), _random(32, 4)),
-        "swiglu": (row, row),
-        "linear_cross_entropy": (row, _random(64, 32), target),
-    }
-
-    def ask(name: str, makers: tuple[Callable[[torch.device], Tensor], ...]) -> Call:
-        return lambda device: explain(getattr(flashmix, name), *(make(device) for make in makers))
-
-    return {name: ask(name, makers) for name, makers in inputs.items()}
+def _small_calls(device: torch.device | str) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Each public op and the arguments of a small float32 call: batch 1, 16 tokens, 2 heads of 32 channels."""
+    zeros = partial(torch.zeros, device=device)
+    x, gate, tokens, table = zeros(1, 16, 2, 32), zeros(1, 16, 2), zeros(1, 16, 64), zeros(16, 16)
+    head, target = zeros(100, 64), zeros(1, 16, dtype=torch.int64)
+    cache = flashmix.KVCache.contiguous(1, 16, heads=2, dim_qk=32, device=device)
+    return [
+        (flashmix.linear_attention, (x, x, x, gate)),
+        (flashmix.delta_rule, (x, x, x, gate, gate)),
+        (flashmix.dplr, (x, x, x, x, x, x)),
+        (flashmix.softmax_attention, (x, x, x)),
+        (flashmix.attention_with_cache, (x, cache, x, x)),
+        (flashmix.rotary, (x, table, table)),
+        (flashmix.short_conv, (tokens, zeros(64, 4))),
+        (flashmix.token_shift, (tokens,)),
+        (flashmix.rms_norm, (tokens,)),
+        (flashmix.layer_norm, (tokens,)),
+        (flashmix.group_norm, (tokens, 2)),
+        (flashmix.l2_norm, (tokens,)),
+        (flashmix.gated, (tokens, tokens)),
+        (flashmix.swiglu, (tokens, tokens)),
+        (flashmix.cross_entropy, (zeros(1, 16, 100), target)),
+        (flashmix.linear_cross_entropy, (tokens, head, target)),
+        (flashmix.linear_kl_divergence, (tokens, head, tokens, head)),
+        (flashmix.linear_grpo, (tokens, head, target, zeros(1))),
+    ]
 
 
 def choices(device: torch.device | str) -> list[Explanation]:
@@ -49,7 +49,7 @@ def choices(device: torch.device | str) -> list[Explanation]:
         >>> {choice.op: choice.choice for choice in choices("cpu")}["delta_rule"]
         'portable'
     """
-    return [ask(torch.device(device)) for ask in _calls().values()]
+    return [explain(op, *arguments) for op, arguments in _small_calls(device)]
 
 
 def hardware() -> Iterator[str]:
@@ -74,10 +74,16 @@ def hardware() -> Iterator[str]:
         yield f"GPU: none ({built})"
 
 
+def describe(choice: Explanation) -> str:
+    """One line: the op, what it takes, and what is known of the other implementations."""
+    others = {name: reason for name, reason in choice.reasons.items() if name != choice.choice}
+    notes = "; ".join(f"{name}: {reason or 'could run this too'}" for name, reason in others.items())
+    return f"  {choice.op:22}{choice.choice or 'nothing':10}{f'({notes})' if notes else ''}".rstrip()
+
+
 def report() -> str:
     """The text that `flashmix doctor` prints."""
     lines = list(hardware())
     for device in ["cpu", *(f"cuda:{gpu.index}" for gpu in _arch.gpus())]:
-        lines += ["", f"on {device}, a small float32 call of each op takes"]
-        lines += [f"  {line}" for choice in choices(device) for line in str(choice).splitlines()]
+        lines += ["", f"what a small float32 call of each op takes on {device}:", *map(describe, choices(device))]
     return "\n".join(lines)

@@ -32,13 +32,26 @@ def _parameters(thing: object) -> list[str]:
 
 def test_every_op_has_an_implementation_here() -> None:
     for choice in doctor.choices("cpu"):
-        assert choice.choice == "portable" and choice.reasons["portable"] is None
+        assert choice.choice is not None and choice.reasons["portable"] is None
+
+
+def test_a_line_tells_the_choice_and_the_reasons() -> None:
+    choice = Explanation("op", "plain", {"fast": "it needs a GPU", "plain": None, "slow": None})
+    line = doctor.describe(choice)
+    assert line.split()[:2] == ["op", "plain"] and line.endswith("(fast: it needs a GPU; slow: could run this too)")
+    line = doctor.describe(Explanation("op", None, {"fast": "no"}))
+    assert line.split() == ["op", "nothing", "(fast:", "no)"]
 
 
 def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in printed and "CPU: " in printed and "delta_rule: portable" in printed
+    assert (
+        f"torch {torch.__version__}" in printed
+        and "CPU: " in printed
+        and "delta_rule" in printed
+        and "portable" in printed
+    )
     assert "GPU" in printed and "triton" in printed
 
 

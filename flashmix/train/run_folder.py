@@ -27,7 +27,7 @@ class TrainConfig:
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     preset: str = "hybrid_tiny"
-    steps: int = 1200
+    steps: int = 1000
     batch_tokens: int = 1024
     seq_len: int = 512
     lr: float = 4e-3
