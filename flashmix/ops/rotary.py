@@ -221,7 +221,8 @@ def _bounded(positions: Tensor, table: int) -> Tensor:
 
 def _pairs(x: Tensor, interleaved: bool) -> Tensor:
     """`[..., R]` as `[..., 2, R/2]`: the first and the second channel of each pair."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else x.unflatten(-1, (2, -1))
+    half = x.shape[-1] // 2
+    return x.view(*x.shape[:-1], half, 2).transpose(-1, -2) if interleaved else x.view(*x.shape[:-1], 2, half)
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -234,14 +235,13 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    y[..., rotated:] = x[..., rotated:]
-    pairs, turned = _pairs(x[..., :rotated].to(dtype), interleaved), _pairs(y[..., :rotated], interleaved)
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    torch.mul(pairs, cos.unsqueeze(-2), out=turned)
-    turned[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-1)
-    turned[..., 1, :].addcmul_(pairs[..., 0, :], sin)
-    return y.to(x.dtype)
+    pairs, cos, sin = _pairs(x[..., :rotated].to(dtype), interleaved), cos.to(dtype), sin.to(dtype)
+    turned = pairs * cos.unsqueeze(-2)
+    (first, second), (new_first, new_second) = pairs.unbind(-2), turned.unbind(-2)
+    new_first.addcmul_(second, sin, value=-1)
+    new_second.addcmul_(first, sin)
+    y = (turned.transpose(-1, -2) if interleaved else turned).flatten(-2).to(x.dtype)
+    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
 
 
 class _Rotary(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -166,12 +168,12 @@ def _formula(
     return layout.outputs(y).to(x.dtype), layout.ends(laid)
 
 
-def _convolve(laid: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution before its activation; `taps` is `[W, D]`, oldest first."""
-    tokens = laid.shape[1] - (taps.shape[0] - 1)
-    y = laid[:, :tokens] * taps[0]
-    for i in range(1, taps.shape[0]):
-        y.addcmul_(laid[:, i : i + tokens], taps[i])
+def _convolve(laid: Tensor, taps: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """The convolution before its activation; `taps` are `[D]` each, oldest first."""
+    tokens = laid.shape[1] - (len(taps) - 1)
+    y = laid.narrow(1, 0, tokens) * taps[0]
+    for i, tap in enumerate(taps[1:], 1):
+        y.addcmul_(laid.narrow(1, i, tokens), tap)
     return y if bias is None else y.add_(bias)
 
 
@@ -180,7 +182,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(x, weight, bias)
     laid = layout.lay_out(x, state)
-    y = _convolve(laid.to(wide), weight.T.to(wide).contiguous(), bias)
+    y = _convolve(laid.to(wide), weight.T.to(wide).contiguous().unbind(), bias)
     y = y if activation is None else ACTIVATIONS[activation].value(y)
     return layout.outputs(y).to(x.dtype), layout.ends(laid)
 
@@ -205,7 +207,7 @@ class _ShortConv(torch.autograd.Function):
                 None,
             )
         width, wide = weight.shape[1], compute_dtype(x, weight, bias)
-        laid, taps = layout.lay_out(x, state).to(wide), weight.T.to(wide).contiguous()
+        laid, taps = layout.lay_out(x, state).to(wide), weight.T.to(wide).contiguous().unbind()
         d_laid, d_weight, d_bias = torch.zeros_like(laid), None, None
         if grad is not None:
             d_y = grad.to(wide) if layout.packing is None else layout.lay_out(grad, None)[:, layout.past :].to(wide)
