@@ -1,0 +1,164 @@
+"""What each public op can do, asked of the code: its signature, its checks and its implementations.
+
+Each op is asked about tiny calls, which are checked as any call is and then not run (`flashmix.explain`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashmix
+from flashmix._dispatch import explain
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# The arguments of a tiny call and their axes, see `_SIZES`.
+_CALLS = {
+    "linear_attention": "q:BTHK k:BTHK v:BTHK",
+    "delta_rule": "q:BTHK k:BTHK v:BTHK beta:BTH",
+    "dplr": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK",
+    "retnet": "q:BTHK k:BTHK v:BTHK",
+    "lightning": "q:BTHK k:BTHK v:BTHK",
+    "mamba2": "x:BTHK dt:BTH A_log:H B:BTHK C:BTHK",
+    "gla": "q:BTHK k:BTHK v:BTHK log_decay:BTHK",
+    "hgrn2": "q:BTHK log_forget:BTHK v:BTHK",
+    "rwkv6": "r:BTHK k:BTHK v:BTHK log_decay:BTHK bonus:HK",
+    "deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH",
+    "gated_deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTH",
+    "kda": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK",
+    "deltaproduct": "q:BTHK k:BTnHK v:BTnHK beta:BTnH",
+    "rwkv7": "r:BTHK log_decay:BTHK k:BTHK v:BTHK kk:BTHK a:BTHK",
+    "softmax_attention": "q:BTHK k:BTHK v:BTHK",
+    "attention_with_cache": "q:BTHK k:BTHK v:BTHK",
+    "rotary": "x:BTHK cos:PR sin:PR",
+    "rms_norm": "x:BTD",
+    "layer_norm": "x:BTD",
+    "group_norm": "x:BTD",
+    "l2_norm": "x:BTD",
+    "gated": "gate:BTD up:BTD",
+    "swiglu": "gate:BTD up:BTD",
+    "short_conv": "x:BTD weight:DW",
+    "token_shift": "x:BTD",
+    "cross_entropy": "logits:BTM target:BT",
+    "linear_cross_entropy": "hidden:BTD weight:MD target:BT",
+    "linear_kl_divergence": "hidden:BTD weight:MD teacher_hidden:BTD teacher_weight:MD",
+    "linear_grpo": "hidden:BTD weight:MD target:BT advantages:B",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {"lightning": {"layer": 0, "layers": 2}, "group_norm": {"groups": 2}}
+# batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width, vocabulary
+_SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "M": 12}
+_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus")  # float32 beside float16 and bfloat16
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one op can do on a device."""
+
+    op: str
+    forward: bool
+    backward: bool
+    packed: bool  # sequences end to end, cu_seqlens
+    state: bool  # a state (or cache) is handed in and comes back
+    step: bool  # one token that goes on from a state
+    dtypes: tuple[torch.dtype, ...]
+    implementations: tuple[str, ...]  # those that run a tiny float32 call
+
+
+def capabilities(device: torch.device | str = "cpu") -> dict[str, Capability]:
+    """What each public op can do on `device`, by name.
+
+    Example:
+        >>> found = capabilities()["gated_deltanet"]
+        >>> found.backward, found.packed, found.step, found.implementations
+        (True, True, True, ('portable',))
+    """
+    return {name: _capability(name, torch.device(device)) for name in public_ops()}
+
+
+def public_ops() -> dict[str, Callable[..., Any]]:
+    """The ops at the top of the package, by name: whatever takes `impl`."""
+    things = {name: getattr(flashmix, name) for name in flashmix.__all__}
+    return {name: op for name, op in things.items() if inspect.isfunction(op) and "impl" in _keywords(op)}
+
+
+def tiny_call(
+    op: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", tokens: int = 6
+) -> dict[str, Any]:
+    """The arguments of a tiny call of `op`, by name: batch 1, two heads of 8 channels; the same numbers every time."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    call = dict(_OPTIONS.get(op, {}))
+    for argument in _CALLS[op].split():
+        name, axes = argument.split(":")
+        shape = [tokens if axis == "T" else _SIZES[axis] for axis in axes]
+        if name == "target":
+            call[name] = torch.randint(_SIZES["M"], shape, generator=generator).to(device)
+            continue
+        value = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+        if name in ("log_decay", "log_forget"):
+            value = -value.abs()
+        elif name in ("beta", "dt", "a"):
+            value = value.abs()
+        call[name] = value.to(device=device, dtype=wide if name in _GATES else dtype)
+    if "cache" in _keywords(getattr(flashmix, op)):
+        call["cache"] = flashmix.KVCache.contiguous(1, 16, _SIZES["H"], _SIZES["K"], device=device, dtype=dtype)
+    return call
+
+
+def table(found: dict[str, Capability]) -> str:
+    """`found` as a table in Markdown."""
+    columns = [field.name for field in fields(Capability)]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for capability in found.values():
+        lines.append("| " + " | ".join(_cell(getattr(capability, column)) for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: str | bool | tuple[Any, ...]) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else ", ".join(str(entry).removeprefix("torch.") for entry in value)
+
+
+def _capability(name: str, device: torch.device) -> Capability:
+    op, keywords = getattr(flashmix, name), _keywords(getattr(flashmix, name))
+    carried = {"initial_state", "return_state"} <= keywords or "cache" in keywords
+    ends = {"cu_seqlens": torch.tensor([0, 2, 2, 6], device=device)} if "cu_seqlens" in keywords else {}
+    if "cache" in keywords:  # as many sequences as the cache has
+        ends = {"cu_seqlens": torch.tensor([0, 6], device=device)}
+    return Capability(
+        op=name,
+        forward=_runs(op, tiny_call(name, device=device)),
+        backward=_runs(op, _asking_for_a_gradient(tiny_call(name, device=device))),
+        packed=bool(ends) and _runs(op, tiny_call(name, device=device) | ends),
+        state=carried,
+        step=carried and _runs(op, tiny_call(name, device=device, tokens=1)),
+        dtypes=tuple(dtype for dtype in DTYPES if _runs(op, tiny_call(name, dtype, device))),
+        implementations=tuple(
+            impl for impl, reason in explain(op, **tiny_call(name, device=device)).reasons.items() if reason is None
+        ),
+    )
+
+
+def _runs(op: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Whether the op's checks let the call pass and an implementation takes it."""
+    try:
+        return explain(op, **call).choice is not None
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _asking_for_a_gradient(call: dict[str, Any]) -> dict[str, Any]:
+    first = next(value for value in call.values() if isinstance(value, Tensor))
+    first.requires_grad_()
+    return call
+
+
+def _keywords(op: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(op).parameters)
