@@ -186,6 +186,17 @@ def test_a_character_is_printed_once_its_bytes_are_there(monkeypatch: pytest.Mon
     assert "a" in parts and "é" in parts and "𝔸" in parts
 
 
+def test_a_missing_package_is_named_before_anything_is_done(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocked = "import sys; sys.modules['matplotlib'] = None; from flashmix.train.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, "train", "--text", text, "--out", "run", *SMALL],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "matplotlib" in done.stderr and "pip install 'flashmix[train]'" in done.stderr
+    assert not Path("run").exists()
+
+
 def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train", "--learning-rat", "3"])

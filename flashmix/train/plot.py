@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from matplotlib.figure import Figure
+
 from flashmix.train.run_folder import RunFolder, written_whole
 
 
 def draw_loss_curve(folder: RunFolder) -> None:
     """Draws `loss.png`: bits per byte over steps, of each training step, their running mean, and held out."""
-    from matplotlib.figure import Figure
-
     rows = folder.read_metrics()
     steps = [row["step"] for row in rows if "loss" in row]
     bits = [row["bits_per_byte"] for row in rows if "loss" in row]
