@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashmix.ops.attention.dropout import dropout_factor
@@ -38,21 +37,33 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def to_row_blocks(x: Tensor, heads: int, rows: int, fill: float = 0.0) -> Tensor:
-    """`[B, T, HQ, D]` as contiguous `[B * heads, blocks, R * rows, D]`, the last block padded with `fill`."""
+def to_row_blocks(x: Tensor, heads: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """`[B, T, HQ, D]` as new memory `[B * heads, blocks, R * rows, D]`, the last block padded with zeros."""
     batch, tokens, heads_q, dim = x.shape
-    blocks = round_up(tokens, rows) // rows
-    if blocks * rows != tokens:
-        x = F.pad(x, (0, 0, 0, 0, 0, blocks * rows - tokens), value=fill)
-    x = x.reshape(batch, blocks, rows, heads, heads_q // heads, dim).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(batch * heads, blocks, heads_q // heads * rows, dim)
+    shape = (batch, heads, round_up(tokens, rows) // rows, heads_q // heads, rows, dim)
+    blocks = torch.empty(shape, dtype=dtype, device=x.device)
+    blocks[:, :, tokens // rows :].zero_()
+    for of_blocks, of_tokens in _same_elements(blocks, x):
+        of_blocks.copy_(of_tokens)
+    return blocks.view(batch * heads, shape[2], -1, dim)
 
 
-def from_row_blocks(x: Tensor, batch: int, tokens: int, rows: int) -> Tensor:
-    """The inverse of `to_row_blocks`."""
-    heads, blocks, dim = x.shape[0] // batch, x.shape[1], x.shape[3]
-    x = x.view(batch, heads, blocks, -1, rows, dim).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(batch, blocks * rows, -1, dim)[:, :tokens]
+def from_row_blocks_(x: Tensor, blocks: Tensor, heads: int, rows: int) -> None:
+    """Writes what `to_row_blocks` made back into `x` `[B, T, HQ, D]`."""
+    batch, _, heads_q, dim = x.shape
+    for of_blocks, of_tokens in _same_elements(blocks.view(batch, heads, -1, heads_q // heads, rows, dim), x):
+        of_tokens.copy_(of_blocks)
+
+
+def _same_elements(blocks: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The full blocks and the last one of `[B, H, blocks, R, rows, D]`, each with the same view of `[B, T, HQ, D]`."""
+    heads, rows = blocks.shape[1], blocks.shape[4]
+    full = x.shape[1] // rows
+    by_head = x.unflatten(2, (heads, x.shape[2] // heads))
+    if full:
+        yield blocks[:, :, :full].permute(0, 2, 4, 1, 3, 5), by_head[:, : full * rows].unflatten(1, (full, rows))
+    if rest := x.shape[1] - full * rows:
+        yield blocks[:, :, full, :, :rest].permute(0, 3, 1, 2, 4), by_head[:, full * rows :]
 
 
 def to_keys(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -96,7 +107,7 @@ class Workspace:
 class Tiles:
     """The tiles of sequences that all have `tokens_q` queries and `tokens_k` keys, and their scores.
 
-    `q [B * H, blocks, R * rows, K]` is scaled already (see `scaled_q`), `k [B * H, padded keys, K]`.
+    `q [B * H, blocks, R * rows, K]` is multiplied with `scale` and `units_of_products`, `k [B * H, padded keys, K]`.
     """
 
     q: Tensor
@@ -147,7 +158,7 @@ class Tiles:
         return x.view(x.shape[0], self.group, self.rows, x.shape[2])
 
     def softcap_(self, products: Tensor) -> Tensor:
-        """`tanh(scores / softcap)` in place; `scaled_q` made the products `2 scores / softcap`.
+        """`tanh(scores / softcap)` in place; `units_of_products` made the products `2 scores / softcap`.
 
         `tanh x = (e^{2x} - 1) / (e^{2x} + 1)`: expm1 keeps small scores exact and takes a third of the time of tanh.
         """
@@ -224,10 +235,9 @@ class Tiles:
             scores[..., near:].add_((rows - keys[..., near:]).to(scores.dtype))
 
 
-def scaled_q(q: Tensor, score: Score, dtype: torch.dtype) -> Tensor:
-    """q with the factor of the scores: in log 2, or `2 / softcap` for `Tiles.softcap_`."""
-    factor = LOG2_E if score.softcap is None else 2 / score.softcap
-    return q.to(dtype) * (score.scale * factor)
+def units_of_products(score: Score) -> float:
+    """What q is multiplied with beside `scale`: to have scores in log 2, or `2 scores / softcap` for `Tiles.softcap_`."""
+    return LOG2_E if score.softcap is None else 2 / score.softcap
 
 
 def decay_sums(log_decay: Tensor, tokens_q: int, heads: int, rows: int) -> tuple[Tensor, Tensor]:

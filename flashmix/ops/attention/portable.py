@@ -29,11 +29,11 @@ from flashmix.ops.attention.blocks import (
     Tiles,
     Workspace,
     decay_sums,
-    from_row_blocks,
+    from_row_blocks_,
     rows_per_block,
-    scaled_q,
     to_keys,
     to_row_blocks,
+    units_of_products,
 )
 from flashmix.ops.attention.problem import Score
 
@@ -60,11 +60,11 @@ def forward(
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
         tiles = _tiles(q, k, features, part, score, workspace)
-        tops, totals = (to_row_blocks(x[:, of_q, :, None], k.shape[2], tiles.rows) for x in (top, total))
-        mixed = _attend(tiles, to_keys(v[:, of_k], tiles.rows, dtype), tops, totals)
-        o[:, of_q] = from_row_blocks(mixed, batch, tiles.tokens_q, tiles.rows)
-        top[:, of_q] = from_row_blocks(tops, batch, tiles.tokens_q, tiles.rows)[..., 0]
-        total[:, of_q] = from_row_blocks(totals, batch, tiles.tokens_q, tiles.rows)[..., 0]
+        heads, rows = k.shape[2], tiles.rows
+        tops, totals = (to_row_blocks(x[:, of_q, :, None], heads, rows, dtype) for x in (top, total))
+        mixed = _attend(tiles, to_keys(v[:, of_k], rows, dtype), tops, totals)
+        for x, blocks in ((o, mixed), (top[..., None], tops), (total[..., None], totals)):
+            from_row_blocks_(x[:, of_q], blocks, heads, rows)
     # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
     lse = (top / LOG2_E + (total - 1).log1p_()).transpose(1, 2).contiguous()
     return o, lse if boundaries[0] is None else lse[0].clone(), [top, total]
@@ -86,12 +86,12 @@ def backward(
     dtype = _compute_dtype(q)
     sink, slopes, log_decay, _ = features
     top, total = kept
-    d_o = torch.zeros_like(o, dtype=dtype) if d_o is None else d_o.to(dtype)
-    delta = torch.einsum("bthd,bthd->bth", d_o, o.to(dtype))
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    delta = torch.einsum("bthd,bthd->bth", d_o.to(dtype), o.to(dtype))
     if d_lse is not None:
         delta = delta - (d_lse if d_lse.dim() == 3 else d_lse[None]).transpose(1, 2)
     share = total.reciprocal().masked_fill_(total == 0, 0)
-    d_o, delta = d_o * share[..., None], delta * share
+    delta = delta * share
 
     d_q, d_k, d_v = (_new_like(x, boundaries, x.shape, min(q.shape[1], k.shape[1])) for x in (q, k, v))
     d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
@@ -100,10 +100,11 @@ def backward(
     for part in _parts(q, k, boundaries):
         of_q, of_k = part
         tiles = _tiles(q, k, features, part, score, workspace)
-        rows = [to_row_blocks(x[:, of_q], k.shape[2], tiles.rows) for x in (d_o, top[..., None], delta[..., None])]
-        sums = _Gradients(tiles, to_keys(v[:, of_k], tiles.rows, dtype), *rows)
+        rows = [d_o, *(x[..., None] for x in (share, top, delta))]
+        rows = [to_row_blocks(x[:, of_q], k.shape[2], tiles.rows, dtype) for x in rows]
+        sums = _Gradients(tiles, to_keys(v[:, of_k], tiles.rows, dtype), rows[0].mul_(rows[1]), *rows[2:])
         sums.add_all(slopes is not None, log_decay is not None)
-        d_q[:, of_q], d_k[:, of_k], d_v[:, of_k] = sums.of_qkv(q.shape[0])
+        sums.write_qkv(d_q[:, of_q], d_k[:, of_k], d_v[:, of_k])
         if d_slopes is not None:
             d_slopes += sums.d_slopes.view(q.shape[0], -1).sum(0)
         if d_decay is not None:
@@ -147,7 +148,7 @@ def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, w
     tokens_q, tokens_k = of_q.stop - of_q.start, of_k.stop - of_k.start
     rows = rows_per_block(tokens_q, tokens_k)
     tiles = Tiles(
-        q=to_row_blocks(scaled_q(q[:, of_q], score, dtype), heads, rows),
+        q=to_row_blocks(q[:, of_q], heads, rows, dtype).mul_(score.scale * units_of_products(score)),
         k=to_keys(k[:, of_k], rows, dtype),
         tokens_q=tokens_q,
         tokens_k=tokens_k,
@@ -259,14 +260,13 @@ class _Gradients:
         self.d_scores_of_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows].add_(by_head.sum(3))
         self.d_scores_of_keys[tile.heads, :, tile.keys].add_(by_head.sum(2))
 
-    def of_qkv(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v as `[B, T, H, D]`."""
-        tiles, score = self.tiles, self.tiles.score
-        d_q = from_row_blocks(self.d_q, batch, tiles.tokens_q, tiles.rows) * score.scale
-        # the sums used q scaled by `scaled_q`, whose factor beside `scale` has to go
-        d_k = self.d_k / (LOG2_E if score.softcap is None else 2 / score.softcap)
-        d_k, d_v = (x.view(batch, -1, *x.shape[1:])[..., : tiles.tokens_k].permute(0, 3, 1, 2) for x in (d_k, self.d_v))
-        return d_q, d_k, d_v
+    def write_qkv(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+        """Writes the gradients of q, k, v into `[B, T, H, D]`."""
+        tiles, (batch, tokens_k, heads, _) = self.tiles, d_k.shape
+        from_row_blocks_(d_q, self.d_q.mul_(tiles.score.scale), heads, tiles.rows)
+        self.d_k.div_(units_of_products(tiles.score))  # which are in `tiles.q`, beside `scale`
+        for target, found in ((d_k, self.d_k), (d_v, self.d_v)):
+            target.copy_(found.unflatten(0, (batch, heads))[..., :tokens_k].permute(0, 3, 1, 2))
 
     def of_decay(self, batch: int) -> Tensor:
         """The gradient of `log_decay` `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""
