@@ -87,3 +87,25 @@ def assert_rows_do_not_meet(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
             assert_same_bits(f"rows {rows}, {tokens} tokens", y_part, y[rows, :tokens])
             assert_same_bits(f"gradient, rows {rows}, {tokens} tokens", d_part, d_whole[rows, :tokens])
     assert_same_bits("again", op(x), y)
+
+
+def assert_repeats(op: Op, *inputs: Tensor) -> None:
+    """Outputs and gradients have the same bits every time."""
+    first = results(op, inputs)
+    for _ in range(3):
+        for kind, again, before in zip(("output", "gradient"), results(op, inputs), first, strict=True):
+            for index, (have, want) in enumerate(zip(again, before, strict=True)):
+                assert_same_bits(f"{kind} {index} again", have, want)
+
+
+def saved_bytes(op: Op, *inputs: Tensor) -> int:
+    """What autograd keeps for the backward of `op(*inputs)`."""
+    kept: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        op(*(value.detach().requires_grad_() for value in inputs))
+    return sum(kept.values())

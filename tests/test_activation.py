@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, random
-from torch import Tensor
+from rowwise_cases import (
+    DTYPES,
+    assert_compiles,
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    random,
+    saved_bytes,
+)
 
 from flashmix import explain
 from flashmix.ops import rowwise_definitions as definitions
@@ -33,6 +40,7 @@ def test_gated_keeps_the_laws(activation: str) -> None:
     assert torch.autograd.gradcheck(lambda g, u: gated(g, u, activation), inputs)
     assert torch.autograd.gradgradcheck(lambda g, u: gated(g, u, activation), inputs)
     assert_compiles(lambda g, u: gated(g, u, activation), *(value.detach() for value in inputs))
+    assert_repeats(lambda g, u: gated(g, u, activation), random(300, 41), random(300, 41, seed=1))
     assert_rows_do_not_meet(lambda x: gated(x, x * 0.5, activation), random(3, 1003, 7))
 
 
@@ -74,19 +82,6 @@ def test_swiglu_takes_strided_inputs() -> None:
     both = random(4, 6, 32)
     gate, up = both.chunk(2, dim=-1)
     torch.testing.assert_close(swiglu(gate, up), swiglu(gate.contiguous(), up.contiguous()), rtol=0, atol=0)
-
-
-def saved_bytes(op, *inputs: Tensor) -> int:  # type: ignore[no-untyped-def]
-    """What autograd keeps for the backward of `op(*inputs)`."""
-    kept: dict[int, int] = {}
-
-    def pack(value: Tensor) -> Tensor:
-        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        op(*inputs)
-    return sum(kept.values())
 
 
 def test_swiglu_keeps_its_inputs_only() -> None:

@@ -9,7 +9,14 @@ from functools import partial
 
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, random
+from rowwise_cases import (
+    DTYPES,
+    assert_compiles,
+    assert_matches,
+    assert_same_bits,
+    random,
+    saved_bytes,
+)
 from torch import Tensor
 
 from flashmix.ops import _head
@@ -202,6 +209,14 @@ def test_same_bits_again_and_through_a_checkpoint() -> None:
     for a, b, c in zip(first, again, kept, strict=True):
         assert_same_bits("again", b, a)
         assert_same_bits("checkpoint", c, a)
+
+
+def test_the_backward_keeps_inputs_and_a_number_a_token() -> None:
+    logits, hidden, weight = random(10, 512), random(10, 64), random(512, 64)
+    token = 10 * 8 + 10 * 4  # the target and the log-sum-exp
+    assert saved_bytes(lambda z: cross_entropy(z, TARGET.flatten(), reduction="sum"), logits) == 10 * 512 * 4 + token
+    head = saved_bytes(lambda h, w: linear_cross_entropy(h, w, TARGET.flatten(), reduction="sum"), hidden, weight)
+    assert head == (10 + 512) * 64 * 4 + token
 
 
 PEAK = """

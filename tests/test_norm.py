@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, random
+from rowwise_cases import (
+    DTYPES,
+    assert_compiles,
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    random,
+    results,
+    saved_bytes,
+)
 
 from flashmix.ops import rowwise_definitions as definitions
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
@@ -134,6 +143,31 @@ def test_rows_are_their_own(channels: int) -> None:
     assert_rows_do_not_meet(lambda x: rms_norm(x, weight, gate=x * 0.5), x)
     assert_rows_do_not_meet(lambda x: layer_norm(x, weight, weight), x)
     assert_rows_do_not_meet(lambda x: group_norm(x, 1, weight, weight, gate=x * 0.5), x)
+
+
+def test_same_bits_again() -> None:
+    x, gate, weight = random(300, 41), random(300, 41, seed=1), random(41, seed=2)
+    assert_repeats(l2_norm, x)
+    assert_repeats(lambda x, w, g: rms_norm(x, w, gate=g, residual=g, return_residual=True), x, weight, gate)
+    assert_repeats(lambda x, w, g: layer_norm(x, w, w, gate=g), x, weight, gate)
+
+
+def test_the_backward_keeps_inputs_and_a_number_a_row() -> None:
+    x, gate, weight = random(64, 32), random(64, 32, seed=1), random(32, seed=2)
+    inputs, row = 64 * 32 * 4, 64 * 4
+    assert saved_bytes(l2_norm, x) == inputs + row
+    assert saved_bytes(rms_norm, x, weight) == inputs + row + 32 * 4
+    assert saved_bytes(lambda x, w, g: rms_norm(x, w, gate=g), x, weight, gate) == 2 * inputs + row + 32 * 4
+    assert saved_bytes(lambda x, w, g: layer_norm(x, w, gate=g), x, weight, gate) == 2 * inputs + 2 * row + 32 * 4
+    residual = saved_bytes(lambda x, w, r: rms_norm(x, w, residual=r, return_residual=True), x, weight, gate)
+    assert residual == inputs + row + 32 * 4
+
+
+def test_gradients_have_the_dtypes_of_their_inputs() -> None:
+    x, gate, weight = random(4, 8, dtype=torch.bfloat16), random(4, 8, seed=1), random(8, dtype=torch.float64, seed=2)
+    for op in (rms_norm, layer_norm):
+        (y,), grads = results(lambda x, w, g: op(x, w, gate=g), (x, weight, gate))  # noqa: B023
+        assert [t.dtype for t in (y, *grads)] == [torch.bfloat16, torch.bfloat16, torch.float64, torch.float32]
 
 
 def test_strided_inputs() -> None:

@@ -6,7 +6,16 @@ import math
 
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import (
+    DTYPES,
+    assert_compiles,
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    assert_same_bits,
+    random,
+    saved_bytes,
+)
 from torch import Tensor
 
 from flashmix import Packing
@@ -210,6 +219,12 @@ def test_tokens_are_their_own(channels: int) -> None:
     cos, sin = rotary_table(403, channels)
     assert_rows_do_not_meet(lambda x: rotary(x, cos, sin), random(3, 403, 3, channels))
     assert_rows_do_not_meet(lambda x: rotary(x, cos, sin, interleaved=True), random(3, 403, 3, channels))
+    assert_repeats(lambda x: rotary(x, cos, sin), random(3, 403, 3, channels))
+
+
+def test_the_backward_keeps_cosines_and_sines_only() -> None:
+    cos, sin = rotary_table(64, 32)
+    assert saved_bytes(lambda x: rotary(x, cos, sin), random(2, 64, 3, 32)) == 2 * 64 * 16 * 4
 
 
 def test_strided_inputs() -> None:

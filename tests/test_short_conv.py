@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import (
+    DTYPES,
+    assert_compiles,
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    assert_same_bits,
+    random,
+    results,
+    saved_bytes,
+)
 
 from flashmix import Packing
 from flashmix.ops import rowwise_definitions as definitions
@@ -119,6 +129,24 @@ def test_compiles() -> None:
 def test_sequences_are_their_own(channels: int) -> None:
     weight = random(channels, 4, seed=1)
     assert_rows_do_not_meet(lambda x: short_conv(x, weight)[0], random(3, 403, channels))
+
+
+def test_same_bits_again() -> None:
+    packing = Packing.from_lengths([100, 0, 3, 200])
+    inputs = random(1, 303, 41), random(41, 4, seed=1), random(41, seed=2), random(4, 3, 41, seed=3)
+    assert_repeats(
+        lambda x, w, b, s: short_conv(x, w, b, initial_state=s, return_state=True, cu_seqlens=packing), *inputs
+    )
+
+
+def test_the_backward_keeps_inputs_only() -> None:
+    assert saved_bytes(lambda x, w: short_conv(x, w)[0], random(1, 64, 32), random(32, 4)) == (64 + 4) * 32 * 4
+
+
+def test_gradients_have_the_dtypes_of_their_inputs() -> None:
+    x, state, weight = random(1, 6, 4, dtype=torch.bfloat16), random(1, 3, 4, dtype=torch.bfloat16), random(4, 4)
+    outputs, grads = results(lambda x, w, s: short_conv(x, w, initial_state=s, return_state=True), (x, weight, state))
+    assert [t.dtype for t in (*outputs, *grads)] == [torch.bfloat16] * 3 + [torch.float32, torch.bfloat16]
 
 
 def test_strided_inputs() -> None:
