@@ -202,13 +202,15 @@ def test_output_projections_are_smaller_in_deeper_models() -> None:
 def test_tied_untied_and_capped_heads() -> None:
     tokens = some_tokens(1, 5)
     layers = [LayerConfig("gla", {"heads": 2})]
-    tied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers))
-    untied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, tied=False))
+    tied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, tied=True))
+    untied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers))
     assert tied.head.weight is tied.embedding.weight
     assert untied.head.weight is not untied.embedding.weight
+    for model in (tied, untied):
+        assert 0.04 < model(tokens).std() < 0.16, "0.02 sqrt(width): near the uniform distribution"
     torch.manual_seed(0)
     capped = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, logit_softcap=0.1)).double()
-    nn.init.normal_(capped.embedding.weight)
+    nn.init.normal_(capped.head.weight)
     logits = capped(tokens)
     assert logits.abs().max() <= 0.1
     assert_same(capped(tokens, targets=tokens), cross_entropy(logits[0], tokens[0]))

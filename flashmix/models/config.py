@@ -94,7 +94,7 @@ class DecoderConfig:
     width: int
     layers: Sequence[LayerConfig]
     mlp_width: int | None = None
-    tied: bool = True
+    tied: bool = False
     norm_eps: float = 1e-6
     logit_softcap: float | None = None
 
