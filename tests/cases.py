@@ -50,7 +50,7 @@ def _cases() -> list[Case]:
     for case in some:
         n = case.name
         found += [replace(case, name=f"{n}-T{T}", T=T) for T in (0, 1, 2, 31, 32, 33, 63, 64, 65, 129)]
-        found += [replace(case, name=f"{n}-K{K}V{V}", K=K, V=V, T=40) for K, V in ((7, 24), (100, 3), (8, 200))]
+        found += [replace(case, name=f"{n}-K{K}V{V}", K=K, V=V, T=40) for K, V in ((7, 24), (100, 3), (8, 72))]
         found += [replace(case, name=f"{n}-K1V1", K=1, V=1, T=40, B=4, H=8, HV=8)]
         found += [replace(case, name=f"{n}-grouped", H=2, HV=6), replace(case, name=f"{n}-stateless", states=False)]
         packed = replace(case, name=f"{n}-packed", B=1, T=237, H=1, lengths=(5, 0, 64, 65, 1, 0, 33, 69, 0))

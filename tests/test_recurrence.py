@@ -66,7 +66,7 @@ def test_half_precision_is_within_budget(case, dtype, impl):
         assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype))
 
 
-@named(CASES)
+@named(BASE + [case for case in CASES if case.name.endswith(("resets", "decay-20", "packed"))])
 def test_float64_is_as_much_better_as_its_dtype(case):
     inputs = make_inputs(case, torch.float64)
     exact, plain = references(case, inputs)
@@ -254,7 +254,7 @@ def test_autocast_lowers_the_operands_and_keeps_gates_and_states():
     case = Case("", "delta", "token")
     inputs = make_inputs(case, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = evaluate(run_op, case, inputs)
+        got = evaluate(run_op, case, inputs, dtype=torch.bfloat16)
     lowered = {n: t.bfloat16() if n in ("q", "k", "v") else t for n, t in inputs.items()}
     expected = evaluate(run_op, case, lowered)
     assert got["o"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32

@@ -59,11 +59,12 @@ def _chunked_forward(
     C, dtype = layout.C, _dtype(problem)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     S = layout.first_state(x.initial_state, dtype)
-    kept = [S.new_empty(shape) for shape in _kept_shapes(problem)] if save else []
+    shapes = _kept_shapes(problem)
+    kept = [S.new_empty(shape) for shape in shapes] if save else []
     for slab in layout.slabs():
         tiles = load_tiles(problem, layout, slab, x, scale, dtype)
         decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
-        A = decay.pairs(tiles.X, tiles.Y)
+        A = decay.pairs(tiles.X, tiles.Y, kept[1][slab.chunks] if save else S.new_empty(slab.count, *shapes[1][1:]))
         T = transform_forward(A[:, C:, -C:]) if problem.rule.corrected else None
         Y = first_reading(problem, tiles, A)
         states = kept[0][slab.chunks] if save else None
@@ -71,11 +72,11 @@ def _chunked_forward(
         state_forward(layout, slab, S, decay.total, rows, columns, T, Y, tiles.W, states)
         out = Y[:, :C]
         if T is not None:
-            out = torch.bmm(A[:, :C, -C:], tiles.W[:, -C:]).add_(out)
+            nu = tiles.W[:, -C:]
+            out = torch.bmm(A[:, :C, -C:], nu).add_(out)
+            if save:
+                kept[2][slab.chunks], kept[3][slab.chunks] = nu, T
         layout.store(out, slab, o)
-        for residual, value in zip(kept[1:], (A, tiles.W[:, -C:], T), strict=False):
-            if value is not None:
-                residual[slab.chunks] = value
     for residual in kept:  # a pack may have fewer chunks than its sizes allow
         residual[layout.chunks :] = 0
     return o, layout.last_state(S), kept
@@ -98,23 +99,23 @@ def backward(
         decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
         rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
         states, A, *corrected = (kept[slab.chunks] for kept in residuals)
-        nu, T = corrected if corrected else (None, None)
-        dY = torch.empty(slab.count, A.shape[1], problem.V, dtype=dtype, device=problem.device)
-        layout.load(do, slab, dY[:, :C])
-        dnu = None
-        if nu is not None:
-            tiles.W[:, -C:] = nu
-            dnu = A[:, :C, -C:].mT @ dY[:, :C]
+        dreading = torch.empty(slab.count, A.shape[1], problem.V, dtype=dtype, device=problem.device)
+        layout.load(do, slab, dreading[:, :C])
+        T = dnu = None
+        if corrected:
+            tiles.W[:, -C:], T = corrected
+            dnu = A[:, :C, -C:].mT @ dreading[:, :C]
         dstates = torch.empty_like(states)
-        state_backward(layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dY, dnu, dstates)
+        state_backward(
+            layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dreading, dnu, dstates
+        )
         dv = None
         if problem.rule.raw:
-            dv = torch.bmm(A[:, :, :C].mT, dY).baddbmm_(columns[:, 0], dstates)
-        dX = decay.rows_backward(rows, (dY @ states.mT).view(rows.shape))
-        dY_keys = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
+            dv = torch.bmm(A[:, :, :C].mT, dreading).baddbmm_(columns[:, 0], dstates)
+        dX = decay.rows_backward(rows, (dreading @ states.mT).view(rows.shape))
+        dY = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
         decay.total_backward(states, dstates)
-        for total, part in zip((dX, dY_keys), decay.pairs_backward(tiles.X, tiles.Y, A, dY @ tiles.W.mT), strict=True):
-            total.add_(part)
-        dR = dY[:, -C:] if problem.rule.corrected else None
-        grads.store(layout, slab, tiles, dX, dY_keys, dv, dR, decay.finish(), scale)
+        decay.pairs_backward(tiles.X, tiles.Y, A, dreading @ tiles.W.mT, dX, dY)
+        dR = dreading[:, -C:] if corrected else None
+        grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)
     return grads.finish(x, layout.last_state(dS))

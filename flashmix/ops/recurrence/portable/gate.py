@@ -42,10 +42,8 @@ class NoDecay:
     """No gate: every factor is 1, pairs are masked."""
 
     def __init__(self, rows: tuple[Row, ...], like: Tensor) -> None:
-        C = like.shape[-2]
         self.total = like.new_ones(1, 1, 1)
-        masks = [like.new_ones(C, C).tril_(0 if row.diagonal else -1) for row in rows]
-        self._pair = torch.stack(masks)[None, :, :, None]  # [1, R, C, 1, C]
+        self._kinds = rows
 
     def rows(self, X: Tensor) -> Tensor:
         return X
@@ -53,8 +51,14 @@ class NoDecay:
     def columns(self, Y: Tensor) -> Tensor:
         return Y
 
-    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
-        return _masked(X.flatten(1, 2) @ Y.flatten(1, 2).mT, self._pair)
+    def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
+        torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
+        return self._mask(out, X.shape[2])
+
+    def _mask(self, A: Tensor, C: int) -> Tensor:
+        for r, kind in enumerate(self._kinds):
+            A[:, r * C : (r + 1) * C].unflatten(2, (-1, C)).transpose(1, 2).tril_(0 if kind.diagonal else -1)
+        return A
 
     def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
         return drows
@@ -62,9 +66,8 @@ class NoDecay:
     def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
         return dcolumns
 
-    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
-        dA = _masked(dA, self._pair)
-        return (dA @ Y.flatten(1, 2)).view(X.shape), (dA.mT @ X.flatten(1, 2)).view(Y.shape)
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
+        _product_backward(X, Y, self._mask(dA, X.shape[2]), dX, dY)
 
     def total_backward(self, S: Tensor, dS: Tensor) -> None:
         pass
@@ -76,7 +79,7 @@ class NoDecay:
 class _Gated:
     """What both gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
 
-    _row: Tensor  # [chunks, R, C, K or 1]
+    _row: Tensor  # [chunks, R (1 if all rows read alike), C, K or 1]
     _column: Tensor  # [chunks, 1, C, K or 1]
     total: Tensor
 
@@ -105,11 +108,11 @@ class _Gated:
         product = self._per_gate(rows * drows)
         for r, kind in enumerate(self._kinds):
             _add_rows(self._dprefix, product[:, r], kind)
-        return drows * self._row
+        return drows.mul_(self._row)
 
     def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
         self._dsuffix += self._per_gate(columns * dcolumns).sum(1)
-        return dcolumns * self._column
+        return dcolumns.mul_(self._column)
 
     def finish(self) -> Tensor:
         """The gradient of the log decay, like its tile."""
@@ -122,40 +125,48 @@ class TokenDecay(_Gated):
     def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
         super().__init__(decay, rows)
         chunks, C = decay.shape
-        between = decay.new_zeros(chunks, C, C)  # e^{G_i - G_j} on and below the diagonal
+        self._between = between = decay.new_zeros(chunks, C, C)  # e^{G_i - G_j} on and below the diagonal
         between.diagonal(dim1=1, dim2=2).fill_(1)
 
         def fill(h: int, upper: Tensor, lower: Tensor) -> None:
             torch.mul(upper.unsqueeze(-1), lower.unsqueeze(-2), out=_blocks(between, h))
 
         prefix, suffix = _sweep(decay, fill)
-        self._row = torch.stack([_before(prefix) if kind.exclusive else prefix for kind in rows], 1).unsqueeze(-1)
+        self._row = torch.stack(_row_factors(prefix, rows), 1).unsqueeze(-1)
         self._column = suffix[:, None, :, None]
         self.total = prefix[:, -1:, None]
-        pair = torch.zeros_like(between).unsqueeze(1).repeat(1, len(rows), 1, 1)
-        for r, kind in enumerate(rows):
-            if kind.exclusive:  # the row above, which ends with a zero on this row's diagonal
-                pair[:, r, 1:] = between[:, :-1]
-            else:
-                pair[:, r] = between
-            if not kind.diagonal:
-                pair[:, r].diagonal(dim1=1, dim2=2).zero_()
-        self._pair = pair.unsqueeze(3)  # [chunks, R, C, 1, C]
 
     def _per_gate(self, x: Tensor) -> Tensor:
         return x.sum(-1)
 
-    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
-        return _masked(X.flatten(1, 2) @ Y.flatten(1, 2).mT, self._pair)
+    def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
+        torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
+        return self._decay(out)
 
-    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
-        chunks, R, C, _ = X.shape
-        P = (dA * A).view(chunks, R, C, Y.shape[1], C).sum(3)
-        self._dbetween = torch.zeros_like(P[:, 0])  # of log e^{G_i - G_j}
+    def _decay(self, A: Tensor) -> Tensor:
+        """`A` `[chunks, R * C, S * C]` times the decay of each pair, 0 where a row does not see a column; in place."""
+        C = self._between.shape[-1]
+        A = A.unflatten(2, (-1, C))
+        between = self._between.unsqueeze(2)
         for r, kind in enumerate(self._kinds):
-            _add_rows(self._dbetween, P[:, r], kind)
-        dA = _masked(dA, self._pair)
-        return (dA @ Y.flatten(1, 2)).view(X.shape), (dA.mT @ X.flatten(1, 2)).view(Y.shape)
+            rows = A[:, r * C : (r + 1) * C]
+            if kind.exclusive:  # the decay of the row above, which ends on its own diagonal
+                rows[:, 1:] *= between[:, :-1]
+                rows[:, 0] = 0
+            else:
+                rows *= between
+                if not kind.diagonal:
+                    rows.diagonal(dim1=1, dim2=3).zero_()
+        return A.flatten(2)
+
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
+        C = X.shape[2]
+        self._dbetween = torch.zeros_like(self._between)  # of log e^{G_i - G_j}
+        P = (dA * A).unflatten(2, (-1, C))
+        for r, kind in enumerate(self._kinds):
+            for s in range(P.shape[2]):
+                _add_rows(self._dbetween, P[:, r * C : (r + 1) * C, s], kind)
+        _product_backward(X, Y, self._decay(dA), dX, dY)
 
     def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
         block = _blocks(self._dbetween, h)
@@ -175,56 +186,51 @@ class ChannelDecay(_Gated):
         super().__init__(decay, rows)
         self._levels: list[
             tuple[int, list[Tensor], Tensor]
-        ] = []  # h, row factors a kind, column factor: [chunks, C / 2h, h, K]
+        ] = []  # h, row factors, column factor: [chunks, C / 2h, h, K]
 
         def keep(h: int, upper: Tensor, lower: Tensor) -> None:
-            self._levels.append((h, self._row_factors(upper), lower.clone()))
+            factors = _row_factors(upper, rows)  # upper is overwritten by the next level
+            self._levels.append((h, [f.clone() if f is upper else f for f in factors], lower.clone()))
 
         prefix, suffix = _sweep(decay, keep)
-        self._row = torch.stack(self._row_factors(prefix), 1)
+        self._row = torch.stack(_row_factors(prefix, rows), 1)
         self._column = suffix.unsqueeze(1)
         self.total = prefix[:, -1].unsqueeze(-1)
-
-    def _row_factors(self, prefix: Tensor) -> list[Tensor]:
-        """The factors of a half or chunk `[..., h, K]` for each row kind, in memory of their own."""
-        plain = None if all(kind.exclusive for kind in self._kinds) else prefix.clone()
-        before = _before(prefix) if any(kind.exclusive for kind in self._kinds) else None
-        return [before if kind.exclusive else plain for kind in self._kinds]  # type: ignore[misc]
 
     def _per_gate(self, x: Tensor) -> Tensor:
         return x
 
-    def pairs(self, X: Tensor, Y: Tensor) -> Tensor:
+    def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         chunks, R, C, _ = X.shape
         S = Y.shape[1]
-        A = X.new_zeros(chunks, R, C, S, C)
+        A = out.zero_().view(chunks, R, C, S, C)
         for r, kind in enumerate(self._kinds):
             if kind.diagonal:
                 A[:, r].diagonal(dim1=1, dim2=3).copy_((X[:, r, None] * Y).sum(-1))
         for h, row, column in self._levels:
             lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
             for r in range(R):
-                upper = _halves(X[:, r], h, 1) * row[r]
+                upper = _halves(X[:, r], h, 1) * row[min(r, len(row) - 1)]
                 for s in range(S):
                     _blocks(A[:, r, :, s], h).copy_(_product(upper, lower[s]).view(chunks, -1, h, h))
-        return A.view(chunks, R * C, S * C)
+        return out
 
-    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor) -> tuple[Tensor, Tensor]:
+    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         chunks, R, C, _ = X.shape
         S = Y.shape[1]
         dA = dA.view(chunks, R, C, S, C)
-        dX, dY = torch.zeros_like(X), torch.zeros_like(Y)
         self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
         for h, row, column in self._levels:
             dupper, dlower = torch.zeros_like(column), torch.zeros_like(column)
             lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
             for r, kind in enumerate(self._kinds):
-                upper = _halves(X[:, r], h, 1) * row[r]
+                factor = row[min(r, len(row) - 1)]
+                upper = _halves(X[:, r], h, 1) * factor
                 for s in range(S):
                     block = _blocks(dA[:, r, :, s], h).reshape(-1, h, h)
                     dx = _apply(block, lower[s]).view(column.shape)
                     dy = _apply(block.mT, upper).view(column.shape)
-                    _halves(dX[:, r], h, 1).addcmul_(dx, row[r])
+                    _halves(dX[:, r], h, 1).addcmul_(dx, factor)
                     _halves(dY[:, s], h, 0).addcmul_(dy, column)
                     _add_rows(dupper, upper * dx, kind)
                     dlower.addcmul_(lower[s], dy)
@@ -234,7 +240,6 @@ class ChannelDecay(_Gated):
                 d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
                 dX[:, r] += (d * Y).sum(1)
                 dY.addcmul_(d, X[:, r, None])
-        return dX, dY
 
     def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
         level = self._dlevels[h]
@@ -292,20 +297,21 @@ def _add_rows(total: Tensor, rows: Tensor, kind: Row) -> None:
         total += rows
 
 
-def _before(prefix: Tensor) -> Tensor:
-    """The factors `[chunks, (blocks,) h, ...]` of the tokens before, 1 for the first of each half or chunk."""
-    dim = 1 if prefix.dim() < 4 else 2
-    shifted = torch.ones_like(prefix)
-    n = prefix.shape[dim] - 1
-    shifted.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
-    return shifted
+def _row_factors(prefix: Tensor, kinds: tuple[Row, ...]) -> list[Tensor]:
+    """The factors of rows from those of tokens `[chunks, (blocks,) h, ...]`: one for each kind, or one for all if they read alike."""
+    before = None
+    if any(kind.exclusive for kind in kinds):
+        dim = 1 if prefix.dim() < 4 else 2
+        before, n = torch.ones_like(prefix), prefix.shape[dim] - 1
+        before.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
+    found = [prefix if before is None or not kind.exclusive else before for kind in kinds]
+    return found[:1] if all(f is found[0] for f in found) else found
 
 
-def _masked(A: Tensor, pair: Tensor) -> Tensor:
-    """`A` `[chunks, R * C, S * C]` times the pair decay `[chunks or 1, R, C, 1, C]`, in place."""
-    _, R, C, _, _ = pair.shape
-    A.view(A.shape[0], R, C, -1, C).mul_(pair)
-    return A
+def _product_backward(X: Tensor, Y: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
+    """Adds to `dX, dY` what reaches the factors of `X Y^T`."""
+    dX.flatten(1, 2).baddbmm_(dA, Y.flatten(1, 2))
+    dY.flatten(1, 2).baddbmm_(dA.mT, X.flatten(1, 2))
 
 
 def _halves(x: Tensor, h: int, which: int) -> Tensor:

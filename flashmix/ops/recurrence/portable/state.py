@@ -37,11 +37,11 @@ def state_forward(
 
 def state_backward(
     layout: Layout, slab: Slab, dS: Tensor, total: Tensor, rows: Tensor, columns: Tensor, T: Tensor | None,
-    dY: Tensor, dnu: Tensor | None, dstates: Tensor,
+    dreading: Tensor, dnu: Tensor | None, dstates: Tensor,
 ) -> None:  # fmt: skip
-    """Takes `dS` back over a slab, fills the last `C` rows of `dY` with `dR`, and `dstates` with the gradient of each chunk's last state.
+    """Takes `dS` back over a slab; fills the last `C` rows of `dreading` with `dR`, and `dstates` with the gradient each chunk ends with.
 
-    `dY` comes in holding `do` in its first `C` rows, `dnu` what reaches the corrected values within the chunk.
+    `dreading` comes in holding `do` in its first `C` rows, `dnu` what reaches the corrected values within the chunk.
     """
     C = layout.C
     for depth in range(slab.last - 1, slab.first - 1, -1):
@@ -50,6 +50,6 @@ def state_backward(
         dstates[at] = dS_now
         if T is not None and dnu is not None:
             dnu[at].baddbmm_(columns[at][:, -C:], dS_now)
-            dY[at][:, -C:] = T[at].mT @ dnu[at]
+            dreading[at][:, -C:] = T[at].mT @ dnu[at]
         dS_now.mul_(total[at] if len(total) > 1 else total)
-        dS_now.baddbmm_(rows[at].mT, dY[at])
+        dS_now.baddbmm_(rows[at].mT, dreading[at])
