@@ -1,0 +1,47 @@
+"""The one way benchmarks measure: medians of interleaved runs, the machine's own ceiling beside them, results as dated JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashmix._arch import cpu_name
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int = 3) -> dict[str, float]:
+    """Median milliseconds of each run. The runs take turns, so that what disturbs the machine disturbs all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warmup + repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return {name: sorted(values)[len(values) // 2] * 1e3 for name, values in times.items()}
+
+
+def matrix_product_rate(size: int = 2048) -> float:
+    """GFLOP/s of one large float32 matrix product: the ceiling of everything that is made of matrix products."""
+    x = torch.randn(size, size)
+    return 2 * size**3 / medians({"product": lambda: x @ x}, repeats=7)["product"] / 1e6
+
+
+def write_results(name: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
+    """Writes `<date>_<name>.json` with the rows and what they were measured on; written aside and renamed."""
+    folder = RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.date.today().isoformat()}_{name}.json"
+    about = {"machine": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"measured_on": about, "rows": rows}, indent=1) + "\n")
+    os.replace(partial, path)
+    return path
