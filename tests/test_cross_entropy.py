@@ -223,8 +223,9 @@ PEAK = """
 import resource, sys, torch
 from flashmix.ops.cross_entropy import linear_cross_entropy
 tokens, channels, vocabulary = map(int, sys.argv[1:])
-hidden, weight = torch.randn(tokens, channels, requires_grad=True), torch.randn(vocabulary, channels,
-requires_grad=True) target = torch.randint(vocabulary, (tokens,))
+hidden = torch.randn(tokens, channels, requires_grad=True)
+weight = torch.randn(vocabulary, channels, requires_grad=True)
+target = torch.randint(vocabulary, (tokens,))
 small = torch.randn(64, 64, requires_grad=True)
 linear_cross_entropy(small, small, target[:64] % 64).backward()  # what the first call of anything loads
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
