@@ -89,6 +89,18 @@ def test_gradcheck(rule, gate):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("impl", IMPLS)
+@named(BASE + [case for case in CASES if case.name.endswith(("resets", "packed"))])
+def test_on_a_gpu_within_budget(case, impl):
+    inputs = make_inputs(case, torch.float32)
+    exact, plain = references(case, inputs)
+    on_gpu = {name: t.cuda() for name, t in inputs.items()}
+    for name, got in evaluate(run_op, case, on_gpu, impl).items():
+        assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], plain[name])
+
+
 def same_bits(a, b, what):
     assert torch.equal(a, b), f"{what}: {(a != b).sum().item()} of {a.numel()} differ"
 
