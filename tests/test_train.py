@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import resource
@@ -231,6 +232,18 @@ def test_a_run_learns_and_leaves_everything_in_its_folder(small: TrainConfig, tm
     assert folder.loss_curve.read_bytes().startswith(b"\x89PNG")
     assert folder.read_config()["train"]["lr"] == 0.02
     assert not list(folder.path.glob("*.partial"))
+
+
+def test_the_default_settings_take_steps(tmp_path: Path) -> None:
+    source = Path(json.__file__).parent
+    config = TrainConfig(
+        text=(str(source),), device="cpu", threads=1, steps=2, held_out=0.2, eval_tokens=2048, warmup=0
+    )
+    trainer = runs.begin(config, RunFolder(tmp_path / "run"))
+    mixers = {layer.mixer: layer.options.get("window") for layer in trainer.model.config.layers}
+    assert set(mixers) == {"gated_deltanet", "attention"} and mixers["attention"] is not None
+    assert trainer.run()
+    assert losses(trainer.folder)[1] < losses(trainer.folder)[0]
 
 
 def test_held_out_loss_is_the_mean_over_the_held_out_tokens(small: TrainConfig, tmp_path: Path) -> None:
