@@ -185,6 +185,7 @@ def _check(
     check_shape("cache.page_table", cache.page_table, sequences, dims("cache.page_table", cache.page_table, "B P")[1])
     for name, tensor in (("cache.keys", cache.keys), ("cache.values", cache.values), ("k", k), ("v", v)):
         if tensor is not None:
+            check_tensor(name, tensor)
             check_like(name, tensor, "q", q)
     check_like("cache.page_table", cache.page_table, "q", q, dtype=False)
     check_like("cache.lengths", cache.lengths, "q", q, dtype=False)

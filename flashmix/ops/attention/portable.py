@@ -16,30 +16,16 @@ Packed sequences are walked one after the other; their boundaries are read on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flashmix.ops.attention.blocks import (
-    LOG2_E,
-    STRONGEST_DECAY,
-    Tile,
-    Tiles,
-    Workspace,
-    decay_sums,
-    from_row_blocks_,
-    rows_per_block,
-    to_keys,
-    to_row_blocks,
-    units_of_products,
-)
+from flashmix.ops.attention.blocks import parts, to_keys, to_row_blocks, write_row_blocks
 from flashmix.ops.attention.problem import Score
+from flashmix.ops.attention.tiles import LOG2_E, STRONGEST_DECAY, Features, Tile, Tiles, Workspace, units_of_products
 
-Features = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # sink, alibi_slopes, log_decay, seed
 Boundaries = tuple[Tensor | None, Tensor | None]
-Part = tuple[slice, slice]  # its tokens of q and of k
 
 
 def forward(
@@ -50,21 +36,20 @@ def forward(
     batch, tokens, heads_q, _ = q.shape
     o = _new_like(q, boundaries, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
     # the lowest number, not -inf: the difference of two of them is 0
-    top = torch.full((batch, tokens, heads_q), torch.finfo(dtype).min, dtype=dtype, device=q.device)
+    top = torch.full((batch, tokens, heads_q, 1), torch.finfo(dtype).min, dtype=dtype, device=q.device)
     total = torch.zeros_like(top)
     if features[0] is not None:
-        sink = features[0].to(dtype) * LOG2_E
+        sink = features[0].to(dtype)[:, None] * LOG2_E
         top = top.maximum(sink)
         total = torch.exp2(sink - top)
     workspace = Workspace()
-    for part in _parts(q, k, boundaries):
-        of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score, workspace)
-        heads, rows = k.shape[2], tiles.rows
-        tops, totals = (to_row_blocks(x[:, of_q, :, None], heads, rows, dtype) for x in (top, total))
-        mixed = _attend(tiles, to_keys(v[:, of_k], rows, dtype), tops, totals)
-        for x, blocks in ((o, mixed), (top[..., None], tops), (total[..., None], totals)):
-            from_row_blocks_(x[:, of_q], blocks, heads, rows)
+    for part in parts(q, k, boundaries):
+        tiles = Tiles(q, k, features, part, score, dtype, workspace)
+        tops, totals = to_row_blocks(top, part, dtype), to_row_blocks(total, part, dtype)
+        mixed = _attend(tiles, to_keys(v, part, dtype), tops, totals)
+        for x, blocks in ((o, mixed), (top, tops), (total, totals)):
+            write_row_blocks(x, blocks, part)
+    top, total = top[..., 0], total[..., 0]
     # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
     lse = (top / LOG2_E + (total - 1).log1p_()).transpose(1, 2).contiguous()
     return o, lse if boundaries[0] is None else lse[0].clone(), [top, total]
@@ -97,18 +82,16 @@ def backward(
     d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
     workspace = Workspace()
-    for part in _parts(q, k, boundaries):
-        of_q, of_k = part
-        tiles = _tiles(q, k, features, part, score, workspace)
-        rows = [d_o, *(x[..., None] for x in (share, top, delta))]
-        rows = [to_row_blocks(x[:, of_q], k.shape[2], tiles.rows, dtype) for x in rows]
-        sums = _Gradients(tiles, to_keys(v[:, of_k], tiles.rows, dtype), rows[0].mul_(rows[1]), *rows[2:])
+    for part in parts(q, k, boundaries):
+        d_o_blocks, *rows = (to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta))))
+        tiles = Tiles(q, k, features, part, score, dtype, workspace)
+        sums = _Gradients(tiles, to_keys(v, part, dtype), d_o_blocks.mul_(rows[0]), *rows[1:])
         sums.add_all(slopes is not None, log_decay is not None)
-        sums.write_qkv(d_q[:, of_q], d_k[:, of_k], d_v[:, of_k])
+        sums.write_qkv(d_q, d_k, d_v)
         if d_slopes is not None:
-            d_slopes += sums.d_slopes.view(q.shape[0], -1).sum(0)
+            d_slopes[part.query_heads].add_(sums.of_slopes())
         if d_decay is not None:
-            d_decay[:, of_k] = sums.of_decay(q.shape[0])
+            part.at_keys_by_query_head(d_decay).copy_(sums.of_decay())
 
     gradients = [d_q, d_k, d_v]
     if sink is not None:
@@ -121,80 +104,41 @@ def backward(
     return gradients
 
 
-def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: int) -> Tensor:
-    """A tensor for results: zeros, unless the one part of a batch will fill it whole."""
-    return x.new_empty(shape) if boundaries[0] is None and tokens else x.new_zeros(shape)
-
-
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _parts(q: Tensor, k: Tensor, boundaries: Boundaries) -> Iterator[Part]:
-    """The whole batch, or each packed sequence; without those that have no queries or no keys."""
-    ends_q, ends_k = (
-        [0, x.shape[1]] if ends is None else ends.tolist() for x, ends in zip((q, k), boundaries, strict=True)
-    )
-    for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        if q.shape[0] and start_q < end_q and start_k < end_k:
-            yield slice(start_q, end_q), slice(start_k, end_k)
-
-
-def _tiles(q: Tensor, k: Tensor, features: Features, part: Part, score: Score, workspace: Workspace) -> Tiles:
-    dtype = _compute_dtype(q)
-    _, slopes, log_decay, seed = features
-    of_q, of_k = part
-    batch, heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
-    tokens_q, tokens_k = of_q.stop - of_q.start, of_k.stop - of_k.start
-    rows = rows_per_block(tokens_q, tokens_k)
-    tiles = Tiles(
-        q=to_row_blocks(q[:, of_q], heads, rows, dtype).mul_(score.scale * units_of_products(score)),
-        k=to_keys(k[:, of_k], rows, dtype),
-        tokens_q=tokens_q,
-        tokens_k=tokens_k,
-        rows=rows,
-        group=group,
-        score=score,
-        workspace=workspace,
-    )
-    if slopes is not None:
-        tiles.slopes = (slopes.to(dtype) * LOG2_E).view(heads, group, 1, 1).repeat(batch, 1, 1, 1)
-    if log_decay is not None:
-        tiles.decay = decay_sums(log_decay[:, of_k], tokens_q, heads, rows)
-    if seed is not None:
-        query_head = torch.arange(heads * group, device=q.device).view(heads, group, 1, 1).repeat(batch, 1, 1, 1)
-        first_row = torch.arange(batch, device=q.device).mul_(tokens_q).add_(of_q.start).repeat_interleave(heads)
-        tiles.dropout = (seed, query_head, first_row.view(-1, 1, 1, 1))
-    return tiles
+def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: int) -> Tensor:
+    """A tensor for results: zeros, unless the parts of a batch will fill it whole."""
+    return x.new_empty(shape) if boundaries[0] is None and tokens else x.new_zeros(shape)
 
 
 def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
-    """o `[B * H, blocks, R * rows, V]`; m and l, `[B * H, blocks, R * rows, 1]`, start as given and end complete."""
+    """o `[pairs, blocks, R * rows, V]`; m and l, `[pairs, blocks, R * rows, 1]`, start as given and end complete."""
     o = v.new_empty(*tiles.q.shape[:3], v.shape[2])
-    for heads in tiles.head_slices():
-        for block in range(tiles.q.shape[1]):
-            top, total, mixed = tops[heads, block], totals[heads, block], None
-            for tile in tiles.of_block(heads, block):
-                scores = tiles.products(tile)
-                if tiles.score.softcap is not None:
-                    tiles.softcap_(scores).mul_(tiles.score.softcap * LOG2_E)
-                tiles.add_biases_(scores, tile)
-                new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-                shrink = torch.exp2(top - new_top)
-                p = scores.sub_(new_top).exp2_()
-                total = (total * shrink).add_(p.sum(-1, keepdim=True))
-                if (factor := tiles.dropout_factor(tile)) is not None:
-                    tiles.by_head(p).mul_(factor)
-                if mixed is None:
-                    mixed = tiles.product("mixed", p, v[heads, tile.keys])
-                else:
-                    mixed.mul_(shrink).baddbmm_(p, v[heads, tile.keys])
-                top = new_top
+    for block in range(tiles.q.shape[1]):
+        top, total, mixed = tops[:, block], totals[:, block], None
+        for tile in tiles.of_block(block):
+            scores = tiles.products(tile)
+            if tiles.score.softcap is not None:
+                tiles.softcap_(scores).mul_(tiles.score.softcap * LOG2_E)
+            tiles.add_biases_(scores, tile)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            shrink = torch.exp2(top - new_top)
+            p = scores.sub_(new_top).exp2_()
+            total = (total * shrink).add_(p.sum(-1, keepdim=True))
+            if (factor := tiles.dropout_factor(tile)) is not None:
+                tiles.by_head(p).mul_(factor)
             if mixed is None:
-                o[heads, block] = 0
+                mixed = tiles.product("mixed", p, v[:, tile.keys])
             else:
-                torch.div(mixed, total.masked_fill(total == 0, 1), out=o[heads, block])
-            tops[heads, block], totals[heads, block] = top, total
+                mixed.mul_(shrink).baddbmm_(p, v[:, tile.keys])
+            top = new_top
+        if mixed is None:
+            o[:, block] = 0
+        else:
+            torch.div(mixed, total.masked_fill(total == 0, 1), out=o[:, block])
+        tops[:, block], totals[:, block] = top, total
     return o
 
 
@@ -204,34 +148,33 @@ class _Gradients:
     def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
         self.tiles, self.v, self.d_o, self.top, self.delta = tiles, v, d_o, top, delta
         self.d_q = torch.empty_like(tiles.q)
-        # [B * H, D, keys]: `do'^T p` is a faster product than `p^T do'`, whose rows lie a power of two apart
+        # [pairs, D, keys]: `do'^T p` is a faster product than `p^T do'`, whose rows lie a power of two apart
         self.d_k, self.d_v = (x.new_zeros(x.shape[0], x.shape[2], x.shape[1]) for x in (tiles.k, v))
-        heads = (tiles.q.shape[0], tiles.group)
-        self.d_slopes = v.new_zeros(heads, dtype=torch.float64)
-        self.d_scores_of_rows = v.new_zeros(*heads, tiles.q.shape[1] * tiles.rows, dtype=torch.float64)
-        self.d_scores_of_keys = v.new_zeros(*heads, tiles.k.shape[1], dtype=torch.float64)
+        by_head = (tiles.q.shape[0], tiles.part.group)
+        self.d_slopes = v.new_zeros(by_head, dtype=torch.float64)
+        self.d_scores_of_rows = v.new_zeros(*by_head, tiles.q.shape[1] * tiles.part.rows, dtype=torch.float64)
+        self.d_scores_of_keys = v.new_zeros(*by_head, tiles.k.shape[1], dtype=torch.float64)
 
     def add_all(self, slopes: bool, decay: bool) -> None:
         """Walks over the tiles; sums what ALiBi's slopes and the decay need only where asked to."""
         tiles = self.tiles
-        for heads in tiles.head_slices():
-            for block in range(tiles.q.shape[1]):
-                q, d_q = tiles.q[heads, block], None
-                for tile in tiles.of_block(heads, block):
-                    p, squashed = self._probabilities(tile)
-                    d_scores = self._d_scores(tile, p)
-                    if slopes:
-                        self.d_slopes[heads] -= (tiles.by_head(d_scores) * tiles.distance(tile)).sum((2, 3))
-                    if decay:
-                        self._add_decay(tile, d_scores)
-                    if squashed is not None:  # the derivative of tanh
-                        d_scores.addcmul_(d_scores, squashed.square_(), value=-1)
-                    self.d_k[heads, :, tile.keys].add_(tiles.product("d_k", q.transpose(1, 2), d_scores))
-                    if d_q is None:
-                        d_q = tiles.product("d_q", d_scores, tiles.k[heads, tile.keys])
-                    else:
-                        d_q.baddbmm_(d_scores, tiles.k[heads, tile.keys])
-                self.d_q[heads, block] = 0 if d_q is None else d_q
+        for block in range(tiles.q.shape[1]):
+            q, d_q = tiles.q[:, block], None
+            for tile in tiles.of_block(block):
+                p, squashed = self._probabilities(tile)
+                d_scores = self._d_scores(tile, p)
+                if slopes:
+                    self.d_slopes.sub_((tiles.by_head(d_scores) * tiles.distance(tile)).sum((2, 3)))
+                if decay:
+                    self._add_decay(tile, d_scores)
+                if squashed is not None:  # the derivative of tanh
+                    d_scores.addcmul_(d_scores, squashed.square_(), value=-1)
+                self.d_k[:, :, tile.keys].add_(tiles.product("d_k", q.transpose(1, 2), d_scores))
+                if d_q is None:
+                    d_q = tiles.product("d_q", d_scores, tiles.k[:, tile.keys])
+                else:
+                    d_q.baddbmm_(d_scores, tiles.k[:, tile.keys])
+            self.d_q[:, block] = 0 if d_q is None else d_q
 
     def _probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """`l p` of a tile, and `tanh(scores / softcap)` where there is a softcap."""
@@ -240,38 +183,44 @@ class _Gradients:
         if tiles.score.softcap is not None:
             squashed = tiles.softcap_(scores)
             scores = squashed * (tiles.score.softcap * LOG2_E)
-        return tiles.add_biases_(scores, tile).sub_(self.top[tile.heads, tile.block]).exp2_(), squashed
+        return tiles.add_biases_(scores, tile).sub_(self.top[:, tile.block]).exp2_(), squashed
 
     def _d_scores(self, tile: Tile, p: Tensor) -> Tensor:
         """`p (do' v^T - delta)` of a tile, after adding to `d_v`."""
-        tiles, d_o = self.tiles, self.d_o[tile.heads, tile.block]
-        d_p = tiles.product("d_p", d_o, self.v[tile.heads, tile.keys].transpose(1, 2))
+        tiles, d_o = self.tiles, self.d_o[:, tile.block]
+        d_p = tiles.product("d_p", d_o, self.v[:, tile.keys].transpose(1, 2))
         kept = p
         if (factor := tiles.dropout_factor(tile)) is not None:
             kept = p.clone()
             tiles.by_head(kept).mul_(factor)
             tiles.by_head(d_p).mul_(factor)
-        self.d_v[tile.heads, :, tile.keys].add_(tiles.product("d_v", d_o.transpose(1, 2), kept))
-        return d_p.sub_(self.delta[tile.heads, tile.block]).mul_(p)
+        self.d_v[:, :, tile.keys].add_(tiles.product("d_v", d_o.transpose(1, 2), kept))
+        return d_p.sub_(self.delta[:, tile.block]).mul_(p)
 
     def _add_decay(self, tile: Tile, d_scores: Tensor) -> None:
         """The decay's running sum is added to a row of scores and subtracted from a column."""
-        by_head, rows = self.tiles.by_head(d_scores), self.tiles.rows
-        self.d_scores_of_rows[tile.heads, :, tile.block * rows : (tile.block + 1) * rows].add_(by_head.sum(3))
-        self.d_scores_of_keys[tile.heads, :, tile.keys].add_(by_head.sum(2))
+        by_head, rows = self.tiles.by_head(d_scores), self.tiles.part.rows
+        self.d_scores_of_rows[:, :, tile.block * rows : (tile.block + 1) * rows].add_(by_head.sum(3))
+        self.d_scores_of_keys[:, :, tile.keys].add_(by_head.sum(2))
 
     def write_qkv(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> None:
-        """Writes the gradients of q, k, v into `[B, T, H, D]`."""
-        tiles, (batch, tokens_k, heads, _) = self.tiles, d_k.shape
-        from_row_blocks_(d_q, self.d_q.mul_(tiles.score.scale), heads, tiles.rows)
-        self.d_k.div_(units_of_products(tiles.score))  # which are in `tiles.q`, beside `scale`
-        for target, found in ((d_k, self.d_k), (d_v, self.d_v)):
-            target.copy_(found.unflatten(0, (batch, heads))[..., :tokens_k].permute(0, 3, 1, 2))
+        """Writes the gradients of q, k, v into the part of `[B, T, H, D]`."""
+        part, score = self.tiles.part, self.tiles.score
+        write_row_blocks(d_q, self.d_q.mul_(score.scale), part)
+        self.d_k.div_(units_of_products(score))  # which are in `tiles.q`, beside `scale`
+        for target, found in ((part.at_keys(d_k), self.d_k), (part.at_keys(d_v), self.d_v)):
+            found = found.unflatten(0, part.count)
+            target.copy_(found[..., : part.tokens_k].permute(0, 3, 1, 2))
 
-    def of_decay(self, batch: int) -> Tensor:
+    def of_slopes(self) -> Tensor:
+        """The gradient of ALiBi's slopes of the part's query heads."""
+        return self.d_slopes.view(self.tiles.part.count[0], -1).sum(0)
+
+    def of_decay(self) -> Tensor:
         """The gradient of `log_decay` `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""
-        tiles = self.tiles
-        sums = -self.d_scores_of_keys[:, :, : tiles.tokens_k]
-        seen = min(tiles.tokens_q, tiles.tokens_k)  # queries before the first key see nothing
-        sums[:, :, tiles.tokens_k - seen :] += self.d_scores_of_rows[:, :, tiles.tokens_q - seen : tiles.tokens_q]
-        return sums.flip(2).cumsum(2).flip(2).view(batch, -1, tiles.tokens_k).transpose(1, 2)
+        part = self.tiles.part
+        sums = -self.d_scores_of_keys[:, :, : part.tokens_k]
+        seen = min(part.tokens_q, part.tokens_k)  # queries before the first key see nothing
+        sums[:, :, part.tokens_k - seen :] += self.d_scores_of_rows[:, :, part.tokens_q - seen : part.tokens_q]
+        sums = sums.flip(2).cumsum(2).flip(2)
+        return sums.view(part.count[0], -1, part.tokens_k).transpose(1, 2)
