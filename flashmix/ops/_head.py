@@ -34,7 +34,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
     if vocabulary < 1:
         raise ValueError(f"{names[1]} must have shape [V, D] with V >= 1, got [0, {hidden.shape[-1]}]")
     check_floating(names[1], weight)
-    check_like(names[1], weight, names[0], hidden, dtype=not torch.is_autocast_enabled(hidden.device.type))
+    check_like(names[1], weight, names[0], hidden, dtype=False)
+    check_like(names[1], weight, names[0], hidden, dtype=_autocast_dtype(hidden) is None)
     if bias is not None:
         check_shape(names[2], bias, vocabulary)
         check_floating(names[2], bias)
@@ -67,10 +68,22 @@ def check_positive(name: str, value: float | None) -> None:
 
 def head_inputs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`hidden` as `[N, D]` and `weight`, under autocast both in its dtype."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        hidden, weight = (value.to(torch.get_autocast_dtype(kind)) for value in (hidden, weight))
+    dtype = _autocast_dtype(hidden)
+    if dtype is not None:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden.reshape(-1, hidden.shape[-1]) if hidden.shape[-1] else hidden.flatten(0, -2), weight
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants of `hidden`, or None: it is off, or unknown on this device, or passes float64 by."""
+    kind = hidden.device.type
+    if (
+        hidden.dtype == torch.float64
+        or not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)
+    ):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def rows_at_once(chunk: int | None, vocabulary: int) -> int:

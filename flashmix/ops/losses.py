@@ -89,8 +89,8 @@ def linear_kl_divergence(
         0.0
     """
     vocabulary = check_head(hidden, weight, bias)
-    check_shape("teacher_weight", teacher_weight, vocabulary, *teacher_weight.shape[1:])
     check_head(teacher_hidden, teacher_weight, teacher_bias, "teacher_")
+    check_shape("teacher_weight", teacher_weight, vocabulary, teacher_weight.shape[1])
     check_shape("teacher_hidden", teacher_hidden, *hidden.shape[:-1], teacher_hidden.shape[-1])
     check_like("teacher_hidden", teacher_hidden, "hidden", hidden, dtype=False)
     for name, value in (("hidden", teacher_hidden), ("weight", teacher_weight), ("bias", teacher_bias)):
