@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_range, check_shape, dims
-from flashmix.ops.packing import Packing, as_packing
+from flashmix._checks import check_floating, check_like, check_range, check_shape, dims
+from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import delta_rule, dplr, linear_attention
 from flashmix.ops.recurrence.engine import state_dtype
+from flashmix.ops.recurrence.problem import check_operands
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -58,6 +59,8 @@ def lightning(
         >>> lightning(q, k, v, layer=0, layers=12)[0].shape
         torch.Size([1, 10, 4, 16])
     """
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1, got {layers}")
     check_range("layer", layer, 0, layers)
     H = dims("v", v, "B T HV V")[2]
     decay = torch.arange(H, device=v.device, dtype=state_dtype(v.dtype)) * (-8 / H * (1 - layer / layers))
@@ -89,11 +92,12 @@ def mamba2(
         >>> mamba2(x, dt, torch.zeros(4), keys, keys)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    batch, T, H, _ = dims("x", x, "B T H P")
-    check_shape("dt", dt, batch, T, H)
+    H = dims("x", x, "B T H P")[2]
     check_shape("A_log", A_log, H)
+    names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": "A_log"}
+    check_operands(C, x, {"k": B}, dt, A_log, initial_state, cu_seqlens, names)
     if D is not None:
-        check_shape("D", D, H)
+        _check_per_head("D", D, "x", x, H)
     wide = state_dtype(x.dtype)
     decay = -A_log.to(wide).exp() * dt.to(wide)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
@@ -143,6 +147,8 @@ def hgrn2(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_forget", log_forget, "B T H K")
+    _check_same_heads(q, "q", v)
+    check_operands(q, v, {}, None, log_forget, initial_state, cu_seqlens, {"log_decay": "log_forget"})
     k = -torch.expm1(log_forget)
     return linear_attention(
         q, k.to(q.dtype), v, log_forget, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
@@ -170,7 +176,9 @@ def rwkv6(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T H K")
-    check_shape("bonus", bonus, *dims("r", r, "B T H K")[2:])
+    _check_same_heads(r, "r", v)
+    check_operands(r, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
+    _check_per_head("bonus", bonus, "r", r, *r.shape[2:])
     o, state = linear_attention(
         r, k, v, log_decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
         read_before=True, impl=impl,
@@ -271,16 +279,32 @@ def deltaproduct(
     check_shape("k", k, B, T, n, H, K)
     check_shape("v", v, B, T, n, HV, V)
     check_shape("beta", beta, B, T, n, HV)
-    packing = as_packing(cu_seqlens, B, T, q.device)
-    steps = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
+    if n < 1:
+        raise ValueError(f"k must have shape [B, T, n, H, K] with n >= 1, got {list(k.shape)}")
     if log_decay is not None:
         check_shape("log_decay", log_decay, B, T, HV)
-        log_decay = _at_step(log_decay, n, 0)
+    first = {"k": k[:, :, 0]}
+    cu = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
+    steps = None if cu is None else Packing(cu * n, T * n)
+    log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
     o, state = delta_rule(
         _at_step(q, n, n - 1), k.flatten(1, 2), v.flatten(1, 2), beta.flatten(1, 2), log_decay,
         scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=steps, impl=impl,
     )  # fmt: skip
     return o.unflatten(1, (T, n))[:, :, -1], state
+
+
+def _check_same_heads(keys: Tensor, name: str, v: Tensor) -> None:
+    """Raises ValueError unless there are as many heads of values as of keys."""
+    B, T, H, _ = dims(name, keys, "B T H K")
+    check_shape("v", v, B, T, H, dims("v", v, "B T H V")[3])
+
+
+def _check_per_head(name: str, weight: Tensor, like_name: str, like: Tensor, *shape: int) -> None:
+    """Raises unless `weight` has this shape, any floating dtype, and the device of `like`."""
+    check_shape(name, weight, *shape)
+    check_floating(name, weight)
+    check_like(name, weight, like_name, like, dtype=False)
 
 
 def _at_step(x: Tensor, n: int, step: int) -> Tensor:
@@ -311,8 +335,10 @@ def rwkv7(
         >>> rwkv7(r, -torch.rand(1, 10, 4, 16), k, v, k / 16, torch.rand(1, 10, 4, 16))[0].shape
         torch.Size([1, 10, 4, 16])
     """
+    dims("log_decay", log_decay, "B T H K")
     check_shape("kk", kk, *dims("k", k, "B T H K"))
     check_shape("a", a, *k.shape)
+    check_operands(r, v, {"k": k, "kk": kk, "a": a}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
     return dplr(
         r, k, v, -kk, (kk * a).to(kk.dtype), log_decay,
         scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl,

@@ -170,6 +170,8 @@ def attention_with_cache(
 def _check(
     q: Tensor, cache: KVCache, k: Tensor | None, v: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Packing | None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     batch, tokens, heads_q, dim_qk = dims("q", q, "B T HQ K")
     check_dtype("q", q, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     pages, page_size, heads, _ = dims("cache.keys", cache.keys, "pages page_size H K")

@@ -8,10 +8,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_dtype, check_floating, check_like, check_multiple, check_shape, dims
+from flashmix._checks import check_dtype, check_floating, check_like, check_multiple, check_shape, check_tensor, dims
 from flashmix.ops.packing import Packing, as_packing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_OWN_NAMES = {name: name for name in ("q", "v", "k", "beta", "log_decay")}
 
 
 class Rule(Enum):
@@ -104,40 +105,43 @@ def check_operands(
     log_decay: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Packing | None,
+    names: dict[str, str] | None = None,
 ) -> Tensor | None:
-    """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name."""
-    B, T, H, K = dims("q", q, "B T H K")
-    check_dtype("q", q, *DTYPES)
-    _, _, HV, V = dims("v", v, "B T HV V")
-    check_shape("v", v, B, T, HV, V)
-    check_like("v", v, "q", q)
-    check_multiple("the number of heads of v", HV, "the number of heads of q", H)
+    """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name.
+
+    `names` are what the caller calls `q`, `v`, `k`, `beta` and `log_decay`, where that differs.
+    """
+    names = _OWN_NAMES | (names or {})
+    q_name, v_name = names["q"], names["v"]
+    B, T, H, K = dims(q_name, q, "B T H K")
+    check_dtype(q_name, q, *DTYPES)
+    _, _, HV, V = dims(v_name, v, "B T HV V")
+    check_shape(v_name, v, B, T, HV, V)
+    check_like(v_name, v, q_name, q)
+    check_multiple(f"the number of heads of {v_name}", HV, f"the number of heads of {q_name}", H)
     if K < 1 or V < 1:
-        raise ValueError(f"q and v must have at least one channel, got K = {K} and V = {V}")
-    for name, key in keys.items():
+        raise ValueError(f"{q_name} and {v_name} must have at least one channel, got K = {K} and V = {V}")
+    for key_name, key in keys.items():
+        name = names.get(key_name, key_name)
         heads = dims(name, key, "B T H K")[2]
-        check_shape(name, key, B, T, HV if name != "k" and heads == HV else H, K)
-        check_like(name, key, "q", q)
+        check_shape(name, key, B, T, HV if key_name != "k" and heads == HV else H, K)
+        check_like(name, key, q_name, q)
     if beta is not None:
-        check_shape("beta", beta, B, T, HV)
-        check_floating("beta", beta)
-        check_like("beta", beta, "q", q, dtype=False)
+        _check_gate(names["beta"], beta, q_name, q, (B, T, HV))
     if log_decay is not None:
-        _check_decay(log_decay, q, B, T, HV, K)
+        _check_gate(names["log_decay"], log_decay, q_name, q, (HV,), (B, T, HV), (B, T, HV, K))
     packing = as_packing(cu_seqlens, B, T, q.device)
     if initial_state is not None:
         check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)
         check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
-        check_like("initial_state", initial_state, "q", q, dtype=False)
+        check_like("initial_state", initial_state, q_name, q, dtype=False)
     return None if packing is None else packing.cu_seqlens
 
 
-def _check_decay(log_decay: Tensor, q: Tensor, B: int, T: int, HV: int, K: int) -> None:
-    """The decay is one number a head, a token and head, or a token, head and channel."""
-    kinds: dict[int, tuple[int, ...]] = {1: (HV,), 3: (B, T, HV), 4: (B, T, HV, K)}
-    if not isinstance(log_decay, Tensor) or log_decay.dim() not in kinds:
-        got = list(log_decay.shape) if isinstance(log_decay, Tensor) else type(log_decay).__name__
-        raise ValueError(f"log_decay must have shape {' or '.join(str(list(s)) for s in kinds.values())}, got {got}")
-    check_shape("log_decay", log_decay, *kinds[log_decay.dim()])
-    check_floating("log_decay", log_decay)
-    check_like("log_decay", log_decay, "q", q, dtype=False)
+def _check_gate(name: str, gate: Tensor, q_name: str, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """A gate has one of `shapes`, any floating dtype, and the device of `q`."""
+    check_tensor(name, gate)
+    if tuple(gate.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(gate.shape)}")
+    check_floating(name, gate)
+    check_like(name, gate, q_name, q, dtype=False)
