@@ -82,6 +82,8 @@ CASES = (
     Case("window over several blocks", tokens=400, window=(130, 0), batch=1),
     Case("window on both sides", window=(3, 20), causal=False),
     Case("window after", window=(None, 5), causal=False),
+    Case("window to the second key of a block", tokens=384, window=(254, None), causal=False, batch=1),
+    Case("window to the last key but one of a piece", tokens=520, window=(None, 510), causal=False, batch=1),
     Case("window that some rows find empty", tokens=150, tokens_k=40, window=(10, 0)),
     Case("window of two keys and a sink", window=(1, 0), sink=True, heads_q=8, heads=4),
     Case("softcap", softcap=2.0),
