@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,15 @@ GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
 # float32 whatever the dtype of the rest, as models have them
 WIDE = ("beta", "log_decay", "log_forget", "dt", "A_log", "D", "bonus", "initial_state")
 EPS64, EPS32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny here: a second thread would only be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_inputs(
@@ -121,7 +131,7 @@ def test_more_heads_of_values_than_of_keys(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_narrow_dtypes_are_within_budget(name: str, dtype: torch.dtype) -> None:
-    inputs = make_inputs(name, dtype)
+    inputs = make_inputs(name, dtype, B=1)
     exact, plain = references(name, inputs, dtype=dtype)
     for key, got in evaluate(run_op, name, inputs, dtype=dtype).items():
         baseline = plain[key].to(got.dtype)
@@ -142,10 +152,10 @@ def part_of(name: str, inputs: dict[str, Tensor], first: int, last: int, state: 
     return part | {"initial_state": state}
 
 
-@pytest.mark.parametrize("cuts", [(0, 20, 37), tuple(range(38))], ids=["in two", "in steps"])
+@pytest.mark.parametrize("cuts", [(0, 33, 37), tuple(range(13))], ids=["in two", "in steps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_with_the_carried_state_are_the_whole(name: str, cuts: tuple[int, ...]) -> None:
-    inputs = make_inputs(name, torch.float64)
+    inputs = make_inputs(name, torch.float64, T=cuts[-1])
     exact = dict(zip(("o", "state"), run_loop(name, inputs), strict=True))
     plain = dict(zip(("o", "state"), run_loop(name, {n: t.float() for n, t in inputs.items()}), strict=True))
     state, outputs = inputs["initial_state"], []
