@@ -122,9 +122,12 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu", impl: str = "auto"
 
         y = act(gate) * up
 
-        silu(x)  = x / (1 + e^-x)           (SwiGLU)        gelu_tanh(x) = x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) /
-        2 gelu(x)  = x P(normal < x)          (GEGLU)         relu(x)      = max(x, 0)                (ReGLU)
-        sigmoid  = 1 / (1 + e^-x)           (GLU)           relu2(x)     = max(x, 0)^2
+        sigmoid(x)   = 1 / (1 + e^-x)                                       (GLU)
+        silu(x)      = x sigmoid(x)                                         (SwiGLU)
+        gelu(x)      = x P(a standard normal < x)                           (GEGLU)
+        gelu_tanh(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2    (GEGLU, approximated)
+        relu(x)      = max(x, 0)                                            (ReGLU)
+        relu2(x)     = max(x, 0)^2
 
     The backward keeps `gate` and `up` and nothing else.
 

@@ -126,18 +126,19 @@ def rotary(
         (torch.Size([1, 8, 2, 4]), True)
     """
     batch, tokens = _check(x, cos, sin)
+    place: slice | Tensor | tuple[Tensor, Tensor]
     packing = as_packing(cu_seqlens, batch, tokens, x.device)
     if axes is None:
-        rows = _rows(positions, packing, x, cos.shape[0])
-        c, s = cos[rows].unsqueeze(-2), sin[rows].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
+        place = _rows(positions, packing, x, cos.shape[0])
     else:
-        c, s = (table.unsqueeze(-2) for table in _along_axes(positions, axes, packing, x, cos, sin))
+        place = _rows_and_pairs(positions, axes, packing, x, *cos.shape)
+    if inplace and wants_gradient(x, cos, sin):
+        raise ValueError("inplace must be False where a gradient is wanted, got True")
     choose("rotary", IMPLEMENTATIONS, x, impl)
+    c, s = cos[place].unsqueeze(-2), sin[place].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
     if inverse:
         s = -s
     if inplace:
-        if wants_gradient(x, cos, sin):
-            raise ValueError("inplace must be False where a gradient is wanted, got True")
         turned = x[..., : 2 * c.shape[-1]]
         turned.copy_(_forward(turned, c, s, interleaved))
         return x
@@ -189,21 +190,20 @@ def _read(positions: Tensor, x: Tensor, table: int) -> Tensor:
     return _bounded(positions, table)
 
 
-def _along_axes(
-    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, cos: Tensor, sin: Tensor
+def _rows_and_pairs(
+    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, table: int, half: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, T, R/2]` of `positions [B, T, A]`, each pair along its own axis."""
+    """Which row `[B, T, R/2]` and column `[R/2]` of the table each pair reads along its own axis of `[B, T, A]`."""
     if packing is not None:
         raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
     *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
     check_shape("positions", positions, *x.shape[:2], count)  # type: ignore[arg-type]
-    if len(axes) != cos.shape[1]:
-        raise ValueError(f"axes must have R/2 = {cos.shape[1]} entries, got {len(axes)}")
+    if len(axes) != half:
+        raise ValueError(f"axes must have R/2 = {half} entries, got {len(axes)}")
     for axis in axes:
         check_range("axes", axis, 0, count - 1)
-    rows = _read(positions, x, cos.shape[0])[..., list(axes)]  # type: ignore[arg-type]
-    pairs = torch.arange(cos.shape[1], device=x.device)
-    return cos[rows, pairs], sin[rows, pairs]
+    rows = _read(positions, x, table)[..., list(axes)]  # type: ignore[arg-type]
+    return rows, torch.arange(half, device=x.device)
 
 
 def _bounded(positions: Tensor, table: int) -> Tensor:
