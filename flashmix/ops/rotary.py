@@ -126,12 +126,8 @@ def rotary(
         (torch.Size([1, 8, 2, 4]), True)
     """
     batch, tokens = _check(x, cos, sin)
-    place: slice | Tensor | tuple[Tensor, Tensor]
     packing = as_packing(cu_seqlens, batch, tokens, x.device)
-    if axes is None:
-        place = _rows(positions, packing, x, cos.shape[0])
-    else:
-        place = _rows_and_pairs(positions, axes, packing, x, *cos.shape)
+    place = _place(positions, axes, packing, x, *cos.shape)
     if inplace and wants_gradient(x, cos, sin):
         raise ValueError("inplace must be False where a gradient is wanted, got True")
     choose("rotary", IMPLEMENTATIONS, x, impl)
@@ -163,9 +159,18 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int]:
     return batch, tokens
 
 
-def _rows(positions: int | Tensor | None, packing: Packing | None, x: Tensor, table: int) -> slice | Tensor:
-    """The rows of the table that the tokens of `x` read: a slice, `[T]` or `[B, T]`."""
+def _place(
+    positions: int | Tensor | None,
+    axes: Sequence[int] | None,
+    packing: Packing | None,
+    x: Tensor,
+    table: int,
+    half: int,
+) -> slice | Tensor | tuple[Tensor, Tensor]:
+    """What the tokens of `x` read of the tables `[table, half]`: rows (a slice, `[T]`, `[B, T]`), or one for each pair."""
     batch, tokens = x.shape[:2]
+    if axes is not None:
+        return _rows_and_pairs(positions, axes, packing, x, table, half)
     if isinstance(positions, Tensor):
         if packing is not None:
             raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
