@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from budget import assert_within_budget
 from model_cases import LAYERS, WIDTH, assert_same, left_padded, make_layer, numbers
 from torch import Tensor
 from torch.nn.functional import layer_norm, logsigmoid, normalize, silu, softplus
@@ -150,6 +151,35 @@ def test_dtypes_devices_and_short_inputs(name: str) -> None:
             cache = layer.new_cache()
             for _ in range(3):
                 assert layer(numbers(2, 1, WIDTH, dtype=dtype), cache=cache).dtype == dtype
+
+
+@every_layer
+def test_autocast_trains_and_decodes(name: str) -> None:
+    layer, x = make_layer(name, torch.float32), numbers(2, 9, WIDTH, dtype=torch.float32)
+    wanted = layer(x).detach()
+    narrow = make_layer(name, torch.bfloat16)(x.bfloat16()).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = layer(x)
+        got.float().square().sum().backward()
+        with torch.no_grad():
+            cache = layer.new_cache()
+            cached = torch.cat([layer(part, cache=cache) for part in x.split([4, 1, 1, 3], dim=1)], dim=1)
+    assert got.dtype == torch.bfloat16
+    assert_within_budget("forward", got.detach(), wanted, narrow)
+    assert_within_budget("cached", cached, wanted, narrow)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+@every_layer
+def test_the_same_bits_again(name: str) -> None:
+    layer, x = make_layer(name, torch.float32), numbers(1, 10, WIDTH, dtype=torch.float32)
+    packing = Packing.from_lengths(LENGTHS)
+
+    def run() -> list[Tensor]:
+        y = layer(x, cu_seqlens=packing)
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    assert all(torch.equal(once, again) for once, again in zip(run(), run(), strict=True))
 
 
 @every_layer

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 
 from flashmix.models import PRESETS, SIZES, Decoder, DecoderConfig, LayerConfig, parameter_groups, preset
@@ -139,6 +140,18 @@ def test_compiles_without_a_break(name: str) -> None:
     model, tokens = make_model(name), some_tokens(2, 5)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_same(compiled(tokens, targets=tokens).detach(), model(tokens, targets=tokens).detach())
+
+
+def test_packings_do_not_recompile() -> None:
+    torch.compiler.reset()
+    model, tokens, counter = make_model("hybrid"), some_tokens(1, 32), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    counts = []
+    for lengths in ([10, 22], [1, 2, 3, 26], [32], [5, 5, 5, 5, 12], [0, 32], [16, 16], [1] * 32, [3, 29]):
+        loss = compiled(tokens, cu_seqlens=Packing.from_lengths(lengths), targets=tokens)
+        assert_same(loss.detach(), model(tokens, cu_seqlens=Packing.from_lengths(lengths), targets=tokens).detach())
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[2] <= 3, f"one for the first, any number, a single one; got {counts}"
 
 
 @every_model

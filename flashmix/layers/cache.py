@@ -144,9 +144,9 @@ class AttentionCache:
             keys[:, start : start + T] = k
             values[:, start : start + T] = v
         else:
-            sequence, position, kept = self._places(packing, before, after, B, T)
-            keys[sequence, position % slots] = k.flatten(0, 1)[kept]
-            values[sequence, position % slots] = v.flatten(0, 1)[kept]
+            sequence, position, token = self._places(packing, before, after, B, T)
+            keys[sequence, position % slots] = k.flatten(0, 1)[token]
+            values[sequence, position % slots] = v.flatten(0, 1)[token]
         self.keys, self.values, self.lengths, self._shared = keys, values, after, False
         return after
 
@@ -163,21 +163,19 @@ class AttentionCache:
 
     def _places(
         self, packing: Packing | None, before: Lengths, after: Lengths, B: int, T: int
-    ) -> tuple[Tensor, Tensor, Tensor | slice]:
-        """Sequence and position of the new tokens that are kept, and which of all they are."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sequence, position and index of those new tokens that the window keeps: no two of them share a slot."""
+        device = before.tokens.device
         if packing is None:
-            step = torch.arange(T, device=before.tokens.device)
-            sequence = torch.arange(B, device=before.tokens.device).repeat_interleave(T)
-            position = (before.tokens[:, None] + step).flatten()
-        else:
-            sequence = packing.sequence
-            position = before.tokens[sequence] + packing.positions
-        if self.window is None or (packing is None and T == 1):
-            return sequence, position, slice(None)
-        kept = (
-            (position >= after.tokens[sequence] - self.window).nonzero().squeeze(1)
-        )  # the others' slots are taken again
-        return sequence[kept], position[kept], kept
+            kept = T if self.window is None else min(T, self.window)
+            token = torch.arange(B * T, device=device).view(B, T)[:, T - kept :].flatten()
+            sequence = token // max(T, 1)
+            return sequence, before.tokens[sequence] + token % max(T, 1), token
+        token, sequence = torch.arange(packing.total, device=device), packing.sequence
+        position = before.tokens[sequence] + packing.positions
+        if self.window is not None:
+            token = (position >= after.tokens[sequence] - self.window).nonzero().squeeze(1)
+        return sequence[token], position[token], token
 
     def joined(self, k: Tensor, v: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Packing]:
         """Past and new keys and values of each sequence in order, packed `[1, tokens, H, D]`, and their packing."""

@@ -143,8 +143,8 @@ class RWKV7(Mixer[RecurrentCache]):
         if self.value_mix is not None and first_values is not None:
             v = torch.lerp(values, first_values, torch.sigmoid(self.value_mix(x_v)))
         a = torch.sigmoid(self.remove(x_a))
-        kk = l2_norm(self._heads(k * self.removal_key))
-        k = self._heads(torch.addcmul(k, k * (a - 1), self.key_keep))
+        kk = l2_norm(self._heads(k * self.removal_key.to(k.dtype)))  # under autocast k is narrower than its parameters
+        k = self._heads(torch.addcmul(k, k * (a - 1), self.key_keep.to(k.dtype)))
         r, v = self._heads(r), self._heads(v)
         o, state = dplr(
             r,
