@@ -259,6 +259,7 @@ GOOD: dict[str, Any] = {
         ({"tied": 1}, TypeError, "tied must be true or false, got 1"),
         ({"depth": 3}, ValueError, "depth is not a field of DecoderConfig, which has vocab_size, width, layers"),
         ({"layers": [{"mixer": "glu"}]}, ValueError, "layers[0].mixer must be one of 'attention', 'deltanet'"),
+        ({"layers": ["gla"]}, TypeError, "layers[0] must be a dict, got str"),
         ({"layers": [{"heads": 2}]}, ValueError, "layers[0].mixer must be one of attention, deltanet"),
         ({"layers": [{"mixer": "gla"}]}, ValueError, "layers[0].heads must be given for gla, got nothing"),
         (
@@ -267,6 +268,22 @@ GOOD: dict[str, Any] = {
             "layers[1].widnow is not an option of gla, which takes heads, head_dim, value_dim, rank",
         ),
         ({"layers": [{"mixer": "gla", "heads": 2.5}]}, TypeError, "layers[0].heads must be a whole number, got 2.5"),
+        ({"layers": [{"mixer": "gla", "heads": True}]}, TypeError, "layers[0].heads must be a whole number, got True"),
+        (
+            {"layers": [{"mixer": "attention", "heads": 4, "gated": "yes"}]},
+            TypeError,
+            "layers[0].gated must be true or false, got 'yes'",
+        ),
+        (
+            {"layers": [{"mixer": "kda", "heads": 4, "lower": "low"}]},
+            TypeError,
+            "layers[0].lower must be a number, got 'low'",
+        ),
+        (
+            {"layers": [{"mixer": "rwkv7", "heads": 2, "ranks": 8}]},
+            TypeError,
+            "layers[0].ranks must be a list of whole numbers, got 8",
+        ),
         ({"layers": [{"mixer": "gla", "heads": 3}]}, ValueError, "layers[0].value_dim must be given where heads = 3"),
         (
             {"layers": [{"mixer": "attention", "heads": 4, "kv_heads": 3}]},
@@ -284,6 +301,15 @@ def test_what_a_configuration_refuses(change: dict[str, Any], error: type[Except
     DecoderConfig.from_dict(GOOD)
     with pytest.raises(error, match="^" + re.escape(text)):
         DecoderConfig.from_dict({**GOOD, **change})
+
+
+def test_options_survive_json() -> None:
+    layers = [
+        LayerConfig("rwkv7", {"heads": 2, "ranks": (4, 4, 4, 8)}),
+        LayerConfig("attention", {"heads": 2, "window": None}),
+    ]
+    config = DecoderConfig(vocab_size=64, width=16, layers=layers, logit_softcap=30, mlp_width=24)
+    assert DecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_more_that_is_refused() -> None:

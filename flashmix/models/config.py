@@ -21,6 +21,23 @@ MIXERS: dict[str, type[Mixer[Any]]] = {
     "rwkv7": RWKV7,
 }
 
+# What an option may be, by its annotation in the layer's constructor.
+TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "tuple": (tuple, "a list of whole numbers"),
+}
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raises TypeError unless `value` is what `annotation` ("int | None", "tuple[int, int]", ...) says."""
+    allowed, text = TYPES[annotation.split(" ")[0].split("[")[0]]
+    if value is None and annotation.endswith("None"):
+        return
+    if not isinstance(value, allowed) or (isinstance(value, bool) and allowed is not bool):
+        raise TypeError(f"{name} must be {text}, got {value!r}")
+
 
 @dataclass(frozen=True)
 class LayerConfig:
@@ -34,8 +51,13 @@ class LayerConfig:
     mixer: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+
     def to_dict(self) -> dict[str, Any]:
-        return {"mixer": self.mixer, **self.options}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in self.options.items()}
+        return {"mixer": self.mixer, **plain}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerConfig:
@@ -46,23 +68,20 @@ class LayerConfig:
 
     def build(self, width: int, **placement: Any) -> Mixer[Any]:
         """The layer; `placement` is `device` and `dtype`."""
-        options = {name: tuple(value) if isinstance(value, list) else value for name, value in self.options.items()}
-        return MIXERS[self.mixer](width, **options, **placement)
+        return MIXERS[self.mixer](width, **self.options, **placement)
 
     def check(self, width: int) -> None:
         """Raises ValueError or TypeError, naming the option, unless the layer can be built."""
         check_choice("mixer", self.mixer, *MIXERS)
-        parameters = inspect.signature(MIXERS[self.mixer].__init__).parameters.values()
-        known = [p.name for p in parameters if p.name not in ("self", "width", "device", "dtype")]
-        for name in self.options:
+        parameters = inspect.signature(MIXERS[self.mixer].__init__).parameters
+        known = {name: p for name, p in parameters.items() if name not in ("self", "width", "device", "dtype")}
+        for name, value in self.options.items():
             if name not in known:
                 raise ValueError(f"{name} is not an option of {self.mixer}, which takes {', '.join(known)}")
-        for parameter in parameters:
-            if parameter.name in known and parameter.default is parameter.empty and parameter.name not in self.options:
-                raise ValueError(f"{parameter.name} must be given for {self.mixer}, got nothing")
-        for name, value in self.options.items():
-            if isinstance(value, str) or (isinstance(value, float) and name not in ("base", "lower")):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
+            _check_type(name, value, known[name].annotation)
+        for name, parameter in known.items():
+            if parameter.default is parameter.empty and name not in self.options:
+                raise ValueError(f"{name} must be given for {self.mixer}, got nothing")
         self.build(width, device="meta")
 
 
@@ -100,22 +119,12 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        for name in ("vocab_size", "width", "mlp_width"):
-            value = getattr(self, name)
-            if value is None and name == "mlp_width":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("norm_eps", "logit_softcap"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if not isinstance(self.tied, bool):
-            raise TypeError(f"tied must be true or false, got {self.tied!r}")
+        for entry in fields(self):
+            if entry.name != "layers":
+                value = getattr(self, entry.name)
+                _check_type(entry.name, value, str(entry.type))
+                if value is not None and entry.name != "tied" and not value > 0:
+                    raise ValueError(f"{entry.name} must be positive, got {value}")
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -149,6 +158,8 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be given, got nothing")
         layers = []
         for index, layer in enumerate(values["layers"]):
+            if not isinstance(layer, Mapping):
+                raise TypeError(f"layers[{index}] must be a dict, got {type(layer).__name__}")
             try:
                 layers.append(LayerConfig.from_dict(layer))
             except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,14 +94,19 @@ class Decoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.2)
         assert self.norm.weight is not None
         nn.init.constant_(self.norm.weight, 0.1 if self.config.tied else 1.0)
-        for block in self.blocks:
-            assert isinstance(block, Block)
+        for block in self._blocks():
             for last in (block.mixer.output, block.mlp.down):
                 last.weight.mul_((2 * len(self.blocks)) ** -0.5)
 
     def new_cache(self, history: int = 0) -> ModelCache:
         """An empty cache; `history` last tokens of it can be rolled back."""
-        return ModelCache([block.mixer.new_cache() for block in self.blocks], history)  # type: ignore[operator, union-attr]
+        return ModelCache([block.mixer.new_cache() for block in self._blocks()], history)
+
+    def _blocks(self) -> Iterator[Block]:
+        """The blocks, as the type checker should know them."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
 
     def forward(
         self,
