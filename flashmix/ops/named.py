@@ -183,7 +183,7 @@ def rwkv6(
         r, k, v, log_decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
         read_before=True, impl=impl,
     )  # fmt: skip
-    own = (r * k * bonus).sum(-1, keepdim=True)
+    own = (r * k * bonus).contiguous().sum(-1, keepdim=True)  # sums in one order however r lies in memory
     return (o + scale * own * v).to(o.dtype), state
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ class Packing:
             check_boundaries(cu_seqlens.tolist(), total)
         self.cu_seqlens = cu_seqlens
         self.total = total
+        # Computed when first asked for. Not cached_property: its lock (Python 3.10, 3.11) breaks torch.compile's graph.
+        self._sequence: Tensor | None = None
+        self._positions: Tensor | None = None
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Packing:
@@ -55,22 +58,26 @@ class Packing:
         """The number of sequences, empty ones included."""
         return self.cu_seqlens.shape[0] - 1
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """`[N]`: tokens in each sequence."""
         return self.cu_seqlens.diff()
 
-    @cached_property
+    @property
     def sequence(self) -> Tensor:
         """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
-        tokens = torch.arange(self.total, device=self.cu_seqlens.device)
-        return torch.searchsorted(self.cu_seqlens[1:].to(torch.int64), tokens, right=True)
+        if self._sequence is None:
+            tokens = torch.arange(self.total, device=self.cu_seqlens.device)
+            self._sequence = torch.searchsorted(self.cu_seqlens[1:].to(torch.int64), tokens, right=True)
+        return self._sequence
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """`[total]` int64: the place of each token in its own sequence, from 0."""
-        tokens = torch.arange(self.total, device=self.cu_seqlens.device)
-        return tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
+        if self._positions is None:
+            tokens = torch.arange(self.total, device=self.cu_seqlens.device)
+            self._positions = tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
+        return self._positions
 
     def __repr__(self) -> str:
         return f"Packing(sequences={self.count}, tokens={self.total})"
@@ -80,7 +87,7 @@ def check_boundaries(cu_seqlens: list[int], total: int) -> None:
     """Raises ValueError unless the host-side boundaries start at 0, never decrease and end at `total`."""
     if cu_seqlens[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0]}")
-    for before, after in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for before, after in pairwise(cu_seqlens):
         if after < before:
             raise ValueError(f"cu_seqlens must not decrease, got {before} followed by {after}")
     if cu_seqlens[-1] != total:
