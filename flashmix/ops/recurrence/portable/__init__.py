@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flashmix.ops.recurrence.portable.gate import make_decay
-from flashmix.ops.recurrence.portable.layout import Layout, chunk_bound, chunk_size
+from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
 from flashmix.ops.recurrence.portable.state import state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
-from flashmix.ops.recurrence.portable.tiles import Gradients, first_reading, load_tiles, row_kinds
+from flashmix.ops.recurrence.portable.tiles import Gradients, load_tiles, row_kinds, target
 from flashmix.ops.recurrence.portable.transform import transform_forward
 from flashmix.ops.recurrence.problem import Operands, Problem, Rule
 
@@ -56,30 +56,40 @@ def _kept_shapes(problem: Problem) -> list[tuple[int, ...]]:
 def _chunked_forward(
     problem: Problem, layout: Layout, x: Operands, scale: float, save: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    C, dtype = layout.C, _dtype(problem)
+    dtype = _dtype(problem)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     S = layout.first_state(x.initial_state, dtype)
     shapes = _kept_shapes(problem)
     kept = [S.new_empty(shape) for shape in shapes] if save else []
     for slab in layout.slabs():
-        tiles = load_tiles(problem, layout, slab, x, scale, dtype)
-        decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
-        A = decay.pairs(tiles.X, tiles.Y, kept[1][slab.chunks] if save else S.new_empty(slab.count, *shapes[1][1:]))
-        T = transform_forward(A[:, C:, -C:]) if problem.rule.corrected else None
-        Y = first_reading(problem, tiles, A)
-        states = kept[0][slab.chunks] if save else None
-        rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
-        state_forward(layout, slab, S, decay.total, rows, columns, T, Y, tiles.W, states)
-        out = Y[:, :C]
-        if T is not None:
-            nu = tiles.W[:, -C:]
-            out = torch.bmm(A[:, :C, -C:], nu).add_(out)
-            if save:
-                kept[2][slab.chunks], kept[3][slab.chunks] = nu, T
-        layout.store(out, slab, o)
+        _forward_slab(problem, layout, slab, x, scale, S, [residual[slab.chunks] for residual in kept], o)
     for residual in kept:  # a pack may have fewer chunks than its sizes allow
         residual[layout.chunks :] = 0
     return o, layout.last_state(S), kept
+
+
+def _forward_slab(
+    problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, S: Tensor, kept: list[Tensor], o: Tensor
+) -> None:
+    """Advances `S` over a slab and writes its part of `o` and, unless the list is empty, of the residuals."""
+    C = layout.C
+    tiles = load_tiles(problem, layout, slab, x, scale, S.dtype)
+    decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
+    A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else S.new_empty(slab.count, *_kept_shapes(problem)[1][1:]))
+    T = transform_forward(A[:, C:, -C:]) if problem.rule.corrected else None
+    rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
+    Z = A[:, :, :C] @ tiles.v if problem.rule.raw else S.new_empty(slab.count, A.shape[1], problem.V)
+    state_forward(
+        layout, slab, S, decay.total, rows, columns, T, Z, target(problem, tiles), tiles.W, kept[0] if kept else None
+    )
+    out = Z[:, :C]
+    if T is not None:
+        nu = tiles.W[:, -C:]
+        out = torch.bmm(A[:, :C, -C:], nu).add_(out)
+        if kept:
+            kept[2].copy_(nu)
+            kept[3].copy_(T)
+    layout.store(out, slab, o)
 
 
 def backward(
@@ -88,34 +98,41 @@ def backward(
     """Gradients of the operands that are there, in their order, from those of the output and of the final state."""
     problem = Problem.of(x, read_before)
     layout = Layout(problem, x.cu_seqlens)
-    C, dtype = layout.C, _dtype(problem)
+    dtype = _dtype(problem)
     if not residuals:
         _, _, residuals = _chunked_forward(problem, layout, x, scale, save=True)
     do = torch.zeros_like(x.v) if do is None else do
     dS = layout.first_state(dstate, dtype)
     grads = Gradients(problem, x)
     for slab in reversed(layout.slabs()):
-        tiles = load_tiles(problem, layout, slab, x, scale, dtype)
-        decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
-        rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
-        states, A, *corrected = (kept[slab.chunks] for kept in residuals)
-        dreading = torch.empty(slab.count, A.shape[1], problem.V, dtype=dtype, device=problem.device)
-        layout.load(do, slab, dreading[:, :C])
-        T = dnu = None
-        if corrected:
-            tiles.W[:, -C:], T = corrected
-            dnu = A[:, :C, -C:].mT @ dreading[:, :C]
-        dstates = torch.empty_like(states)
-        state_backward(
-            layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dreading, dnu, dstates
-        )
-        dv = None
-        if problem.rule.raw:
-            dv = torch.bmm(A[:, :, :C].mT, dreading).baddbmm_(columns[:, 0], dstates)
-        dX = decay.rows_backward(rows, (dreading @ states.mT).view(rows.shape))
-        dY = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
-        decay.total_backward(states, dstates)
-        decay.pairs_backward(tiles.X, tiles.Y, A, dreading @ tiles.W.mT, dX, dY)
-        dR = dreading[:, -C:] if corrected else None
-        grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)
+        kept = [residual[slab.chunks] for residual in residuals]
+        _backward_slab(problem, layout, slab, x, scale, do, dS, kept, grads)
     return grads.finish(x, layout.last_state(dS))
+
+
+def _backward_slab(
+    problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float,
+    do: Tensor, dS: Tensor, kept: list[Tensor], grads: Gradients,
+) -> None:  # fmt: skip
+    """Takes `dS` back over a slab and writes its part of the gradients."""
+    C = layout.C
+    tiles = load_tiles(problem, layout, slab, x, scale, dS.dtype)
+    decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
+    rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
+    states, A, *corrected = kept
+    dZ = A.new_empty(slab.count, A.shape[1], problem.V)
+    layout.load(do, slab, dZ[:, :C])
+    T = dnu = None
+    if corrected:
+        tiles.W[:, -C:], T = corrected
+        dnu = A[:, :C, -C:].mT @ dZ[:, :C]
+    dstates = torch.empty_like(states)
+    state_backward(layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dZ, dnu, dstates)
+    dv = None
+    if problem.rule.raw:
+        dv = torch.bmm(A[:, :, :C].mT, dZ).baddbmm_(columns[:, 0], dstates)
+    dX = decay.rows_backward(rows, (dZ @ states.mT).view(rows.shape))
+    dY = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
+    decay.total_backward(states, dstates)
+    decay.pairs_backward(tiles.X, tiles.Y, A, dZ @ tiles.W.mT, dX, dY)
+    grads.store(layout, slab, tiles, dX, dY, dv, dZ[:, -C:] if corrected else None, decay.finish(), scale)

@@ -70,17 +70,11 @@ def load_tiles(problem: Problem, layout: Layout, slab: Slab, x: Operands, scale:
     return Tiles(X, Y, W, v, beta, g)
 
 
-def first_reading(problem: Problem, tiles: Tiles, A: Tensor) -> Tensor:
-    """`Y` before the state is read, `[chunks, R * C, V]`: what rows read of raw writes, and the target of the correction."""
-    C, RC = tiles.v.shape[1], A.shape[1]
-    if problem.rule.raw:
-        return A[:, :, :C] @ tiles.v
-    reading = tiles.v.new_zeros(tiles.v.shape[0], RC, problem.V)
-    if tiles.beta is None:
-        reading[:, C:] = tiles.v
-    else:
-        torch.mul(tiles.v, tiles.beta, out=reading[:, C:])
-    return reading
+def target(problem: Problem, tiles: Tiles) -> Tensor | None:
+    """What the correction aims at, `[chunks, C, V]`; None where the rule has no correction or aims at 0."""
+    if problem.rule is Rule.UNTIED:
+        return tiles.v
+    return None if tiles.beta is None else tiles.v * tiles.beta
 
 
 class Gradients:
