@@ -13,7 +13,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashmix.ops.attention.problem import Score
+
 ROWS = 128  # queries of a block
+WINDOW_ROWS = 64  # the same under a window of at most KEYS: less of a tile lies outside it
 FEW_ROWS = 16  # the same for a few new queries against many keys
 KEYS = 512  # keys taken at once
 TILE_AREA = 1024 * KEYS  # scores at once: as many heads are taken together
@@ -25,9 +28,10 @@ class Part:
 
     sequences: slice
     heads: slice
-    group: int  # query heads of a key head
     of_q: slice
     of_k: slice
+    group: int  # query heads of a key head
+    rows: int  # queries of a block
 
     @property
     def count(self) -> tuple[int, int]:
@@ -46,11 +50,6 @@ class Part:
     def tokens_k(self) -> int:
         return self.of_k.stop - self.of_k.start
 
-    @property
-    def rows(self) -> int:
-        """Queries of a block."""
-        return rows_per_block(self.tokens_q, self.tokens_k)
-
     def at_queries(self, x: Tensor) -> Tensor:
         """The part of `[B, Tq, HQ, ...]`."""
         return x[self.sequences, self.of_q, self.query_heads]
@@ -68,7 +67,7 @@ class Part:
         return per_head[self.query_heads].view(-1, self.group, 1, 1).repeat(self.count[0], 1, 1, 1)
 
 
-def parts(q: Tensor, k: Tensor, boundaries: tuple[Tensor | None, Tensor | None]) -> Iterator[Part]:
+def parts(q: Tensor, k: Tensor, boundaries: tuple[Tensor | None, Tensor | None], score: Score) -> Iterator[Part]:
     """All parts of the batch, or of each packed sequence; none for sequences without queries or without keys.
 
     Boundaries that leave the tensors, or decrease, are cut off.
@@ -81,17 +80,21 @@ def parts(q: Tensor, k: Tensor, boundaries: tuple[Tensor | None, Tensor | None])
     for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         if start_q >= end_q or start_k >= end_k:
             continue
-        rows, keys = rows_per_block(end_q - start_q, end_k - start_k), min(KEYS, round_up(end_k - start_k, ROWS))
+        of_q, of_k = slice(start_q, end_q), slice(start_k, end_k)
+        rows, keys = _rows(end_q - start_q, end_k - start_k, score), min(KEYS, round_up(end_k - start_k, ROWS))
         pairs = max(1, TILE_AREA // (group * rows * keys))
         sequences, heads_at_once = max(1, pairs // heads), min(pairs, heads)
         for n in range(0, batch, sequences):
             for h in range(0, heads, heads_at_once):
                 of_n, of_h = slice(n, min(n + sequences, batch)), slice(h, min(h + heads_at_once, heads))
-                yield Part(of_n, of_h, group, slice(start_q, end_q), slice(start_k, end_k))
+                yield Part(of_n, of_h, of_q, of_k, group, rows)
 
 
-def rows_per_block(tokens_q: int, tokens_k: int) -> int:
-    return FEW_ROWS if tokens_q <= FEW_ROWS < tokens_k else ROWS
+def _rows(tokens_q: int, tokens_k: int, score: Score) -> int:
+    if tokens_q <= FEW_ROWS < tokens_k:
+        return FEW_ROWS
+    narrow = score.left is not None and score.right is not None and score.left + score.right <= KEYS
+    return WINDOW_ROWS if narrow else ROWS
 
 
 def round_up(value: int, multiple: int) -> int:

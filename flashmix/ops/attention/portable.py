@@ -43,7 +43,7 @@ def forward(
         top = top.maximum(sink)
         total = torch.exp2(sink - top)
     workspace = Workspace()
-    for part in parts(q, k, boundaries):
+    for part in parts(q, k, boundaries, score):
         tiles = Tiles(q, k, features, part, score, dtype, workspace)
         tops, totals = to_row_blocks(top, part, dtype), to_row_blocks(total, part, dtype)
         mixed = _attend(tiles, to_keys(v, part, dtype), tops, totals)
@@ -82,7 +82,7 @@ def backward(
     d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
     workspace = Workspace()
-    for part in parts(q, k, boundaries):
+    for part in parts(q, k, boundaries, score):
         d_o_blocks, *rows = (to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta))))
         tiles = Tiles(q, k, features, part, score, dtype, workspace)
         sums = _Gradients(tiles, to_keys(v, part, dtype), d_o_blocks.mul_(rows[0]), *rows[1:])
