@@ -27,10 +27,13 @@ FEATURES = {
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: a second thread would only wait
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

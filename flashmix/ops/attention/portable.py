@@ -142,14 +142,23 @@ def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
     return o
 
 
+def _zeros_by_channel(x: Tensor) -> Tensor:
+    """Zeros `[pairs, D, keys]` for gradients of keys `[pairs, keys, D]`.
+
+    `do'^T p` is a faster product than `p^T do'`, and rows that do not lie a power of two apart turn around five times as
+    fast in the end.
+    """
+    pairs, keys, dim = x.shape
+    return x.new_zeros(pairs, dim, keys + 16)[..., :keys]
+
+
 class _Gradients:
     """The sums over all tiles of one part that make up the gradients."""
 
     def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
         self.tiles, self.v, self.d_o, self.top, self.delta = tiles, v, d_o, top, delta
         self.d_q = torch.empty_like(tiles.q)
-        # [pairs, D, keys]: `do'^T p` is a faster product than `p^T do'`, whose rows lie a power of two apart
-        self.d_k, self.d_v = (x.new_zeros(x.shape[0], x.shape[2], x.shape[1]) for x in (tiles.k, v))
+        self.d_k, self.d_v = _zeros_by_channel(tiles.k), _zeros_by_channel(v)
         by_head = (tiles.q.shape[0], tiles.part.group)
         self.d_slopes = v.new_zeros(by_head, dtype=torch.float64)
         self.d_scores_of_rows = v.new_zeros(*by_head, tiles.q.shape[1] * tiles.part.rows, dtype=torch.float64)
