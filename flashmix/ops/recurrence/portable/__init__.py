@@ -72,24 +72,23 @@ def _forward_slab(
     problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, S: Tensor, kept: list[Tensor], o: Tensor
 ) -> None:
     """Advances `S` over a slab and writes its part of `o` and, unless the list is empty, of the residuals."""
-    C = layout.C
+    C, rule = layout.C, problem.rule
     tiles = load_tiles(problem, layout, slab, x, scale, S.dtype)
-    decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
+    decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
     A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else S.new_empty(slab.count, *_kept_shapes(problem)[1][1:]))
-    T = transform_forward(A[:, C:, -C:]) if problem.rule.corrected else None
+    T = transform_forward(A[:, C:, -C:]) if rule.corrected else None
     rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
-    Z = A[:, :, :C] @ tiles.v if problem.rule.raw else S.new_empty(slab.count, A.shape[1], problem.V)
-    state_forward(
-        layout, slab, S, decay.total, rows, columns, T, Z, target(problem, tiles), tiles.W, kept[0] if kept else None
-    )
-    out = Z[:, :C]
+    within = A[:, :, :C] @ tiles.v if rule.raw else None
+    states = kept[0] if kept else None
+    Z = state_forward(layout, slab, S, decay, rows, columns, T, within, target(problem, tiles), tiles.W, states)
+    o_tile = Z[:, :C]
     if T is not None:
         nu = tiles.W[:, -C:]
-        out = torch.bmm(A[:, :C, -C:], nu).add_(out)
+        o_tile = torch.bmm(A[:, :C, -C:], nu).add_(o_tile)
         if kept:
             kept[2].copy_(nu)
             kept[3].copy_(T)
-    layout.store(out, slab, o)
+    layout.store(o_tile, slab, o)
 
 
 def backward(
@@ -115,24 +114,24 @@ def _backward_slab(
     do: Tensor, dS: Tensor, kept: list[Tensor], grads: Gradients,
 ) -> None:  # fmt: skip
     """Takes `dS` back over a slab and writes its part of the gradients."""
-    C = layout.C
+    C, rule = layout.C, problem.rule
     tiles = load_tiles(problem, layout, slab, x, scale, dS.dtype)
-    decay = make_decay(tiles.g, row_kinds(problem), tiles.X)
+    decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
     rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
     states, A, *corrected = kept
     dZ = A.new_empty(slab.count, A.shape[1], problem.V)
     layout.load(do, slab, dZ[:, :C])
-    T = dnu = None
+    T = None
     if corrected:
         tiles.W[:, -C:], T = corrected
-        dnu = A[:, :C, -C:].mT @ dZ[:, :C]
-    dstates = torch.empty_like(states)
-    state_backward(layout, slab, dS, decay.total, rows.flatten(1, 2), columns.flatten(1, 2), T, dZ, dnu, dstates)
-    dv = None
-    if problem.rule.raw:
-        dv = torch.bmm(A[:, :, :C].mT, dZ).baddbmm_(columns[:, 0], dstates)
-    dX = decay.rows_backward(rows, (dZ @ states.mT).view(rows.shape))
-    dY = decay.columns_backward(columns, (tiles.W @ dstates.mT).view(columns.shape))
-    decay.total_backward(states, dstates)
+    dW = A[:, :C].mT @ dZ[:, :C]
+    drows, dcolumns = state_backward(
+        layout, slab, dS, decay, rows.flatten(1, 2), columns.flatten(1, 2), T, states, tiles.W, dZ, dW
+    )
+    dX, dY = decay.keys_backward(rows, drows.view(rows.shape), columns, dcolumns.view(columns.shape))
     decay.pairs_backward(tiles.X, tiles.Y, A, dZ @ tiles.W.mT, dX, dY)
-    grads.store(layout, slab, tiles, dX, dY, dv, dZ[:, -C:] if corrected else None, decay.finish(), scale)
+    dR = dZ[:, -C:] if corrected else None
+    dv = None
+    if rule.raw:
+        dv = dW[:, :C] if dR is None else dW[:, :C] + A[:, C:, :C].mT @ dR
+    grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)

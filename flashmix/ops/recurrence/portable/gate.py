@@ -12,6 +12,9 @@ Decays are multiplied up from single tokens, level by level: every factor is a p
 is at most 1, keeps its relative precision, and is 0 where a gate is -inf. Nothing is divided and no sums are subtracted. Each
 `*_backward` returns the gradient of its keys and collects that of the logarithms of the factors it used; `finish` takes these back
 down the levels to the gates. A gate's gradient is thus a sum over the pairs that it lies between, where nothing cancels.
+
+A decay of whole tokens is one number a row. Instead of the keys it scales what is read with them (`row_scale`) and what is
+written under them (`column_scale`, both `[chunks, R * C or S * C, 1]`); `rows` and `columns` then return the keys as they are.
 """
 
 from __future__ import annotations
@@ -31,18 +34,19 @@ class Row:
     diagonal: bool
 
 
-def make_decay(g: Tensor | None, rows: tuple[Row, ...], like: Tensor) -> NoDecay | TokenDecay | ChannelDecay:
-    """The decay of a slab from its log-decay tile: None, `[chunks, C]` or `[chunks, C, K]`."""
+def make_decay(g: Tensor | None, rows: tuple[Row, ...], columns: int) -> NoDecay | TokenDecay | ChannelDecay:
+    """The decay of a slab: log-decay tile (None, `[chunks, C]` or `[chunks, C, K]`), row kinds, number of column keys."""
     if g is None:
-        return NoDecay(rows, like)
-    return TokenDecay(g.exp_(), rows) if g.dim() == 2 else ChannelDecay(g.exp_(), rows)
+        return NoDecay(rows)
+    return TokenDecay(g.exp_(), rows, columns) if g.dim() == 2 else ChannelDecay(g.exp_(), rows)
 
 
 class NoDecay:
     """No gate: every factor is 1, pairs are masked."""
 
-    def __init__(self, rows: tuple[Row, ...], like: Tensor) -> None:
-        self.total = like.new_ones(1, 1, 1)
+    total = row_scale = column_scale = None
+
+    def __init__(self, rows: tuple[Row, ...]) -> None:
         self._kinds = rows
 
     def rows(self, X: Tensor) -> Tensor:
@@ -60,16 +64,13 @@ class NoDecay:
             A[:, r * C : (r + 1) * C].unflatten(2, (-1, C)).transpose(1, 2).tril_(0 if kind.diagonal else -1)
         return A
 
-    def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
-        return drows
-
-    def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
-        return dcolumns
+    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
+        return drows, dcolumns
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         _product_backward(X, Y, self._mask(dA, X.shape[2]), dX, dY)
 
-    def total_backward(self, S: Tensor, dS: Tensor) -> None:
+    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
         pass
 
     def finish(self) -> Tensor | None:
@@ -79,9 +80,9 @@ class NoDecay:
 class _Gated:
     """What both gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
 
-    _row: Tensor  # [chunks, R (1 if all rows read alike), C, K or 1]
-    _column: Tensor  # [chunks, 1, C, K or 1]
     total: Tensor
+    row_scale: Tensor | None = None
+    column_scale: Tensor | None = None
 
     def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
         self._kinds = rows
@@ -90,29 +91,15 @@ class _Gated:
             torch.zeros_like(decay),
         )  # of log e^{G_i}, log e^{G_C - G_j}
 
-    def rows(self, X: Tensor) -> Tensor:
-        return X * self._row
-
-    def columns(self, Y: Tensor) -> Tensor:
-        return Y * self._column
-
-    def _per_gate(self, x: Tensor) -> Tensor:
-        """A product `[..., K]` summed to the gate's own channels."""
-        raise NotImplementedError
-
     def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
         """Adds what the pairs of the level of size h pass back to the logarithms of its factors."""
         raise NotImplementedError
 
-    def rows_backward(self, rows: Tensor, drows: Tensor) -> Tensor:
-        product = self._per_gate(rows * drows)
+    def _collect(self, rows: Tensor, columns: Tensor) -> None:
+        """What row keys `[chunks, R, C, ...]` and column keys `[chunks, S, C, ...]` pass back to the logarithms of their factors."""
         for r, kind in enumerate(self._kinds):
-            _add_rows(self._dprefix, product[:, r], kind)
-        return drows.mul_(self._row)
-
-    def columns_backward(self, columns: Tensor, dcolumns: Tensor) -> Tensor:
-        self._dsuffix += self._per_gate(columns * dcolumns).sum(1)
-        return dcolumns.mul_(self._column)
+            _add_rows(self._dprefix, rows[:, r], kind)
+        self._dsuffix += columns.sum(1)
 
     def finish(self) -> Tensor:
         """The gradient of the log decay, like its tile."""
@@ -122,7 +109,7 @@ class _Gated:
 class TokenDecay(_Gated):
     """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
 
-    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
+    def __init__(self, decay: Tensor, rows: tuple[Row, ...], columns: int) -> None:
         super().__init__(decay, rows)
         chunks, C = decay.shape
         self._between = between = decay.new_zeros(chunks, C, C)  # e^{G_i - G_j} on and below the diagonal
@@ -132,12 +119,20 @@ class TokenDecay(_Gated):
             torch.mul(upper.unsqueeze(-1), lower.unsqueeze(-2), out=_blocks(between, h))
 
         prefix, suffix = _sweep(decay, fill)
-        self._row = torch.stack(_row_factors(prefix, rows), 1).unsqueeze(-1)
-        self._column = suffix[:, None, :, None]
+        factors = _row_factors(prefix, rows)
+        self.row_scale = torch.cat([factors[min(r, len(factors) - 1)] for r in range(len(rows))], 1).unsqueeze(-1)
+        self.column_scale = suffix.repeat(1, columns).unsqueeze(-1)
         self.total = prefix[:, -1:, None]
 
-    def _per_gate(self, x: Tensor) -> Tensor:
-        return x.sum(-1)
+    def rows(self, X: Tensor) -> Tensor:
+        return X
+
+    def columns(self, Y: Tensor) -> Tensor:
+        return Y
+
+    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
+        self._collect((rows * drows).sum(-1), (columns * dcolumns).sum(-1))
+        return drows, dcolumns
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
@@ -173,10 +168,9 @@ class TokenDecay(_Gated):
         dupper += block.sum(-1)
         dlower += block.sum(-2)
 
-    def total_backward(self, S: Tensor, dS: Tensor) -> None:
-        """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
-        inner = torch.bmm(S.flatten(1).unsqueeze(1), dS.flatten(1).unsqueeze(2))
-        self._dprefix[:, -1:] += (inner * self.total).squeeze(-1)
+    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
+        """`S` the state chunks `at` start from, `dS` the gradient of the state they end with."""
+        self._dprefix[at, -1] += (S * dS).sum((-2, -1)) * self.total[at].flatten()
 
 
 class ChannelDecay(_Gated):
@@ -193,12 +187,19 @@ class ChannelDecay(_Gated):
             self._levels.append((h, [f.clone() if f is upper else f for f in factors], lower.clone()))
 
         prefix, suffix = _sweep(decay, keep)
-        self._row = torch.stack(_row_factors(prefix, rows), 1)
+        self._row = torch.stack(_row_factors(prefix, rows), 1)  # [chunks, R (1 if all rows read alike), C, K]
         self._column = suffix.unsqueeze(1)
         self.total = prefix[:, -1].unsqueeze(-1)
 
-    def _per_gate(self, x: Tensor) -> Tensor:
-        return x
+    def rows(self, X: Tensor) -> Tensor:
+        return X * self._row
+
+    def columns(self, Y: Tensor) -> Tensor:
+        return Y * self._column
+
+    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
+        self._collect(rows * drows, columns * dcolumns)
+        return drows.mul_(self._row), dcolumns.mul_(self._column)
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         chunks, R, C, _ = X.shape
@@ -246,9 +247,9 @@ class ChannelDecay(_Gated):
         dupper += level[0]
         dlower += level[1]
 
-    def total_backward(self, S: Tensor, dS: Tensor) -> None:
-        """`S` the state a chunk starts from, `dS` the gradient of the state it ends with."""
-        self._dprefix[:, -1] += (S * dS).sum(-1) * self.total.squeeze(-1)
+    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
+        """`S` the state chunks `at` start from, `dS` the gradient of the state they end with."""
+        self._dprefix[at, -1] += (S * dS).sum(-1) * self.total[at].squeeze(-1)
 
 
 def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:

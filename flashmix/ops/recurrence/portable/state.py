@@ -1,83 +1,80 @@
 """The `state` phase: the one serial pass, chunk after chunk (docs/chunk_algorithm.md, section 5).
 
-    forward      Z <- Z + ~X S;   nu = T Z_a;   S <- e^{G_C} S + ^Y^T W
-    backward     dnu <- dnu + ^b dS;   dR = T^T dnu;   dS <- e^{G_C} dS + ~X^T [do; dR]
+    forward      Z = ~X S (+ what is read within the chunk);   nu = T Z_a;   S <- e^{G_C} S + ^Y^T W
+    backward     dW += ^Y dS;   dR = T^T dnu;   d~X = [do; dR] S^T;   d^Y = W dS^T;   dS <- e^{G_C} dS + ~X^T [do; dR]
 
 `~X` stacks the row keys (query, and correction), `^Y` the column keys, `W` what they write (values, and corrected values `nu`), `Z`
-what the rows read. The chunks of one depth advance together.
+what the rows read. The chunks of one depth advance together, with their states still in cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
+from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
+
+Decay = NoDecay | TokenDecay | ChannelDecay
 
 
 def state_forward(
-    layout: Layout, slab: Slab, S: Tensor, total: Tensor, rows: Tensor, columns: Tensor, T: Tensor | None,
-    Z: Tensor, target: Tensor | None, W: Tensor, states: Tensor | None,
-) -> None:  # fmt: skip
-    """Advances `S` over a slab; fills `Z` `[chunks, R * C, V]`, the last `C` rows of `W` with `nu`, and `states`: each chunk's first state.
+    layout: Layout, slab: Slab, S: Tensor, decay: Decay, rows: Tensor, columns: Tensor, T: Tensor | None,
+    within: Tensor | None, target: Tensor | None, W: Tensor, states: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Advances `S` over a slab; returns `Z` `[chunks, R * C, V]`, fills the last `C` rows of `W` with `nu`, and `states` if it is given.
 
-    With raw writes `Z` comes in holding what rows read of them within the chunk. `target` is what the correction aims at.
+    `within` is what rows read of raw writes in their own chunk, `target` what the correction aims at.
     """
-    C, raw = layout.C, W.shape[1] > layout.C or T is None
-    for at, now, after in _walk(layout, slab, range(slab.first, slab.last), S, states):
-        if raw:
-            Z[at].baddbmm_(rows[at], now)
-        else:
-            torch.bmm(rows[at], now, out=Z[at])
+    C = layout.C
+    Z = torch.empty(*rows.shape[:2], W.shape[-1], dtype=W.dtype, device=W.device)
+    for depth in range(slab.first, slab.last):
+        at = layout.at(depth, slab)
+        S_now = S[: at.stop - at.start]
+        if states is not None:
+            states[at] = S_now
+        Z_now = torch.bmm(rows[at], S_now, out=Z[at])
+        if decay.row_scale is not None:
+            Z_now *= decay.row_scale[at]
+        if within is not None:
+            Z_now += within[at]
         if T is not None:
-            R = Z[at][:, -C:]
+            R = Z_now[:, -C:]
             if target is not None:
                 R += target[at]
-            if raw:
-                W[at][:, -C:] = T[at] @ R
-            else:
-                torch.bmm(T[at], R, out=W[at])
-        torch.mul(now, total[at] if len(total) > 1 else total, out=after)
-        after.baddbmm_(columns[at].mT, W[at])
+            W[at][:, -C:] = T[at] @ R
+        if decay.total is not None:
+            S_now *= decay.total[at]
+        S_now.baddbmm_(columns[at].mT, W[at] if decay.column_scale is None else W[at] * decay.column_scale[at])
+    return Z
 
 
 def state_backward(
-    layout: Layout, slab: Slab, dS: Tensor, total: Tensor, rows: Tensor, columns: Tensor, T: Tensor | None,
-    dZ: Tensor, dnu: Tensor | None, dstates: Tensor,
-) -> None:  # fmt: skip
-    """Takes `dS` back over a slab; fills the last `C` rows of `dZ` with `dR`, and `dstates` with the gradient of what each chunk ends with.
+    layout: Layout, slab: Slab, dS: Tensor, decay: Decay, rows: Tensor, columns: Tensor, T: Tensor | None,
+    states: Tensor, W: Tensor, dZ: Tensor, dW: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Takes `dS` back over a slab; returns `d~X` and `d^Y`, fills the last `C` rows of `dZ` with `dR` and adds to `dW`.
 
-    `dZ` comes in holding `do` in its first `C` rows, `dnu` what reaches the corrected values within the chunk.
+    `dZ` comes in holding `do` in its first `C` rows, `dW` what reaches the written values within their chunk from `do`.
     """
     C = layout.C
-    for at, now, after in _walk(layout, slab, range(slab.last - 1, slab.first - 1, -1), dS, dstates):
-        if T is not None and dnu is not None:
-            dnu[at].baddbmm_(columns[at][:, -C:], now)
-            dZ[at][:, -C:] = T[at].mT @ dnu[at]
-        torch.mul(now, total[at] if len(total) > 1 else total, out=after)
-        after.baddbmm_(rows[at].mT, dZ[at])
-
-
-def _walk(
-    layout: Layout, slab: Slab, depths: Sequence[int], state: Tensor, kept: Tensor | None
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """For each depth: its chunks, their state, and where the state after them goes.
-
-    `state` `[N * HV, K, V]` carries it between slabs. With `kept` `[chunks, K, V]` each depth's state is kept there; the next one is
-    computed in its place, unless a sequence starts or ends in between.
-    """
-    placed = False
-    for i, depth in enumerate(depths):
+    drows, dcolumns = torch.empty_like(rows), torch.empty_like(columns)
+    for depth in range(slab.last - 1, slab.first - 1, -1):
         at = layout.at(depth, slab)
-        n = at.stop - at.start
-        if kept is None:
-            yield at, state[:n], state[:n]
-            continue
-        now = kept[at]
-        if not placed:
-            now.copy_(state[:n])
-        following = layout.at(depths[i + 1], slab) if i + 1 < len(depths) else slice(0, 0)
-        placed = following.stop - following.start == n
-        yield at, now, kept[following] if placed else state[:n]
+        dS_now = dS[: at.stop - at.start]
+        W_now = W[at]
+        if decay.column_scale is None:
+            dW[at].baddbmm_(columns[at], dS_now)
+        else:
+            dW[at].add_(torch.bmm(columns[at], dS_now).mul_(decay.column_scale[at]))
+            W_now = W_now * decay.column_scale[at]
+        torch.bmm(W_now, dS_now.mT, out=dcolumns[at])
+        if T is not None:
+            dZ[at][:, -C:] = T[at].mT @ dW[at][:, -C:]
+        dZ_now = dZ[at] if decay.row_scale is None else dZ[at] * decay.row_scale[at]
+        torch.bmm(dZ_now, states[at].mT, out=drows[at])
+        decay.total_backward(at, states[at], dS_now)
+        if decay.total is not None:
+            dS_now *= decay.total[at]
+        dS_now.baddbmm_(rows[at].mT, dZ_now)
+    return drows, dcolumns
