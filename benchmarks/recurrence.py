@@ -124,24 +124,29 @@ def decode_step(H: int = 8, D: int = 64) -> dict[str, object]:
 
 
 MEMORY_PROBE = """
-import resource, sys, torch
+import sys, torch
 from flashmix import delta_rule, l2_norm
 torch.set_num_threads(2)
-T = int(sys.argv[1])
-make = lambda *s: torch.randn(*s).requires_grad_()
-def call(T):
-    x = [make(1, T, 4, 64) for _ in range(3)] + [torch.rand(1, T, 4).requires_grad_(), (-torch.rand(1, T, 4)).requires_grad_()]
-    x[1] = l2_norm(x[1].detach()).requires_grad_()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def kib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+def extra(T):
+    x = [torch.randn(1, T, 4, 64) for _ in range(3)] + [torch.rand(1, T, 4), -torch.rand(1, T, 4)]
+    x[1] = l2_norm(x[1])
+    x = [t.requires_grad_() for t in x]
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
+    before = kib("VmRSS")
     delta_rule(*x)[0].sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-call(64)
-print(call(T))
+    return kib("VmHWM") - before
+
+extra(64)
+print(extra(int(sys.argv[1])))
 """
 
 
 def memory(T: int) -> dict[str, object]:
-    """MiB that forward and backward of 1xTx4x64 add to the peak of a fresh process."""
+    """MiB that forward and backward of 1xTx4x64 need at their peak beyond the inputs, gradients included, in a fresh process (Linux)."""
     out = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(T)], check=True, capture_output=True, text=True
     ).stdout

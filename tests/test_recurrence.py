@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -199,6 +200,16 @@ def test_determinism(case):
     for _ in range(5):
         for name, got in evaluate(run_op, case, inputs).items():
             same_bits(got, first[name], name)
+
+
+def test_threads_do_not_share_scratch_memory():
+    case = Case("", "delta", "token", T=300)
+    inputs = make_inputs(case, torch.float32)
+    expected = evaluate(run_op, case, inputs)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: evaluate(run_op, case, inputs), range(12)):
+            for name, got in found.items():
+                same_bits(got, expected[name], name)
 
 
 @named(BASE)

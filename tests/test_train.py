@@ -469,10 +469,11 @@ def test_the_second_interrupt_stops_at_once_and_keeps_the_checkpoint(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(torch, "save", save_and_interrupt)
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert folder.checkpoint.read_bytes() == before
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(small: TrainConfig, tmp_path: Path) -> None:

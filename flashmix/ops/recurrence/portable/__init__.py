@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.portable.gate import make_decay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
+from flashmix.ops.recurrence.portable.scratch import scratch
 from flashmix.ops.recurrence.portable.state import state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
 from flashmix.ops.recurrence.portable.tiles import Gradients, load_tiles, row_kinds, target
@@ -73,18 +74,19 @@ def _forward_slab(
 ) -> None:
     """Advances `S` over a slab and writes its part of `o` and, unless the list is empty, of the residuals."""
     C, rule = layout.C, problem.rule
-    tiles = load_tiles(problem, layout, slab, x, scale, S.dtype)
+    scratch.restart()
+    tiles = load_tiles(problem, layout, slab, x, scale, S)
     decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
-    A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else S.new_empty(slab.count, *_kept_shapes(problem)[1][1:]))
+    A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else scratch.tile(S, slab.count, *_kept_shapes(problem)[1][1:]))
     T = transform_forward(A[:, C:, -C:]) if rule.corrected else None
     rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
-    within = A[:, :, :C] @ tiles.v if rule.raw else None
+    within = _product(A[:, :, :C], tiles.v) if rule.raw else None
     states = kept[0] if kept else None
     Z = state_forward(layout, slab, S, decay, rows, columns, T, within, target(problem, tiles), tiles.W, states)
     o_tile = Z[:, :C]
     if T is not None:
         nu = tiles.W[:, -C:]
-        o_tile = torch.bmm(A[:, :C, -C:], nu).add_(o_tile)
+        o_tile = _product(A[:, :C, -C:], nu).add_(o_tile)
         if kept:
             kept[2].copy_(nu)
             kept[3].copy_(T)
@@ -115,23 +117,29 @@ def _backward_slab(
 ) -> None:  # fmt: skip
     """Takes `dS` back over a slab and writes its part of the gradients."""
     C, rule = layout.C, problem.rule
-    tiles = load_tiles(problem, layout, slab, x, scale, dS.dtype)
+    scratch.restart()
+    tiles = load_tiles(problem, layout, slab, x, scale, dS)
     decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
     rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
     states, A, *corrected = kept
-    dZ = A.new_empty(slab.count, A.shape[1], problem.V)
+    dZ = scratch.tile(A, slab.count, A.shape[1], problem.V)
     layout.load(do, slab, dZ[:, :C])
     T = None
     if corrected:
         tiles.W[:, -C:], T = corrected
-    dW = A[:, :C].mT @ dZ[:, :C]
+    dW = _product(A[:, :C].mT, dZ[:, :C])
     drows, dcolumns = state_backward(
         layout, slab, dS, decay, rows.flatten(1, 2), columns.flatten(1, 2), T, states, tiles.W, dZ, dW
     )
     dX, dY = decay.keys_backward(rows, drows.view(rows.shape), columns, dcolumns.view(columns.shape))
-    decay.pairs_backward(tiles.X, tiles.Y, A, dZ @ tiles.W.mT, dX, dY)
+    decay.pairs_backward(tiles.X, tiles.Y, A, _product(dZ, tiles.W.mT), dX, dY)
     dR = dZ[:, -C:] if corrected else None
     dv = None
     if rule.raw:
         dv = dW[:, :C] if dR is None else dW[:, :C] + A[:, C:, :C].mT @ dR
     grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """`x @ y` a chunk, in scratch memory."""
+    return torch.bmm(x, y, out=scratch.tile(x, x.shape[0], x.shape[1], y.shape[2]))

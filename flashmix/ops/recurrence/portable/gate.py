@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.ops.recurrence.portable.scratch import scratch
+
 
 @dataclass(frozen=True)
 class Row:
@@ -112,7 +114,7 @@ class TokenDecay(_Gated):
     def __init__(self, decay: Tensor, rows: tuple[Row, ...], columns: int) -> None:
         super().__init__(decay, rows)
         chunks, C = decay.shape
-        self._between = between = decay.new_zeros(chunks, C, C)  # e^{G_i - G_j} on and below the diagonal
+        self._between = between = scratch.tile(decay, chunks, C, C).zero_()  # e^{G_i - G_j} on and below the diagonal
         between.diagonal(dim1=1, dim2=2).fill_(1)
 
         def fill(h: int, upper: Tensor, lower: Tensor) -> None:
@@ -131,7 +133,7 @@ class TokenDecay(_Gated):
         return Y
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
-        self._collect((rows * drows).sum(-1), (columns * dcolumns).sum(-1))
+        self._collect(_times(rows, drows).sum(-1), _times(columns, dcolumns).sum(-1))
         return drows, dcolumns
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
@@ -156,8 +158,8 @@ class TokenDecay(_Gated):
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         C = X.shape[2]
-        self._dbetween = torch.zeros_like(self._between)  # of log e^{G_i - G_j}
-        P = (dA * A).unflatten(2, (-1, C))
+        self._dbetween = scratch.tile(A, *self._between.shape).zero_()  # of log e^{G_i - G_j}
+        P = _times(dA, A).unflatten(2, (-1, C))
         for r, kind in enumerate(self._kinds):
             for s in range(P.shape[2]):
                 _add_rows(self._dbetween, P[:, r * C : (r + 1) * C, s], kind)
@@ -192,13 +194,13 @@ class ChannelDecay(_Gated):
         self.total = prefix[:, -1].unsqueeze(-1)
 
     def rows(self, X: Tensor) -> Tensor:
-        return X * self._row
+        return _times(X, self._row)
 
     def columns(self, Y: Tensor) -> Tensor:
-        return Y * self._column
+        return _times(Y, self._column)
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
-        self._collect(rows * drows, columns * dcolumns)
+        self._collect(_times(rows, drows), _times(columns, dcolumns))
         return drows.mul_(self._row), dcolumns.mul_(self._column)
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
@@ -307,6 +309,11 @@ def _row_factors(prefix: Tensor, kinds: tuple[Row, ...]) -> list[Tensor]:
         before.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
     found = [prefix if before is None or not kind.exclusive else before for kind in kinds]
     return found[:1] if all(f is found[0] for f in found) else found
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """`x * factor` in the shape of `x`, in scratch memory."""
+    return torch.mul(x, factor, out=scratch.tile(x, *x.shape))
 
 
 def _product_backward(X: Tensor, Y: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:

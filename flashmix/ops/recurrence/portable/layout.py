@@ -16,7 +16,7 @@ from flashmix.ops.packing import check_boundaries
 from flashmix.ops.recurrence.problem import Problem
 
 # A slab is as many depths as fit in this many numbers of one tile: what the phases work on at a time stays in cache.
-SLAB_NUMBERS = 1 << 17
+SLAB_NUMBERS = 1 << 18
 
 
 def chunk_size(problem: Problem) -> int:

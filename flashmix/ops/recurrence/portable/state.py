@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
+from flashmix.ops.recurrence.portable.scratch import scratch
 
 Decay = NoDecay | TokenDecay | ChannelDecay
 
@@ -27,7 +28,7 @@ def state_forward(
     `within` is what rows read of raw writes in their own chunk, `target` what the correction aims at.
     """
     C = layout.C
-    Z = torch.empty(*rows.shape[:2], W.shape[-1], dtype=W.dtype, device=W.device)
+    Z = scratch.tile(W, *rows.shape[:2], W.shape[-1])
     for depth in range(slab.first, slab.last):
         at = layout.at(depth, slab)
         S_now = S[: at.stop - at.start]
@@ -58,7 +59,7 @@ def state_backward(
     `dZ` comes in holding `do` in its first `C` rows, `dW` what reaches the written values within their chunk from `do`.
     """
     C = layout.C
-    drows, dcolumns = torch.empty_like(rows), torch.empty_like(columns)
+    drows, dcolumns = scratch.tile(rows, *rows.shape), scratch.tile(columns, *columns.shape)
     for depth in range(slab.last - 1, slab.first - 1, -1):
         at = layout.at(depth, slab)
         dS_now = dS[: at.stop - at.start]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.portable.gate import Row
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
+from flashmix.ops.recurrence.portable.scratch import scratch
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
 
 
@@ -42,12 +43,12 @@ class Tiles:
     g: Tensor | None  # [chunks, C] or [chunks, C, K]
 
 
-def load_tiles(problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, dtype: torch.dtype) -> Tiles:
-    """The tiles of a slab, in `dtype`; the query is scaled."""
+def load_tiles(problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, like: Tensor) -> Tiles:
+    """The tiles of a slab, in the dtype of `like`; the query is scaled."""
     rule, C, n = problem.rule, layout.C, slab.count
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(n, *shape, dtype=dtype, device=problem.device)
+        return scratch.tile(like, n, *shape)
 
     X = empty(2 if rule.corrected else 1, C, problem.K)
     Y = empty(2 if rule is Rule.DPLR else 1, C, problem.K)
@@ -74,7 +75,7 @@ def target(problem: Problem, tiles: Tiles) -> Tensor | None:
     """What the correction aims at, `[chunks, C, V]`; None where the rule has no correction or aims at 0."""
     if problem.rule is Rule.UNTIED:
         return tiles.v
-    return None if tiles.beta is None else tiles.v * tiles.beta
+    return None if tiles.beta is None else torch.mul(tiles.v, tiles.beta, out=scratch.tile(tiles.v, *tiles.v.shape))
 
 
 class Gradients:
@@ -96,18 +97,19 @@ class Gradients:
         layout.store(dX[:, 0].mul_(scale), slab, self.q)
         if self.beta is not None and tiles.beta is not None and dR is not None:
             key = tiles.Y[:, 0]
-            dbeta = (dR * tiles.v).sum(-1) - (dX[:, 1] * key).sum(-1)
+            value, keyed = scratch.tile(dR, *dR.shape), scratch.tile(key, *key.shape)
+            dbeta = torch.mul(dR, tiles.v, out=value).sum(-1) - torch.mul(dX[:, 1], key, out=keyed).sum(-1)
             layout.store(dbeta, slab, self.beta)
             dY[:, 0].addcmul_(dX[:, 1], tiles.beta, value=-1)
-            dv = dR * tiles.beta
+            dv = torch.mul(dR, tiles.beta, out=value)
         if self.k is not None:
             layout.store(dY[:, 0], slab, self.k)
         if self.a is not None and self.b is not None:
             layout.store(dX[:, 1], slab, self.a)
             layout.store(dY[:, -1], slab, self.b)
-        value = dR if dv is None else dv
-        assert value is not None
-        layout.store(value, slab, self.v)
+        written = dR if dv is None else dv
+        assert written is not None
+        layout.store(written, slab, self.v)
         if self.g is not None and dg is not None:
             layout.store(dg, slab, self.g)
 
