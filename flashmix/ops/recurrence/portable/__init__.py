@@ -78,7 +78,9 @@ def _forward_slab(
     tiles = load_tiles(problem, layout, slab, x, scale, S)
     decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
     A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else scratch.tile(S, slab.count, *_kept_shapes(problem)[1][1:]))
-    T = transform_forward(A[:, C:, -C:]) if rule.corrected else None
+    T = None
+    if rule.corrected:
+        T = transform_forward(A[:, C:, -C:], kept[3] if kept else scratch.tile(A, slab.count, C, C))
     rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
     within = _product(A[:, :, :C], tiles.v) if rule.raw else None
     states = kept[0] if kept else None
@@ -89,7 +91,6 @@ def _forward_slab(
         o_tile = _product(A[:, :C, -C:], nu).add_(o_tile)
         if kept:
             kept[2].copy_(nu)
-            kept[3].copy_(T)
     layout.store(o_tile, slab, o)
 
 

@@ -9,23 +9,25 @@ import torch
 from torch import Tensor
 
 
-def transform_forward(A: Tensor) -> Tensor:
-    """The inverse of `I - A` for strictly lower triangular `A` `[chunks, C, C]`, by blocks of 4, 8, 16, ... rows.
+def transform_forward(A: Tensor, out: Tensor) -> Tensor:
+    """Fills `out` with the inverse of `I - A` for strictly lower triangular `A` `[chunks, C, C]`, by blocks of 4, 8, 16, ... rows.
 
     A 4 x 4 block is nilpotent of order 4, so its inverse is `(I + A)(I + A^2)`. Two neighbouring inverses `T_1, T_2` of size
     h and the block `A_21` between them give the inverse of size 2h: `[[T_1, 0], [T_2 A_21 T_1, T_2]]`.
     """
-    C = A.shape[-1]
+    chunks, C, _ = A.shape
     eye = torch.eye(4, dtype=A.dtype, device=A.device)
     h = 4
     block = _diagonal_blocks(A, h).reshape(-1, h, h)
-    T = (eye + block) @ (eye + block @ block)
+    first = (eye + block) @ (eye + block @ block)
+    _diagonal_blocks(out.zero_(), h).copy_(first.view(chunks, -1, h, h))
     while h < C:
-        T1, T2 = T.view(-1, 2, h, h).unbind(1)
-        corner = _diagonal_blocks(A, 2 * h)[:, :, h:, :h].reshape(-1, h, h)
-        T = torch.cat([torch.cat([T1, torch.zeros_like(T1)], -1), torch.cat([T2 @ corner @ T1, T2], -1)], -2)
+        pairs = _diagonal_blocks(out, 2 * h)
+        T1, T2 = pairs[:, :, :h, :h].reshape(-1, h, h), pairs[:, :, h:, h:].reshape(-1, h, h)
+        between = _diagonal_blocks(A, 2 * h)[:, :, h:, :h].reshape(-1, h, h)
+        pairs[:, :, h:, :h] = (T2 @ between @ T1).view(chunks, -1, h, h)
         h *= 2
-    return T
+    return out
 
 
 def _diagonal_blocks(A: Tensor, h: int) -> Tensor:
