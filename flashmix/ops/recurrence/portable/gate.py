@@ -88,10 +88,8 @@ class _Gated:
 
     def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
         self._kinds = rows
-        self._dprefix, self._dsuffix = (
-            torch.zeros_like(decay),
-            torch.zeros_like(decay),
-        )  # of log e^{G_i}, log e^{G_C - G_j}
+        self._dprefix = torch.zeros_like(decay)  # of log e^{G_i}
+        self._dsuffix = torch.zeros_like(decay)  # of log e^{G_C - G_j}
 
     def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
         """Adds what the pairs of the level of size h pass back to the logarithms of its factors."""
@@ -180,9 +178,8 @@ class ChannelDecay(_Gated):
 
     def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
         super().__init__(decay, rows)
-        self._levels: list[
-            tuple[int, list[Tensor], Tensor]
-        ] = []  # h, row factors, column factor: [chunks, C / 2h, h, K]
+        # h, row factors, column factor; each factor [chunks, C / 2h, h, K]
+        self._levels: list[tuple[int, list[Tensor], Tensor]] = []
 
         def keep(h: int, upper: Tensor, lower: Tensor) -> None:
             factors = _row_factors(upper, rows)  # upper is overwritten by the next level
