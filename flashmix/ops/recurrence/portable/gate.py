@@ -5,7 +5,7 @@ Row keys `X` `[chunks, R, C, K]` read the state (the query, and the vector that 
 
     rows(X)      ~x_i = x_i e^{G_i}, or x_i e^{G_{i-1}} for a row key that reads the state before its token's decay
     columns(Y)   ^y_j = y_j e^{G_C - G_j}
-    total        e^{G_C}, a factor of the state, [chunks or 1, K or 1, 1]
+    total        e^{G_C}, a factor of the state, [chunks, K or 1, 1]; None without a gate
     pairs(X, Y)  A_ij = sum_k x_ik y_jk e^{G_i - G_j} (or e^{G_{i-1} - G_j}) for j <= i or j < i, [chunks, R * C, S * C]
 
 Decays are multiplied up from single tokens, level by level: every factor is a product of the decays between two tokens, so it

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashmix.ops.packing import check_boundaries
 from flashmix.ops.recurrence.problem import Problem
 
-# A slab is as many depths as fit in this many numbers of one tile: what the phases work on at a time stays in cache.
+# A slab is as many depths as fit in this many numbers of one tile: smaller slabs cost more operators, larger ones leave the cache.
 SLAB_NUMBERS = 1 << 18
 
 
