@@ -3,8 +3,10 @@
 #   make test      runs the tests
 #   make lint      checks format, style and types
 # For another torch: make train TORCH="torch==2.9.1"
+# Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
@@ -29,7 +31,7 @@ $(VENV)/has-torch: Makefile
 	touch $@
 
 $(VENV)/has-train $(VENV)/has-dev: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
 	touch $@
 
 clean:

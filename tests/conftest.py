@@ -1,9 +1,25 @@
-"""Shared by all tests: two threads, as on the smallest supported machine; fresh memory is NaN, so that nothing unwritten is read."""
+"""Shared by all tests: two threads, as on the smallest supported machine; fresh memory is NaN, so that nothing unwritten is read.
+
+Tests marked `gpu` run where there is a CUDA device. Tests marked `interpreted` run their kernels in Triton's interpreter;
+that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py).
+"""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(2)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what this process cannot run, and under the interpreter everything that is not meant for it."""
+    for item in items:
+        if (item.get_closest_marker("interpreted") is not None) != INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="runs in a process of its own, see tests/test_interpreted.py"))
+        elif item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

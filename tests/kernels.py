@@ -1,0 +1,115 @@
+"""Looking at kernels without a GPU: which ones a call launches, and what each compiles to for any target.
+
+Nothing is written down twice: the launches are recorded from the public ops themselves, which run on CPU tensors with the
+launch replaced; their results are uninitialised and must not be looked at.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from flashmix import _gpu
+from flashmix._arch import SHARED_MEMORY_KIB
+
+TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
+MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One specialisation of a kernel, as a launch asks for it."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    capability: tuple[int, int]
+    key: str  # equal for launches that compile to the same code
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel came to: shared memory and stack (spills and arrays) in bytes, registers a thread, its PTX."""
+
+    shared: int
+    stack: int
+    registers: int
+    ptx: str
+
+
+@contextmanager
+def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Within it, Triton implementations accept CPU tensors and launch nothing; what they would launch is in the list."""
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Launch] = {}
+    launches: list[Launch] = []
+    shared = SHARED_MEMORY_KIB[capability] * 1024
+    target = _gpu.Target(capability, shared, MULTIPROCESSORS[capability])
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bound, specialization, _ = _binder(self, capability)(*args, **kwargs)
+        key = f"{self.fn.__module__}.{self.fn.__name__}{specialization}{sorted(kwargs.items(), key=str)}{capability}"
+        grid = tuple(grid(bound) if callable(grid) else grid)
+        assert all(size > 0 for size in grid) and all(size <= 65535 for size in grid[1:]), (self.fn.__name__, grid)
+        if key not in found:
+            found[key] = Launch(self, args, tuple(kwargs.items()), capability, key, grid)
+            launches.append(found[key])
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(_gpu, "target", lambda device: target),
+        mock.patch.object(_gpu, "refuses", lambda device, dtype: None),
+    ):
+        yield launches
+
+
+def _binder(kernel: Any, capability: tuple[int, int]) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", capability[0] * 10 + capability[1], 32))
+    return create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compiles a recorded launch for the target it was recorded for; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    gpu = GPUTarget("cuda", launch.capability[0] * 10 + launch.capability[1], 32)
+    backend = make_backend(gpu)
+    kwargs = dict(launch.kwargs)
+    bound, specialization, options = _binder(launch.kernel, launch.capability)(*launch.args, **kwargs)
+    options, signature, constexprs, attrs = launch.kernel._pack_args(backend, kwargs, bound, specialization, options)
+    made = triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
+    registers, stack = _resources(made.asm["cubin"])
+    return Compiled(made.metadata.shared, stack, registers, made.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of stack of the kernel in `cubin`."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
+    assert found is not None, text.stdout
+    return int(found[1]), int(found[2])
