@@ -11,6 +11,12 @@ from flashmix.ops.recurrence import definition, delta_rule, dplr, linear_attenti
 
 RULES = ("linear", "read_before", "delta", "untied", "dplr")
 GATES = ("none", "head", "token", "channel")
+# What not every rule or gate has: decays of the value axis, and outputs that read before the write.
+SPECIAL = (
+    ("linear", "value"), ("read_before", "value"),
+    ("delta_before", "none"), ("delta_before", "token"), ("delta_before", "channel"), ("untied_before", "channel"),
+)  # fmt: skip
+PAIRS = (*((rule, gate) for rule in RULES for gate in GATES), *SPECIAL)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Case:
 
 
 def _cases() -> list[Case]:
-    found = [Case(f"{rule}-{gate}", rule, gate) for rule in RULES for gate in GATES]
+    found = [Case(f"{rule}-{gate}", rule, gate) for rule, gate in PAIRS]
     pairs = (
         ("linear", "head"),
         ("read_before", "channel"),
@@ -45,6 +51,7 @@ def _cases() -> list[Case]:
         ("delta", "channel"),
         ("untied", "token"),
         ("dplr", "channel"),
+        ("linear", "value"),
     )
     some = [Case(f"{rule}-{gate}", rule, gate) for rule, gate in pairs]
     for case in some:
@@ -56,12 +63,12 @@ def _cases() -> list[Case]:
         packed = replace(case, name=f"{n}-packed", B=1, T=237, H=1, lengths=(5, 0, 64, 65, 1, 0, 33, 69, 0))
         found += [packed, replace(packed, name=f"{n}-packed-empty", T=0, lengths=(0, 0))]
         found += [replace(packed, name=f"{n}-packed-none", T=0, lengths=())]
-    for rule in RULES:
-        for gate in GATES[1:]:
-            found += [
-                replace(Case("", rule, gate), name=f"{rule}-{gate}-decay{d}", decay=d)
-                for d in ("zero", "-20", "-1e4", "-inf", "resets")
-            ]
+    for rule, gate in PAIRS:
+        found += [
+            replace(Case("", rule, gate), name=f"{rule}-{gate}-decay{d}", decay=d)
+            for d in ("zero", "-20", "-1e4", "-inf", "resets")
+            if gate != "none"
+        ]
     for rule in ("delta", "untied"):
         for beta in (0.0, 1.0, 2.0):
             found += [Case(f"{rule}-token-beta{beta:g}", rule, "token", beta=beta)]
@@ -87,20 +94,21 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tens
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     x = {"q": normal(B, T, H, K).to(dtype), "v": normal(B, T, HV, V).to(dtype)}
-    if case.rule != "untied":
+    rule = case.rule.removesuffix("_before")
+    if rule != "untied":
         x["k"] = unit(B, T, H, K).to(dtype)
-    if case.rule == "delta":
+    if rule == "delta":
         beta = 2 * uniform(B, T, HV) if case.beta is None else torch.full((B, T, HV), case.beta)
         x["beta"] = beta.to(wide)
-    if case.rule == "untied":
+    if rule == "untied":
         strength = uniform(B, T, HV, 1) if case.beta is None else case.beta
         write = unit(B, T, HV, K)
         x |= {"erase": (strength * write).to(dtype), "write": write.to(dtype)}
-    if case.rule == "dplr":
+    if rule == "dplr":
         removal = unit(B, T, HV, K)
         x |= {"a": -removal.to(dtype), "b": (uniform(B, T, HV, 1) * removal).to(dtype)}
     if case.gate != "none":
-        shape = {"head": (HV,), "token": (B, T, HV), "channel": (B, T, HV, K)}[case.gate]
+        shape = {"head": (HV,), "token": (B, T, HV), "channel": (B, T, HV, K), "value": (B, T, HV, V)}[case.gate]
         x["log_decay"] = _decay(case.decay, shape, uniform).to(wide)
     if case.states:
         x["initial_state"] = normal(case.sequences, HV, K, V).to(wide)
@@ -124,11 +132,14 @@ def run_op(case: Case, x: dict[str, Tensor], impl: str = "auto", cu_seqlens=None
         cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0).to(x["q"].device)
     options = {"initial_state": x.get("initial_state"), "return_state": True, "cu_seqlens": cu_seqlens, "impl": impl}
     q, v, g = x["q"], x["v"], x.get("log_decay")
+    if case.rule != "dplr":
+        options["read_before"] = case.rule.endswith("before")
     if case.rule in ("linear", "read_before"):
-        return linear_attention(q, x["k"], v, g, read_before=case.rule == "read_before", **options)
-    if case.rule == "delta":
+        decay = {"value_log_decay" if case.gate == "value" else "log_decay": g}
+        return linear_attention(q, x["k"], v, **decay, **options)
+    if "beta" in x:
         return delta_rule(q, x["k"], v, x["beta"], g, **options)
-    if case.rule == "untied":
+    if "erase" in x:
         one = v.new_ones(v.shape[:3])
         return delta_rule(q, q, v, one, g, erase=x["erase"], write=x["write"], **options)
     return dplr(q, x["k"], v, x["a"], x["b"], g, **options)
@@ -140,12 +151,15 @@ def run_definition(case: Case, x: dict[str, Tensor], dtype: torch.dtype) -> tupl
         return _packed_definition(case, x, dtype)
     x = {name: t.to(dtype) for name, t in x.items()}
     options = {"initial_state": x.get("initial_state")}
+    if case.rule != "dplr":
+        options["read_before"] = case.rule.endswith("before")
     q, v, g = x["q"], x["v"], x.get("log_decay")
     if case.rule in ("linear", "read_before"):
-        return definition.linear_attention(q, x["k"], v, g, read_before=case.rule == "read_before", **options)
-    if case.rule == "delta":
+        decay = {"value_log_decay" if case.gate == "value" else "log_decay": g}
+        return definition.linear_attention(q, x["k"], v, **decay, **options)
+    if "beta" in x:
         return definition.delta_rule(q, x["k"], v, x["beta"], g, **options)
-    if case.rule == "untied":
+    if "erase" in x:
         return definition.delta_rule_untied(q, x["erase"], x["write"], v, g, **options)
     return definition.dplr(q, x["k"], v, x["a"], x["b"], g, **options)
 

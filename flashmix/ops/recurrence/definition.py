@@ -13,9 +13,13 @@ from torch import Tensor
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, *,
     scale: float | None = None, initial_state: Tensor | None = None, read_before: bool = False,
+    value_log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t when `read_before`."""
+    """S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T, with `value_log_decay` S_{t-1} diag(e^{g_t}) + k_t v_t^T;
+    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t when `read_before`."""
     (q, k), decay, S = _prepare([q, k], v, log_decay, initial_state)
+    if value_log_decay is not None:
+        decay = value_log_decay.exp().unsqueeze(-2)
     o = torch.empty_like(v)
     for t in range(v.shape[1]):
         before = S
@@ -26,30 +30,32 @@ def linear_attention(
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, *,
-    scale: float | None = None, initial_state: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S = diag(e^{g_t}) S_{t-1};  u_t = beta_t (v_t - S^T k_t);  S_t = S + k_t u_t^T;  o_t = scale S_t^T q_t."""
+    """S = diag(e^{g_t}) S_{t-1};  u_t = beta_t (v_t - S^T k_t);  S_t = S + k_t u_t^T;
+    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t when `read_before`."""
     (q, k), decay, S = _prepare([q, k], v, log_decay, initial_state)
     o = torch.empty_like(v)
     for t in range(v.shape[1]):
-        S = decay[:, t] * S
+        before, S = S, decay[:, t] * S
         u = beta[:, t, :, None] * (v[:, t] - _read(k[:, t], S))
         S = S + _outer(k[:, t], u)
-        o[:, t] = _scale(scale, q) * _read(q[:, t], S)
+        o[:, t] = _scale(scale, q) * _read(q[:, t], before if read_before else S)
     return o, S
 
 
 def delta_rule_untied(
     q: Tensor, erase: Tensor, write: Tensor, v: Tensor, log_decay: Tensor | None = None, *,
-    scale: float | None = None, initial_state: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """u_t = v_t - S_{t-1}^T erase_t;  S_t = diag(e^{g_t}) S_{t-1} + write_t u_t^T;  o_t = scale S_t^T q_t."""
+    """u_t = v_t - S_{t-1}^T erase_t;  S_t = diag(e^{g_t}) S_{t-1} + write_t u_t^T;
+    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t when `read_before`."""
     (q, erase, write), decay, S = _prepare([q, erase, write], v, log_decay, initial_state)
     o = torch.empty_like(v)
     for t in range(v.shape[1]):
-        u = v[:, t] - _read(erase[:, t], S)
+        before, u = S, v[:, t] - _read(erase[:, t], S)
         S = decay[:, t] * S + _outer(write[:, t], u)
-        o[:, t] = _scale(scale, q) * _read(q[:, t], S)
+        o[:, t] = _scale(scale, q) * _read(q[:, t], before if read_before else S)
     return o, S
 
 

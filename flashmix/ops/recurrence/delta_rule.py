@@ -22,13 +22,14 @@ def delta_rule(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
+    read_before: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The (gated) delta rule: each token replaces what the state holds under its key, by the fraction `beta`.
 
         u_t = beta_t (v_t - S_{t-1}^T diag(e^{g_t}) k_t)
         S_t = diag(e^{g_t}) S_{t-1} + k_t u_t^T
-        o_t = scale S_t^T q_t
+        o_t = scale S_t^T q_t                      (read_before: scale S_{t-1}^T q_t)
 
     Untied, the correction reads the state (before its decay) with its own vector and the write goes to its own key:
 
@@ -51,6 +52,7 @@ def delta_rule(
             of packed sequences.
         return_state: also return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
+        read_before: the output reads the state before the token's decay and write.
         impl: implementation; "auto" takes the first that supports the call.
 
     Returns:
@@ -79,7 +81,7 @@ def delta_rule(
         a = _default_erase(k, v, beta, log_decay) if erase is None else -erase
         target = (v * beta.unsqueeze(-1)).to(v.dtype)
         x = Operands(q, None, target, None, a, k if write is None else write, log_decay, initial_state, cu)
-    o, state = run("delta_rule", x, scale, False, impl)
+    o, state = run("delta_rule", x, scale, read_before, impl)
     return o, state if return_state else None
 
 

@@ -31,7 +31,7 @@ def run(op: str, x: Operands, scale: float | None, read_before: bool, impl: str)
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, a, b = _autocast(x.q, x.k, x.v, x.a, x.b)
     o, state, _ = recurrence(
-        q, k, v, x.beta, a, b, x.g, x.initial_state, x.cu_seqlens, scale, read_before, save, chosen.name
+        q, k, v, x.beta, a, b, x.g, x.initial_state, x.cu_seqlens, scale, read_before, save, chosen.name, x.value_gate
     )
     return o, state
 
@@ -53,17 +53,17 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 def recurrence(
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, read_before: bool, save: bool, impl: str,
+    scale: float, read_before: bool, save: bool, impl: str, value_gate: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Output, final state, and what the implementation keeps for its backward (nothing unless `save`)."""
-    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     with torch.autocast(q.device.type, enabled=False):
         return _BY_NAME[impl].load().forward(x, scale, read_before, save)
 
 
 @recurrence.register_fake
-def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl):  # type: ignore[no-untyped-def]
-    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl, value_gate):  # type: ignore[no-untyped-def]
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     problem = Problem.of(x, read_before)
     state = v.new_empty(_state_shape(problem), dtype=state_dtype(v.dtype))
     shapes = _BY_NAME[impl].load().residual_shapes(problem) if save else []
@@ -75,34 +75,35 @@ def recurrence_backward(
     do: Tensor | None, dstate: Tensor | None,
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, residuals: list[Tensor],
-    scale: float, read_before: bool, impl: str,
+    scale: float, read_before: bool, impl: str, value_gate: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order."""
-    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens)
+    x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     with torch.autocast(q.device.type, enabled=False):
         return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before)
 
 
 @recurrence_backward.register_fake
-def _(do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl):  # type: ignore[no-untyped-def]
+def _(do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl, value_gate):  # type: ignore[no-untyped-def]
     present = [t for t in (q, k, v, beta, a, b, g, initial_state) if t is not None]
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, ctx.scale, ctx.read_before, _, ctx.impl = inputs
+    *tensors, ctx.scale, ctx.read_before, _, ctx.impl, ctx.value_gate = inputs
     ctx.set_materialize_grads(False)
     ctx.inputs = len(tensors)
     ctx.save_for_backward(*tensors, *output[2])
 
 
 def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 4  # scale, read_before, save, impl
+    nothing = (None,) * 5  # scale, read_before, save, impl, value_gate
     saved = ctx.saved_tensors
     tensors, residuals = saved[: ctx.inputs], saved[ctx.inputs :]
     if do is None and dstate is None:
         return (None,) * ctx.inputs + nothing
-    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), ctx.scale, ctx.read_before, ctx.impl))
+    options = ctx.scale, ctx.read_before, ctx.impl, ctx.value_gate
+    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), *options))
     return (*(None if t is None else next(found) for t in tensors[:-1]), None, *nothing)
 
 

@@ -20,12 +20,15 @@ def linear_attention(
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
     read_before: bool = False,
+    value_log_decay: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with an optional decay of its matrix state.
 
         S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T
         o_t = scale S_t^T q_t                      (read_before: scale S_{t-1}^T q_t)
+
+    With `value_log_decay` the decay is on the other axis: S_t = S_{t-1} diag(e^{g_t}) + k_t v_t^T.
 
     Args:
         q: queries `[B, T, H, K]`, float32, bfloat16, float16 or float64.
@@ -39,6 +42,7 @@ def linear_attention(
         return_state: also return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
         read_before: the output reads the state before the token's decay and write (RWKV-6).
+        value_log_decay: instead of `log_decay`, a decay of each channel of the values, `[B, T, HV, V]`, any floating dtype.
         impl: implementation; "auto" takes the first that supports the call.
 
     Returns:
@@ -48,7 +52,8 @@ def linear_attention(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes or devices do not fit, `cu_seqlens` is not sorted or does not end at `T`, `impl` cannot run this.
 
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 10-12; decay: Yang et al. 2023 (arXiv 2312.06635), equation 3.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 10-12; decay: Yang et al. 2023 (arXiv 2312.06635), equation 3;
+    on values: Zhang et al. 2024 (arXiv 2409.07146), section 3.
 
     Example:
         >>> import torch
@@ -57,7 +62,8 @@ def linear_attention(
         >>> o.shape, state.shape
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
-    cu = check_operands(q, v, {"k": k}, None, log_decay, initial_state, cu_seqlens)
-    x = Operands(q, k, v, None, None, None, log_decay, initial_state, cu)
+    cu = check_operands(q, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, value_log_decay=value_log_decay)
+    g, on_values = (log_decay, False) if value_log_decay is None else (value_log_decay, True)
+    x = Operands(q, k, v, None, None, None, g, initial_state, cu, on_values)
     o, state = run("linear_attention", x, scale, read_before, impl)
     return o, state if return_state else None

@@ -39,6 +39,7 @@ class Gate(Enum):
     HEAD = "[H]"
     TOKEN = "[B, T, H]"
     CHANNEL = "[B, T, H, K]"
+    VALUE = "[B, T, H, V] on the value axis"  # S diag(e^g)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Operands:
     """The tensors of a call: which are there tells the rule, the shape of `g` the gate.
 
     `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `g` the log decay (natural logarithm),
-    `initial_state` is `[N, HV, K, V]`, `cu_seqlens` is `[N + 1]`.
+    `initial_state` is `[N, HV, K, V]`, `cu_seqlens` is `[N + 1]`. With `value_gate`, `g` `[B, T, HV, V]` decays the value axis.
     """
 
     q: Tensor
@@ -58,6 +59,7 @@ class Operands:
     g: Tensor | None
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
+    value_gate: bool = False
 
     @property
     def rule(self) -> Rule:
@@ -67,6 +69,8 @@ class Operands:
 
     @property
     def gate(self) -> Gate:
+        if self.value_gate:
+            return Gate.VALUE
         return Gate.NONE if self.g is None else {1: Gate.HEAD, 3: Gate.TOKEN, 4: Gate.CHANNEL}[self.g.dim()]
 
 
@@ -106,6 +110,7 @@ def check_operands(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Packing | None,
     names: dict[str, str] | None = None,
+    value_log_decay: Tensor | None = None,
 ) -> Tensor | None:
     """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name.
 
@@ -130,6 +135,10 @@ def check_operands(
         _check_gate(names["beta"], beta, q_name, q, (B, T, HV))
     if log_decay is not None:
         _check_gate(names["log_decay"], log_decay, q_name, q, (HV,), (B, T, HV), (B, T, HV, K))
+    if value_log_decay is not None:
+        _check_gate("value_log_decay", value_log_decay, q_name, q, (B, T, HV, V))
+        if log_decay is not None:
+            raise ValueError("log_decay and value_log_decay must not both be given: a state decays on one axis")
     packing = as_packing(cu_seqlens, B, T, q.device)
     if initial_state is not None:
         check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)

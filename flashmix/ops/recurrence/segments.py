@@ -20,7 +20,11 @@ def transition(x: Operands, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """`M` `[N, HV, K, K]` and `N` `[N, HV, K, V]` of each sequence of `x` (its initial state is not used).
 
     S_out = M S_in + N
+
+    Raises ValueError: the decay is on the value axis, where a segment acts on the state from the right as well.
     """
+    if x.value_gate:
+        raise ValueError("transition cannot take value_log_decay: such a segment is no matrix M before the state")
     B, T, HV, V = x.v.shape
     K = x.q.shape[-1]
     sequences = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1

@@ -10,14 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops.recurrence.portable.gate import make_decay
+from flashmix.ops.recurrence.portable.gate import make_decay, matmul
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
 from flashmix.ops.recurrence.portable.scratch import scratch
-from flashmix.ops.recurrence.portable.state import state_backward, state_forward
+from flashmix.ops.recurrence.portable.state import Decay, state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
-from flashmix.ops.recurrence.portable.tiles import Gradients, load_tiles, row_kinds, target
+from flashmix.ops.recurrence.portable.tiles import Gradients, Tiles, load_tiles, row_kinds, target
 from flashmix.ops.recurrence.portable.transform import transform_forward
-from flashmix.ops.recurrence.problem import Operands, Problem, Rule
+from flashmix.ops.recurrence.portable.value_gate import ValueDecay
+from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
 
 __all__ = ["backward", "forward", "residual_shapes"]
 
@@ -76,19 +77,19 @@ def _forward_slab(
     C, rule = layout.C, problem.rule
     scratch.restart()
     tiles = load_tiles(problem, layout, slab, x, scale, S)
-    decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
+    decay = _decay(problem, tiles)
     A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else scratch.tile(S, slab.count, *_kept_shapes(problem)[1][1:]))
     T = None
     if rule.corrected:
         T = transform_forward(A[:, C:, -C:], kept[3] if kept else scratch.tile(A, slab.count, C, C))
     rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
-    within = _product(A[:, :, :C], tiles.v) if rule.raw else None
+    within = decay.within(A[:, :, :C], tiles.v) if rule.raw else None
     states = kept[0] if kept else None
     Z = state_forward(layout, slab, S, decay, rows, columns, T, within, target(problem, tiles), tiles.W, states)
     o_tile = Z[:, :C]
     if T is not None:
         nu = tiles.W[:, -C:]
-        o_tile = _product(A[:, :C, -C:], nu).add_(o_tile)
+        o_tile = matmul(A[:, :C, -C:], nu).add_(o_tile)
         if kept:
             kept[2].copy_(nu)
     layout.store(o_tile, slab, o)
@@ -120,7 +121,7 @@ def _backward_slab(
     C, rule = layout.C, problem.rule
     scratch.restart()
     tiles = load_tiles(problem, layout, slab, x, scale, dS)
-    decay = make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
+    decay = _decay(problem, tiles)
     rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
     states, A, *corrected = kept
     dZ = scratch.tile(A, slab.count, A.shape[1], problem.V)
@@ -128,12 +129,12 @@ def _backward_slab(
     T = None
     if corrected:
         tiles.W[:, -C:], T = corrected
-    dW = _product(A[:, :C].mT, dZ[:, :C])
+    dW = decay.written_backward(A[:, :C], tiles.W, dZ[:, :C])
     drows, dcolumns = state_backward(
         layout, slab, dS, decay, rows.flatten(1, 2), columns.flatten(1, 2), T, states, tiles.W, dZ, dW
     )
     dX, dY = decay.keys_backward(rows, drows.view(rows.shape), columns, dcolumns.view(columns.shape))
-    decay.pairs_backward(tiles.X, tiles.Y, A, _product(dZ, tiles.W.mT), dX, dY)
+    decay.pairs_backward(tiles.X, tiles.Y, A, decay.scores_backward(dZ, tiles.W), dX, dY)
     dR = dZ[:, -C:] if corrected else None
     dv = None
     if rule.raw:
@@ -141,6 +142,8 @@ def _backward_slab(
     grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y` a chunk, in scratch memory."""
-    return torch.bmm(x, y, out=scratch.tile(x, x.shape[0], x.shape[1], y.shape[2]))
+def _decay(problem: Problem, tiles: Tiles) -> Decay:
+    """The decay of a slab."""
+    if problem.gate is Gate.VALUE and tiles.g is not None:
+        return ValueDecay(tiles.g.exp_(), row_kinds(problem))
+    return make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])

@@ -43,7 +43,26 @@ def make_decay(g: Tensor | None, rows: tuple[Row, ...], columns: int) -> NoDecay
     return TokenDecay(g.exp_(), rows, columns) if g.dim() == 2 else ChannelDecay(g.exp_(), rows)
 
 
-class NoDecay:
+class _Decay:
+    """How rows read values and what comes back; a decay of values has ways of its own (`value_gate.ValueDecay`)."""
+
+    def within(self, A: Tensor, v: Tensor) -> Tensor:
+        """What rows read of the values `[chunks, C, V]` in their own chunk, `A` `[chunks, R * C, C]`."""
+        return matmul(A, v)
+
+    def written_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
+        """What reaches the written `W` from `dO` within the chunk, `A` `[chunks, C, S * C]`."""
+        return matmul(A.mT, dO)
+
+    def scores_backward(self, dZ: Tensor, W: Tensor) -> Tensor:
+        """The gradient of the scores."""
+        return matmul(dZ, W.mT)
+
+    def scales_backward(self, at: slice, rows: Tensor, S: Tensor, dZ: Tensor, W: Tensor, reached: Tensor) -> None:
+        """Takes note of what `row_scale` (of `rows S`) and `column_scale` (of `W`, which `reached` reaches) pass back."""
+
+
+class NoDecay(_Decay):
     """No gate: every factor is 1, pairs are masked."""
 
     total = row_scale = column_scale = None
@@ -79,8 +98,8 @@ class NoDecay:
         return None
 
 
-class _Gated:
-    """What both gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
+class _Gated(_Decay):
+    """What all gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
 
     total: Tensor
     row_scale: Tensor | None = None
@@ -306,6 +325,11 @@ def _row_factors(prefix: Tensor, kinds: tuple[Row, ...]) -> list[Tensor]:
         before.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
     found = [prefix if before is None or not kind.exclusive else before for kind in kinds]
     return found[:1] if all(f is found[0] for f in found) else found
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """`x @ y` a chunk, in scratch memory."""
+    return torch.bmm(x, y, out=scratch.tile(x, x.shape[0], x.shape[1], y.shape[2]))
 
 
 def _times(x: Tensor, factor: Tensor) -> Tensor:

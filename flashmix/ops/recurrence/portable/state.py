@@ -15,8 +15,9 @@ from torch import Tensor
 from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
 from flashmix.ops.recurrence.portable.scratch import scratch
+from flashmix.ops.recurrence.portable.value_gate import ValueDecay
 
-Decay = NoDecay | TokenDecay | ChannelDecay
+Decay = NoDecay | TokenDecay | ChannelDecay | ValueDecay
 
 
 def state_forward(
@@ -67,7 +68,9 @@ def state_backward(
         if decay.column_scale is None:
             dW[at].baddbmm_(columns[at], dS_now)
         else:
-            dW[at].add_(torch.bmm(columns[at], dS_now).mul_(decay.column_scale[at]))
+            reached = torch.bmm(columns[at], dS_now).mul_(decay.column_scale[at])
+            dW[at].add_(reached)
+            decay.scales_backward(at, rows[at], states[at], dZ[at], W_now, reached)
             W_now = W_now * decay.column_scale[at]
         torch.bmm(W_now, dS_now.mT, out=dcolumns[at])
         if T is not None:

@@ -25,7 +25,7 @@ def step(x: Operands, scale: float, read_before: bool, dtype: torch.dtype) -> tu
     if x.g is not None:
         g = x.g.to(dtype)
         factor = g.exp().expand(B, HV) if g.dim() == 1 else g.exp()
-        decayed = S * factor.reshape(B * HV, -1, 1)
+        decayed = S * (factor.reshape(B * HV, 1, -1) if x.value_gate else factor.reshape(B * HV, -1, 1))
     if x.a is not None and x.b is not None:  # both read the state before its decay
         nu = row(x.a) @ S
         new = torch.baddbmm(decayed, row(x.b).mT, nu if x.k is not None else nu.add_(v))
