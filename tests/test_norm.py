@@ -199,7 +199,7 @@ def test_autocast_and_checkpointing() -> None:
         ({"weight": torch.ones(8, dtype=torch.int64)}, TypeError, "weight must have a floating dtype, got int64"),
         ({"gate": torch.ones(2, 8, device="meta")}, ValueError, "gate must be on cpu like x, got meta"),
         ({"gate_activation": "tanhh"}, ValueError, "gate_activation must be one of 'silu', .*, got 'tanhh'"),
-        ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+        ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
     ],
 )
 def test_rms_norm_refuses(arguments: dict, error: type[Exception], text: str) -> None:

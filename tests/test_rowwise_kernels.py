@@ -16,9 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import TARGETS, compile_launch, recording  # noqa: E402
+from kernels import TARGETS, compile_launch, recording
 
-from flashmix._arch import SHARED_MEMORY_KIB  # noqa: E402
+from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 
 BF16 = torch.bfloat16
 Call = Callable[[], Tensor | Sequence[Tensor | None]]
@@ -28,11 +29,37 @@ def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, requires_grad=True)
 
 
-# The calls of each op by a name; those in FAST first. Contents are never looked at.
+def norms(width: int, dtype: torch.dtype = BF16, rows: int = 70) -> dict[str, Call]:
+    def all_of(op: Callable[..., Sequence[Tensor]], *rest: int, bias: bool = True) -> Call:
+        def call() -> Sequence[Tensor]:
+            x, gate, residual = (leaf(rows, width, dtype=dtype) for _ in range(3))
+            parameters = [leaf(width) for _ in range(1 + bias)]
+            return op(x, *rest, *parameters, gate=gate, residual=residual, return_residual=True)
+
+        return call
+
+    return {
+        f"rms_norm {width} {dtype}": lambda: rms_norm(leaf(rows, width, dtype=dtype), leaf(width)),
+        f"l2_norm {width} {dtype}": lambda: l2_norm(leaf(rows, width, dtype=dtype)),
+        f"gated rms_norm {width} {dtype}": all_of(rms_norm, bias=False),
+        f"gated layer_norm {width} {dtype}": all_of(layer_norm),
+        f"group_norm {width} {dtype}": all_of(group_norm, 2),
+        f"strided rms_norm {width} {dtype}": lambda: rms_norm(leaf(5, width, rows, dtype=dtype).mT, leaf(width)),
+    }
+
+
+# The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
-FAST: set[str] = set()
+for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
+    CALLS |= norms(_width) | (norms(_width, torch.float32) if _width in (64, 4096, 8192) else {})
+FAST = {
+    "rms_norm 4096 torch.bfloat16",
+    "gated rms_norm 128 torch.bfloat16",
+    "gated layer_norm 8192 torch.float32",
+    "group_norm 65536 torch.bfloat16",
+}
 # Bytes of stack that a kernel of a call may take, where it takes any.
-STACK: dict[str, int] = {}
+STACK = {f"gated layer_norm 8192 {dtype}": 64 for dtype in (BF16, torch.float32)}
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 

@@ -192,13 +192,16 @@ class Operator:
     def _fake_backward(self, grads: Any, inputs: Any, kept: Any, needs: Any, *options: Any) -> list[Tensor]:
         return [t for t in _like(inputs, needs) if t is not None]
 
-    def _setup_context(self, ctx: Any, inputs: Tensors, kept: Sequence[Tensor], options: Options) -> None:
+    def _setup_context(
+        self, ctx: Any, inputs: Tensors, results: Sequence[Tensor], kept: Sequence[Tensor], options: Options
+    ) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(t if saved else None for t, saved in zip(inputs, self._saves, strict=True)), *kept)
         ctx.options = options
 
     def _setup_context_traced(self, ctx: Any, inputs: Any, output: Any) -> None:
-        self._setup_context(ctx, inputs[: self._count], output[1], inputs[self._count + 1 :])
+        results, kept = output
+        self._setup_context(ctx, inputs[: self._count], results, kept, inputs[self._count + 1 :])
 
     def _backward_traced(self, ctx: Any, grads: Any, _: Any) -> Tensors:
         needs = ctx.needs_input_grad[: self._count]
@@ -234,7 +237,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, options: Options, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         results, kept = operator._run(inputs, options, True)
-        operator._setup_context(ctx, inputs, kept, options)
+        operator._setup_context(ctx, inputs, results, kept, options)
         ctx.operator = operator
         return tuple(results)
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from flashmix._checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import portable
+from flashmix.ops._rowwise import portable, triton
 from flashmix.ops.activation import ACTIVATIONS
+from flashmix.ops.norm_operator import norm
 from flashmix.ops.norm_portable import NormOptions, normalise
 
-IMPLEMENTATIONS = (portable("flashmix.ops.norm_portable"),)
+IMPLEMENTATIONS = (triton("flashmix.ops.norm_triton"), portable("flashmix.ops.norm_portable"))
 
 
 @overload
@@ -89,9 +90,7 @@ def rms_norm(
         2.0
     """
     _check(x, gate_activation, weight=weight, gate=gate, residual=residual)
-    choose("rms_norm", IMPLEMENTATIONS, x, impl)
-    h = x if residual is None else x + residual
-    y = normalise(h, weight, None, gate, NormOptions(eps, x.shape[-1], False, gate_activation, x.dtype))
+    y, h = _norm("rms_norm", impl, (x, residual, weight, None, gate), eps, 1, False, True, gate_activation)
     return (y, h) if return_residual else y
 
 
@@ -168,12 +167,7 @@ def layer_norm(
         [[-1.0, 1.0]]
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
-    choose("layer_norm", IMPLEMENTATIONS, x, impl)
-    h = x if residual is None else x + residual
-    if gate is None and all(t is None or t.dtype == x.dtype for t in (weight, bias, residual)):
-        y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)  # as good in memory, and faster
-    else:
-        y = normalise(h, weight, bias, gate, NormOptions(eps, x.shape[-1], True, gate_activation, x.dtype))
+    y, h = _norm("layer_norm", impl, (x, residual, weight, bias, gate), eps, 1, True, True, gate_activation)
     return (y, h) if return_residual else y
 
 
@@ -264,11 +258,7 @@ def group_norm(
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
     check_multiple("D", x.shape[-1], "groups", groups)
-    choose("group_norm", IMPLEMENTATIONS, x, impl)
-    h = x if residual is None else x + residual
-    weight, bias, gate = (None if t is None else t.unflatten(-1, (groups, -1)) for t in (weight, bias, gate))
-    options = NormOptions(eps, x.shape[-1] // groups, center, gate_activation, x.dtype)
-    y = normalise(h.unflatten(-1, (groups, -1)), weight, bias, gate, options).flatten(-2)
+    y, h = _norm("group_norm", impl, (x, residual, weight, bias, gate), eps, groups, center, True, gate_activation)
     return (y, h) if return_residual else y
 
 
@@ -301,8 +291,7 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
         [0.6, 0.8]
     """
     _check(x, "silu")
-    choose("l2_norm", IMPLEMENTATIONS, x, impl)
-    return normalise(x, None, None, None, NormOptions(eps, 1, False, "silu", x.dtype))
+    return _norm("l2_norm", impl, (x, None, None, None, None), eps, 1, False, False, "silu")[0]
 
 
 def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
@@ -317,3 +306,28 @@ def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
             check_floating(name, value)
             check_like(name, value, "x", x, dtype=False)
     check_choice("gate_activation", gate_activation, *ACTIVATIONS)
+
+
+def _norm(
+    op: str,
+    impl: str,
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    eps: float,
+    groups: int,
+    center: bool,
+    mean: bool,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """`y` and `h` of `x, residual, weight, bias, gate`; `center`: the mean is taken off, `mean`: squares are averaged."""
+    x, residual, weight, bias, gate = tensors
+    if choose(op, IMPLEMENTATIONS, tensors, impl).name == "triton":
+        return norm(*tensors, (eps, groups, center, mean, activation, x.dtype))
+    h = x if residual is None else x + residual
+    if op == "layer_norm" and gate is None and all(t is None or t.dtype == x.dtype for t in tensors):
+        return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h  # as good in memory, and faster
+    width = x.shape[-1] // groups
+    options = NormOptions(eps, width if mean else 1, center, activation, x.dtype)
+    if groups == 1:
+        return normalise(h, weight, bias, gate, options), h
+    weight, bias, gate = (None if t is None else t.unflatten(-1, (groups, width)) for t in (weight, bias, gate))
+    return normalise(h.unflatten(-1, (groups, width)), weight, bias, gate, options).flatten(-2), h

@@ -28,15 +28,13 @@ def normalise(
 ) -> Tensor:
     """`(h - mean) / sqrt(sum((h - mean)^2) / divisor + eps) * weight + bias`, gated."""
     if torch.compiler.is_compiling():
-        return _formula(h, weight, bias, gate, options)
+        return formula(h, weight, bias, gate, options)
     if wants_gradient(h, weight, bias, gate):
         return _Normalise.apply(h, weight, bias, gate, options)
     return _forward(h, weight, bias, gate, options)[0]
 
 
-def _formula(
-    h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, options: NormOptions
-) -> Tensor:
+def formula(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, options: NormOptions) -> Tensor:
     wide = compute_dtype(h, weight, bias, gate)
     h = h.to(wide)
     if options.center:
@@ -86,7 +84,7 @@ class _Normalise(torch.autograd.Function):
         options = ctx.options
         if torch.is_grad_enabled():
             inputs = (h, weight, bias, gate)
-            return *differentiable_gradients(lambda h, w, b, g: _formula(h, w, b, g, options), inputs, grad), None
+            return *differentiable_gradients(lambda h, w, b, g: formula(h, w, b, g, options), inputs, grad), None
         needs_h, needs_weight, needs_bias, needs_gate, _ = ctx.needs_input_grad
         d_h = d_weight = d_bias = d_gate = None
         grad = grad.to(scale.dtype)

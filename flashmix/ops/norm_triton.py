@@ -1,0 +1,262 @@
+"""Norm kernels, for rows that one program holds whole (wider ones: `norm_wide_triton.py`).
+
+    h = x + residual;  n = (h - mean) scale,  scale = 1 / sqrt(sum((h - mean)^2) / DIVISOR + eps)
+    y = (n weight + bias) act(gate)
+
+Backward, with `dn = dy act(gate) weight`: `dh = scale (dn - n sum(n dn) / DIVISOR)`, less its own mean if the mean was
+taken off. It reads `h`, `dy` and the gate once; a program sums `dweight` and `dbias` over its own rows.
+A row is a group of `WIDTH` channels; row r has the weights of group `r % GROUPS`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmix.ops import norm_wide_triton as wide
+from flashmix.ops._rowwise import Options, Tensors
+from flashmix.ops._rowwise_triton import (
+    activation,
+    activation_slope,
+    as_rows,
+    power_of_two,
+    programs_for,
+    row_starts,
+    sum_columns,
+)
+
+WIDEST = 8192  # channels of a row that one program holds
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, gate_ptr, y_ptr, h_ptr, scale_ptr, mean_ptr,
+    count, sizes, x_at, residual_at, gate_at, eps,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, DIVISOR: tl.constexpr, CENTER: tl.constexpr, ACTIVATION: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row < count)[:, None] & (column < WIDTH)
+    packed = row[:, None] * WIDTH + column  # places in contiguous tensors
+    start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
+    h = tl.load(x_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    if residual_ptr is not None:
+        start = row_starts(row, count, sizes, residual_at, WIDTH, OUTER)
+        h += tl.load(residual_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        if h_ptr is not None:
+            rounded = h.to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + packed, rounded, mask=there)
+            h = rounded.to(tl.float32)
+    if gate_ptr is not None:
+        start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
+        gate = tl.load(gate_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    if CENTER:
+        mean = tl.sum(h, 1) / WIDTH
+        h = tl.where(column < WIDTH, h - mean[:, None], 0.0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, mask=row < count)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h, 1) / DIVISOR + eps))
+    if scale_ptr is not None:
+        tl.store(scale_ptr + row, scale, mask=row < count)
+    y = h * scale[:, None]
+    shared = (row % GROUPS)[:, None] * WIDTH + column if GROUPS > 1 else column
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)  # [1 or ROWS, BLOCK]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if gate_ptr is not None:
+        y *= activation(gate, ACTIVATION)
+    tl.store(y_ptr + packed, y.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_backward_kernel(
+    h_ptr, weight_ptr, bias_ptr, gate_ptr, dy_ptr, extra_ptr, scale_ptr, mean_ptr,
+    dh_ptr, dgate_ptr, dweight_ptr, dbias_ptr,
+    count, sizes, h_at, gate_at, dy_at, extra_at,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, DIVISOR: tl.constexpr, CENTER: tl.constexpr, ACTIVATION: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p takes the tiles p // GROUPS, p // GROUPS + programs / GROUPS, ... of group p % GROUPS."""
+    tokens = count // GROUPS
+    group = tl.program_id(0) % GROUPS
+    first = tl.program_id(0) // GROUPS
+    column = tl.arange(0, BLOCK)[None, :]
+    shared = group * WIDTH + column
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)  # [1, BLOCK]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)  # [1, BLOCK]
+    if dweight_ptr is not None:
+        dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    if dbias_ptr is not None:
+        dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(first, tl.cdiv(tokens, ROWS), tl.num_programs(0) // GROUPS):
+        token = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = token * GROUPS + group
+        there = (token < tokens)[:, None] & (column < WIDTH)
+        packed = row[:, None] * WIDTH + column
+        start = row_starts(row, count, sizes, h_at, WIDTH, OUTER)
+        n = tl.load(h_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        start = row_starts(row, count, sizes, dy_at, WIDTH, OUTER)
+        dy = tl.load(dy_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        if gate_ptr is not None:
+            start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
+            gate = tl.load(gate_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        scale = tl.load(scale_ptr + row, mask=token < tokens, other=0.0)[:, None]
+        if CENTER:
+            n = tl.where(there, n - tl.load(mean_ptr + row, mask=token < tokens, other=0.0)[:, None], 0.0)
+        n *= scale
+        if gate_ptr is not None:
+            if dgate_ptr is not None:
+                affine = n * weight if weight_ptr is not None else n
+                affine = affine + bias if bias_ptr is not None else affine
+                dgate = dy * affine * activation_slope(gate, ACTIVATION)
+                tl.store(dgate_ptr + packed, dgate.to(dgate_ptr.dtype.element_ty), mask=there)
+            dy *= activation(gate, ACTIVATION)
+        if dbias_ptr is not None:
+            dbias += dy
+        if dweight_ptr is not None:
+            dweight += dy * n
+        if dh_ptr is not None:
+            dn = dy * weight if weight_ptr is not None else dy
+            dn -= n * (tl.sum(dn * n, 1) / DIVISOR)[:, None]
+            if CENTER:
+                dn -= (tl.sum(dn, 1) / WIDTH)[:, None]
+            dh = dn * scale
+            if extra_ptr is not None:
+                start = row_starts(row, count, sizes, extra_at, WIDTH, OUTER)
+                dh += tl.load(extra_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)
+            tl.store(dh_ptr + packed, dh.to(dh_ptr.dtype.element_ty), mask=there)
+    partial = first.to(tl.int64) * GROUPS * WIDTH + group * WIDTH + tl.arange(0, BLOCK)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK) < WIDTH)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=tl.arange(0, BLOCK) < WIDTH)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a program's tile and its warps; with a backward, how many programs a multiprocessor gets."""
+
+    rows: int
+    warps: int
+    programs: int = 1
+
+
+def forward_tile(block: int) -> Tile:
+    """By the width alone: a row's bits must not depend on how many there are."""
+    if block >= 4096:
+        return Tile(1, 8 if block == 4096 else 16)
+    return Tile(max(1, 4096 // block) if block < 2048 else 1, 4)
+
+
+def backward_tile(block: int) -> Tile:
+    if block >= 2048:
+        return Tile(1, 4 if block == 2048 else 8 if block == 4096 else 16, 4 if block < 8192 else 2)
+    return Tile(2048 // block, 4, 6)
+
+
+class Norm:
+    """Inputs `x, residual, weight, bias, gate`; options `eps, groups, center, mean, activation, dtype`, see `norm.py`.
+
+    The backward's inputs have `h` in place of `x` and no residual; its gradients are those of `y` and of `h`.
+    """
+
+    @staticmethod
+    def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
+        x, residual, *_ = inputs
+        assert x is not None
+        _, groups, center, *_, dtype = options
+        results = [torch.empty(x.shape, dtype=dtype, device=x.device)]
+        if residual is not None:
+            h = torch.promote_types(x.dtype, residual.dtype)
+            results.append(torch.empty(x.shape, dtype=h, device=x.device))
+        kept = (2 if center else 1) if save else 0
+        return results, [x.new_empty((*x.shape[:-1], groups), dtype=torch.float32) for _ in range(kept)]
+
+    @staticmethod
+    def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
+        eps, groups, center, mean, name, _ = options
+        y, h = results[0], results[1] if len(results) > 1 else None
+        if y.numel() == 0:
+            return
+        x, residual, weight, bias, gate = inputs
+        width = y.shape[-1] // groups
+        rows = as_rows(*_grouped(groups, x, residual, gate))
+        x, residual, gate = rows.tensors
+        scale, means = (*kept, None, None)[:2]
+        tensors = (x, residual, _packed(weight), _packed(bias), gate, y, h, scale, means)
+        arguments = (*tensors, rows.count, rows.sizes, *rows.strides, eps)
+        flags: dict[str, Any] = {
+            "WIDTH": width, "GROUPS": groups, "DIVISOR": width if mean else 1, "CENTER": center, "ACTIVATION": name,
+            "OUTER": rows.outer,
+        }  # fmt: skip
+        if width > WIDEST:
+            wide.norm_forward(rows.count, arguments, flags)
+            return
+        block = power_of_two(width)
+        tile = forward_tile(block)
+        norm_forward_kernel[(triton.cdiv(rows.count, tile.rows),)](
+            *arguments, **flags, ROWS=tile.rows, BLOCK=block, num_warps=tile.warps
+        )
+
+    @staticmethod
+    def backward(
+        gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
+    ) -> None:
+        _, groups, center, mean, name, _ = options
+        h, _, weight, bias, gate = inputs
+        assert h is not None
+        if h.numel() == 0:
+            _fill_with_zeros(gradients)
+            return
+        width = h.shape[-1] // groups
+        dy, extra = (*grads, None)[:2]
+        rows = as_rows(*_grouped(groups, h, gate, dy, extra))
+        h, gate, dy, extra = rows.tensors
+        dh, _, dweight, dbias, dgate = gradients
+        scale, means = (*kept, None)[:2]
+        read = (h, _packed(weight), _packed(bias), gate, dy, extra, scale, means)
+        where = (rows.sizes, *rows.strides)
+        flags: dict[str, Any] = {
+            "WIDTH": width, "GROUPS": groups, "DIVISOR": width if mean else 1, "CENTER": center, "ACTIVATION": name,
+            "OUTER": rows.outer,
+        }  # fmt: skip
+        if width > WIDEST:
+            wide.norm_backward(rows.count, read, (dh, dgate, dweight, dbias), where, flags)
+            return
+        block = power_of_two(width)
+        tile = backward_tile(block)
+        each = programs_for(triton.cdiv(rows.count // groups, tile.rows), rows.device, max(1, tile.programs // groups))
+        partials = [
+            None if t is None else t.new_empty((each, t.numel()), dtype=torch.float32) for t in (dweight, dbias)
+        ]
+        norm_backward_kernel[(each * groups,)](
+            *read, dh, dgate, *partials, rows.count, *where, **flags, ROWS=tile.rows, BLOCK=block, num_warps=tile.warps
+        )
+        for partial, out in zip(partials, (dweight, dbias), strict=True):
+            if partial is not None and out is not None:
+                sum_columns(partial, out)
+
+
+def _grouped(groups: int, *tensors: Tensor | None) -> list[Tensor | None]:
+    return list(tensors) if groups == 1 else [None if t is None else t.unflatten(-1, (groups, -1)) for t in tensors]
+
+
+def _packed(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def _fill_with_zeros(gradients: Sequence[Tensor | None]) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
