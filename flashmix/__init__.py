@@ -21,7 +21,14 @@ from flashmix.ops.named import (
 )
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import delta_rule, dplr, linear_attention
+from flashmix.ops.recurrence import (
+    delta_rule,
+    delta_rule_step,
+    dplr,
+    dplr_step,
+    linear_attention,
+    linear_attention_step,
+)
 from flashmix.ops.rotary import rotary, rotary_table
 from flashmix.ops.short_conv import short_conv
 from flashmix.ops.token_shift import token_shift
@@ -46,9 +53,11 @@ __all__ = [
     "group_norm",
     "hgrn2",
     "kda",
+    "delta_rule_step",
     "l2_norm",
     "layer_norm",
     "lightning",
+    "dplr_step",
     "linear_attention",
     "linear_cross_entropy",
     "linear_grpo",
@@ -63,5 +72,6 @@ __all__ = [
     "short_conv",
     "softmax_attention",
     "swiglu",
+    "linear_attention_step",
     "token_shift",
 ]

@@ -56,6 +56,11 @@ class _Explained(BaseException):
 _explaining: ContextVar[bool] = ContextVar("flashmix_explaining", default=False)
 
 
+def explaining() -> bool:
+    """Whether `explain` is asking: then an op must come to its `choose`, whatever it knows from calls before."""
+    return _explaining.get()
+
+
 def choose(
     op: str, implementations: Sequence[Implementation[Problem]], problem: Problem, impl: str = "auto"
 ) -> Implementation[Problem]:

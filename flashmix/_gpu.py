@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from flashmix._arch import SHARED_MEMORY_KIB, triton_version
 
+Answer = TypeVar("Answer", bound=Callable[..., object])
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,6 +26,12 @@ class Target:
     capability: tuple[int, int]
     shared_memory: int
     multiprocessors: int
+
+
+def _constant_when_compiled(function: Answer) -> Answer:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def interpreted() -> bool:
@@ -44,7 +53,7 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _triton() -> tuple[int, ...]:
     return _parsed_triton()
 
@@ -55,7 +64,7 @@ def _parsed_triton() -> tuple[int, ...]:
     return () if version is None else tuple(int(part) for part in version.split(".")[:2])
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def target(device: torch.device) -> Target:
     """The facts of `device`; for CPU tensors (the interpreter) those of a Hopper card."""
     if device.type != "cuda":

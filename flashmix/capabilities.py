@@ -23,6 +23,9 @@ _CALLS = {
     "linear_attention": "q:BTHK k:BTHK v:BTHK",
     "delta_rule": "q:BTHK k:BTHK v:BTHK beta:BTH",
     "dplr": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK",
+    "linear_attention_step": "q:BTHK k:BTHK v:BTHK state:BHKK",
+    "delta_rule_step": "q:BTHK k:BTHK v:BTHK beta:BTH state:BHKK",
+    "dplr_step": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK state:BHKK",
     "retnet": "q:BTHK k:BTHK v:BTHK",
     "lightning": "q:BTHK k:BTHK v:BTHK",
     "mamba2": "x:BTHK dt:BTH A_log:H B:BTHK C:BTHK",
@@ -53,7 +56,7 @@ _CALLS = {
 _OPTIONS: dict[str, dict[str, Any]] = {"lightning": {"layer": 0, "layers": 2}, "group_norm": {"groups": 2}}
 # batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width, vocabulary
 _SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "M": 12}
-_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus")  # float32 beside float16 and bfloat16
+_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", "state")  # float32 beside float16 and bfloat16
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,15 @@ def _small_calls(device: torch.device | str) -> list[tuple[Callable[..., Any], t
     zeros = partial(torch.zeros, device=device)
     x, gate, tokens, table = zeros(1, 16, 2, 32), zeros(1, 16, 2), zeros(1, 16, 64), zeros(16, 16)
     head, target = zeros(100, 64), zeros(1, 16, dtype=torch.int64)
+    state = zeros(1, 2, 32, 32)
     cache = flashmix.KVCache.contiguous(1, 16, heads=2, dim_qk=32, device=device)
     return [
         (flashmix.linear_attention, (x, x, x, gate)),
         (flashmix.delta_rule, (x, x, x, gate, gate)),
         (flashmix.dplr, (x, x, x, x, x, x)),
+        (flashmix.linear_attention_step, (x, x, x, state, gate)),
+        (flashmix.delta_rule_step, (x, x, x, gate, state, gate)),
+        (flashmix.dplr_step, (x, x, x, x, x, state, x)),
         (flashmix.softmax_attention, (x, x, x)),
         (flashmix.attention_with_cache, (x, cache, x, x)),
         (flashmix.rotary, (x, table, table)),

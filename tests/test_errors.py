@@ -194,7 +194,7 @@ def test_an_unknown_keyword(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_an_unknown_implementation(op: str) -> None:
     """Mechanisms may have computed an operand of their engine by then."""
-    names = ", ".join(map(repr, FOUND[op].implementations))
+    names = ", ".join(map(repr, flashmix.explain(OPS[op], **tiny_call(op)).reasons))
     with pytest.raises(ValueError) as raised:
         OPS[op](**tiny_call(op), impl="fast")
     assert str(raised.value) == f"impl must be one of 'auto', {names}, got 'fast'"

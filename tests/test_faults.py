@@ -36,6 +36,7 @@ OPS = public_ops()
 MECHANISMS = [name for name in OPS if OPS[name].__module__ == named.__name__]
 RECURRENCES = ("linear_attention", "delta_rule", "dplr")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
+WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step")
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters and op != "attention_with_cache"]
 
@@ -172,7 +173,7 @@ def test_fault_08_earlier_outputs_depend_on_later_gates(op: str) -> None:
         assert torch.equal(first[name][:, :before], second[name][:, :before]), name
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "attention_with_cache"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in WITHOUT_GRADIENT])
 def test_fault_09_a_sequence_depends_on_the_rest_of_the_batch(op: str) -> None:
     call = tiny_call(op, tokens=37) | ({"reduction": "none"} if op in LOSSES else {})
     if op == "rotary":
@@ -194,7 +195,7 @@ def test_fault_10_no_gradient_silently(op: str) -> None:
             call["initial_state"] = outputs(op, call | {"return_state": True})[1]
         for name in [name for name in floating(call) if "teacher" not in name]:
             one = call | {name: call[name].clone().requires_grad_()}
-            if op == "attention_with_cache":
+            if op in WITHOUT_GRADIENT:
                 with pytest.raises(RuntimeError, match="has no gradient"):
                     outputs(op, one)
             else:
@@ -394,7 +395,7 @@ def test_fault_25_lse_of_a_row_that_sees_nothing() -> None:
     assert not grads[0][:, :3].any() and all(torch.isfinite(grad).all() for grad in grads)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in (*MECHANISMS, "attention_with_cache")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in (*MECHANISMS, *WITHOUT_GRADIENT)])
 def test_fault_26_results_that_are_not_reproducible(op: str) -> None:
     torch.set_num_threads(2)
     call = tiny_call(op, tokens=12)
@@ -419,7 +420,7 @@ def test_fault_27_inputs_that_are_not_contiguous(op: str) -> None:
         plain, odd = tiny_call(op), tiny_call(op)
         for name, t in floating(odd).items():
             odd[name] = change(t)
-            plain[name] = odd[name].contiguous()
+            plain[name] = odd[name].clone(memory_format=torch.contiguous_format)
         for got, wanted in zip(outputs(op, odd), outputs(op, plain), strict=True):
             assert torch.equal(got, wanted), change.__name__
 

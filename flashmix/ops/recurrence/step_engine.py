@@ -1,0 +1,188 @@
+"""The one door to the steps of the recurrence: checks, the choice of an implementation, and both remembered.
+
+A step takes some microseconds of a GPU, and Python as long to look at ten tensors. What depends on sizes, dtypes and
+strides alone is therefore done once for each set of them; the calls that follow compare these, and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix import _gpu
+from flashmix._checks import check_dtype, check_like, check_range, check_shape, contents_are_checked, dims
+from flashmix._dispatch import Implementation, choose, explaining
+from flashmix.ops.recurrence.engine import _autocast
+
+Tensors = tuple[Tensor | None, ...]  # q, k, v, beta, a, b, g, state, state_indices, history
+MOST_TOKENS = 16
+_REMEMBERED = 1024  # sets of sizes
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """The facts of a step that decide which implementation runs it."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+IMPLEMENTATIONS: tuple[Implementation[StepProblem], ...] = (
+    Implementation("triton", "flashmix.ops.recurrence.triton_gpu.step", lambda p: _gpu.refuses(p.device, p.dtype)),
+    Implementation("portable", "flashmix.ops.recurrence.portable.in_place", lambda problem: None),
+)
+_BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
+_known: dict[Any, Callable[[Tensors], Tensor]] = {}
+
+
+def run_step(
+    op: str, tensors: Tensors, scale: float | None, read_before: bool, minus_a: bool, impl: str,
+    check: Callable[[Tensors], None],
+) -> Tensor:  # fmt: skip
+    """Output `[B, T, HV, V]`; states and history are written. `check` raises unless the tensors fit one another."""
+    if torch.compiler.is_compiling() or not rememberable(tensors, tensors[8]):
+        return _run(op, tensors, scale, read_before, minus_a, impl, check)[0]
+    key = (op, scale, read_before, minus_a, impl, signature(tensors))
+    known = _known.get(key)
+    if known is None:
+        o, again = _run(op, tensors, scale, read_before, minus_a, impl, check)
+        if again is not None:
+            remember(_known, key, again)
+        return o
+    o = known(tensors)
+    bump_versions(tensors[7], tensors[9])
+    return o
+
+
+def rememberable(tensors: Tensors, state_indices: Tensor | None) -> bool:
+    """Whether sizes, dtypes and strides tell all about a call: it is on a GPU, has no gradient and asks for no more checks."""
+    q = tensors[0]
+    return (
+        type(q) is Tensor
+        and q.is_cuda
+        and not torch.is_autocast_enabled("cuda")
+        and not explaining()
+        and not (torch.is_grad_enabled() and any(type(t) is not Tensor or t.requires_grad for t in tensors if t is not None))
+        and not (isinstance(state_indices, Tensor) and contents_are_checked(state_indices))
+    )  # fmt: skip
+
+
+def signature(tensors: Tensors) -> Any:
+    """What checks and choices depend on: dtype, device, sizes and strides of each tensor."""
+    try:
+        return tuple([None if t is None else (t.dtype, t.get_device(), t.shape, t.stride()) for t in tensors])
+    except AttributeError:  # not a tensor: the checks will say so
+        return None
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps `value`; forgets all where sizes change without end."""
+    if len(known) >= _REMEMBERED:
+        known.clear()
+    known[key] = value
+
+
+def bump_versions(*written: Tensor | None) -> None:
+    """Tells autograd that these were written: what it saved of them before is no longer theirs."""
+    for t in written:
+        if t is not None:
+            torch.autograd.graph.increment_version(t)
+
+
+def _run(
+    op: str, tensors: Tensors, scale: float | None, read_before: bool, minus_a: bool, impl: str,
+    check: Callable[[Tensors], None],
+) -> tuple[Tensor, Callable[[Tensors], Tensor] | None]:  # fmt: skip
+    """The output, and how to do the same again for tensors of the same signature, where there is a short way."""
+    check(tensors)
+    q, k, v, beta, a, b, *rest = tensors
+    assert q is not None
+    refuse_gradient(op, tensors)
+    chosen = choose(op, IMPLEMENTATIONS, StepProblem(q.dtype, q.device), impl)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v, a, b = _autocast(q, k, v, a, b)
+    call = (q, k, v, beta, a, b, *rest)
+    o = _recurrent_step(*call, scale, read_before, minus_a, chosen.name)
+    if torch.compiler.is_compiling() or chosen.name != "triton" or not aligned(tensors[7], tensors[9]):
+        return o, None
+    return o, chosen.load().prepare(tensors, scale, read_before, minus_a)
+
+
+def aligned(*states: Tensor | None) -> bool:
+    """Whether states begin on 16 bytes, as all that torch allocates do: kernels are compiled for that."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in states)
+
+
+def refuse_gradient(op: str, tensors: Tensors) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{op} has no gradient, it writes its state in place: call it under torch.no_grad()")
+
+
+@torch.library.custom_op("flashmix::recurrent_step", mutates_args=("state", "history"))
+def _recurrent_step(
+    q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
+    state: Tensor, state_indices: Tensor | None, history: Tensor | None,
+    scale: float, read_before: bool, minus_a: bool, impl: str,
+) -> Tensor:  # fmt: skip
+    tensors = (q, k, v, beta, a, b, g, state, state_indices, history)
+    if v.numel() == 0:
+        return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    with torch.autocast(q.device.type, enabled=False):
+        return _BY_NAME[impl].load().step_in_place(tensors, scale, read_before, minus_a)
+
+
+@_recurrent_step.register_fake
+def _(q, k, v, beta, a, b, g, state, state_indices, history, scale, read_before, minus_a, impl):  # type: ignore[no-untyped-def]
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+
+
+def check_state(
+    state: Tensor, state_indices: Tensor | None, q: Tensor, batch: int, heads: int, K: int, V: int, name: str = "state"
+) -> None:
+    """A state `[B, HV, K, V]`, or with indices a pool `[P, HV, K, V]`, that may be written."""
+    slots = dims(name, state, "P HV K V")[0] if state_indices is not None else batch
+    check_shape(name, state, slots, heads, K, V)
+    check_dtype(name, state, *((torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)))
+    check_written(name, state, q)
+    if state_indices is not None and slots < 1:
+        raise ValueError(f"{name} must have at least one slot, got 0")
+
+
+def check_written(name: str, t: Tensor, q: Tensor) -> None:
+    """On the device of `q`, and no number of it in two places."""
+    check_like(name, t, "q", q, dtype=False)
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        raise ValueError(f"{name} must have memory of its own for each number, got strides {list(t.stride())}")
+
+
+def check_indices(state_indices: Tensor | None, q: Tensor, batch: int, slots: int) -> None:
+    """`[B]` whole numbers; where contents are checked, slots of the pool or -1, each slot once."""
+    if state_indices is None:
+        return
+    check_shape("state_indices", state_indices, batch)
+    check_dtype("state_indices", state_indices, torch.int32, torch.int64)
+    check_like("state_indices", state_indices, "q", q, dtype=False)
+    if not contents_are_checked(state_indices):
+        return
+    seen: set[int] = set()
+    for index in state_indices.tolist():
+        check_range("state_indices", index, -1, slots - 1)
+        if index >= 0 and index in seen:
+            raise ValueError(f"state_indices must name each slot at most once, got {index} twice")
+        seen.add(index)
+
+
+def check_history(history: Tensor | None, state: Tensor, q: Tensor, tokens: int) -> None:
+    """`[B, n, HV, K, V]` like the state, `1 <= n <= T`."""
+    check_range("the number of tokens", tokens, 1, MOST_TOKENS)
+    if history is None:
+        return
+    kept = dims("history", history, "B n HV K V")[1]
+    check_shape("history", history, q.shape[0], kept, *state.shape[1:])
+    check_range("the tokens of history", kept, 1, tokens)
+    check_like("history", history, "state", state)
+    check_written("history", history, q)

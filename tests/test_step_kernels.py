@@ -1,0 +1,56 @@
+"""The step kernels compile for every target, without a GPU, within its shared memory and without spilling."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from step_cases import StepCase, make_history, make_inputs, run_op
+
+pytest.importorskip("triton")
+from kernels import TARGETS, compile_launch, recording
+
+EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
+SIZES = ((128, 128), (256, 256), (64, 64), (96, 80), (7, 5), (1, 1)) if EVERYTHING else ((128, 128), (256, 256), (7, 5))
+STACK = 0  # bytes: nothing is spilled
+
+
+def launches(case: StepCase, capability: tuple[int, int], state: torch.dtype = torch.float32) -> list:
+    x = make_inputs(case, torch.bfloat16, state)
+    with recording(capability) as found, torch.no_grad():
+        run_op(case, x, "triton", make_history(case, x))
+    return found
+
+
+def assert_fits(found: list, count: int) -> None:
+    assert len(found) == count
+    for launch in found:
+        made = compile_launch(launch)
+        assert made.shared <= 48 * 1024 and made.stack <= STACK, (launch.key, made.shared, made.stack)
+
+
+@pytest.mark.parametrize("capability", TARGETS, ids=str)
+def test_a_step_compiles_for_every_target(capability: tuple[int, int]) -> None:
+    for K, V in SIZES:
+        assert_fits(launches(StepCase("", "delta", "channel", B=1, K=K, V=V), capability), 1)
+
+
+@pytest.mark.parametrize("rule", ["linear", "read_before", "delta", "erase", "write", "untied", "dplr"])
+def test_every_rule_compiles(rule: str) -> None:
+    gates = ("none", "head", "token", "channel") if EVERYTHING else ("head", "channel")
+    for gate in gates:
+        assert_fits(launches(StepCase("", rule, gate, B=1, K=128, V=128), (9, 0)), 1)
+    pool = StepCase("", rule, "token", T=3, K=256, V=256, slots=(0, 1), kept=2)
+    assert_fits(launches(pool, (9, 0), torch.bfloat16), 1)
+
+
+def test_sizes_of_the_batch_do_not_recompile() -> None:
+    """Batch, tokens past one, slots, kept states: one kernel serves them all."""
+    keys = set()
+    for B, T, pool, kept in ((2, 2, 5, 1), (3, 7, 3, 4), (1, 16, 9, 16), (64, 3, 64, 1)):
+        case = StepCase("", "delta", "token", B=B, T=T, slots=tuple(range(B)), pool=max(pool, B), kept=kept, K=32, V=32)
+        keys |= {launch.key for launch in launches(case, (9, 0))}
+    assert len(keys) == 1
+    keys = {launch.key for B in (1, 2, 3, 16) for launch in launches(StepCase("", "delta", "token", B=B), (9, 0))}
+    assert len(keys) == 1
