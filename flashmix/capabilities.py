@@ -37,6 +37,14 @@ _CALLS = {
     "kda": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK",
     "deltaproduct": "q:BTHK k:BTnHK v:BTnHK beta:BTnH",
     "rwkv7": "r:BTHK log_decay:BTHK k:BTHK v:BTHK kk:BTHK a:BTHK",
+    "comba": "q:BTHK k:BTHK p:BTHK v:BTHK beta:BTH log_decay:BTH",
+    "gated_deltanet2": "q:BTHK k:BTHK v:BTHK erase_gate:BTHK write_gate:BTHK log_decay:BTHK",
+    "preconditioned_gated_deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTH curvature_beta:BTH curvature_log_decay:BTH",
+    "preconditioned_kda": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK curvature_beta:BTH curvature_log_decay:BTH",
+    "gsa": "q:BTHK k:BTHK v:BTHK s:BTHK log_decay:BTHK",
+    "abc": "q:BTHK k:BTHK v:BTHK s:BTHK",
+    "oja": "q:BTHK k:BTHK v:BTHK beta:BTH",
+    "iplr": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK",
     "softmax_attention": "q:BTHK k:BTHK v:BTHK",
     "attention_with_cache": "q:BTHK k:BTHK v:BTHK",
     "rotary": "x:BTHK cos:PR sin:PR",
@@ -56,7 +64,8 @@ _CALLS = {
 _OPTIONS: dict[str, dict[str, Any]] = {"lightning": {"layer": 0, "layers": 2}, "group_norm": {"groups": 2}}
 # batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width, vocabulary
 _SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "M": 12}
-_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", "state")  # float32 beside float16 and bfloat16
+_MORE_GATES = ("erase_gate", "write_gate", "curvature_beta", "curvature_log_decay")
+_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", *_MORE_GATES, "state")  # float32 beside float16 and bfloat16
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,9 @@ def tiny_call(
             call[name] = torch.randint(_SIZES["M"], shape, generator=generator).to(device)
             continue
         value = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
-        if name in ("log_decay", "log_forget"):
+        if name in ("log_decay", "log_forget", "curvature_log_decay"):
             value = -value.abs()
-        elif name in ("beta", "dt", "a"):
+        elif name in ("beta", "dt", "a", "curvature_beta"):
             value = value.abs()
         call[name] = value.to(device=device, dtype=wide if name in _GATES else dtype)
     if "cache" in _keywords(getattr(flashmix, op)):

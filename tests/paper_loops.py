@@ -144,6 +144,110 @@ def rwkv7(
     return rows(o, v), S
 
 
+def comba(
+    q: Tensor, k: Tensor, p: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, *, S: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """2506.02475: S_t = S_{t-1} (alpha_t - beta_t p_t k_t^T) + beta_t v_t k_t^T, o_t = S_t q_t; `S` is `V x K`."""
+    o = []
+    for t in range(len(v)):
+        transition = torch.exp(log_decay[t]) * torch.eye(len(k[t]), dtype=k.dtype) - beta[t] * torch.outer(p[t], k[t])
+        S = S @ transition + beta[t] * torch.outer(v[t], k[t])
+        o.append(scale * S @ q[t])
+    return rows(o, v), S
+
+
+def gated_deltanet2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    erase_gate: Tensor,
+    write_gate: Tensor,
+    log_decay: Tensor,
+    *,
+    S: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """2605.22791: S_t = (I - k_t (b_t * k_t)^T) Diag(alpha_t) S_{t-1} + k_t (w_t * v_t)^T, o_t = S_t^T q_t."""
+    o = []
+    for t in range(len(v)):
+        erasing = torch.eye(len(k[t]), dtype=k.dtype) - torch.outer(k[t], erase_gate[t] * k[t])
+        S = erasing @ torch.diag(torch.exp(log_decay[t])) @ S + torch.outer(k[t], write_gate[t] * v[t])
+        o.append(scale * S.T @ q[t])
+    return rows(o, v), S
+
+
+def preconditioned(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, curvature_beta: Tensor, curvature_log_decay: Tensor,
+    log_scale: Tensor | float = -0.2, *, S: tuple[Tensor, Tensor], scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """2604.21100: A_t = alpha'_t A_{t-1} + beta'_t k_t^2, P_t = Diag(1.5^{-r/(1+|r|)}) with r = log(A_t + eps) - log_scale,
+    S_t = (I - beta_t P_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t P_t k_t v_t^T; both papers' decays."""
+    memory, A = S
+    o = []
+    for t in range(len(v)):
+        A = torch.exp(curvature_log_decay[t]) * A + curvature_beta[t] * k[t] ** 2
+        r = torch.log(A + 1e-6) - log_scale
+        P = torch.diag(1.5 ** (-r / (1 + abs(r))))
+        alpha = torch.exp(log_decay[t]) * torch.ones_like(k[t])
+        transition = torch.eye(len(k[t]), dtype=k.dtype) - beta[t] * P @ torch.outer(k[t], k[t])
+        memory = transition @ torch.diag(alpha) @ memory + beta[t] * P @ torch.outer(k[t], v[t])
+        o.append(scale * memory.T @ q[t])
+    return rows(o, v), (memory, A)
+
+
+def gsa(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, log_decay: Tensor, *, S: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """2409.07146, section 3: K~_t = Diag(alpha_t) K~_{t-1} + s_t k_t^T, V~_t the same with v_t, both with a row for each slot;
+    o_t = V~_t^T softmax(K~_t q_t)."""
+    keys, values = S[0].T, S[1]
+    o = []
+    for t in range(len(v)):
+        alpha = torch.diag(torch.exp(log_decay[t]))
+        keys, values = alpha @ keys + torch.outer(s[t], k[t]), alpha @ values + torch.outer(s[t], v[t])
+        o.append(values.T @ torch.softmax(scale * keys @ q[t], 0))
+    return rows(o, v), (keys.T, values)
+
+
+def abc(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, *, S: tuple[Tensor, Tensor, Tensor], scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """2110.02488, section 3: phi_t = exp(s_t), K~_t = sum_{i<=t} (phi_i / sum_{j<=t} phi_j) k_i^T, V~_t the same with v_i;
+    o_t = V~_t^T softmax(K~_t q_t). The state holds the quotients and the logarithm of their denominator."""
+    total = torch.exp(S[2])
+    keys, values = total[:, None] * S[0].T, total[:, None] * S[1]  # the numerators
+    o = []
+    for t in range(len(v)):
+        phi = torch.exp(s[t])
+        total = total + phi
+        keys, values = keys + torch.outer(phi, k[t]), values + torch.outer(phi, v[t])
+        o.append((values / total[:, None]).T @ torch.softmax(scale * (keys / total[:, None]) @ q[t], 0))
+    if not o:
+        return rows(o, v), S
+    return rows(o, v), ((keys / total[:, None]).T, values / total[:, None], torch.log(total))
+
+
+def oja(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, *, S: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Oja 1982; 2206.01649: W_t = W_{t-1} + beta_t (k_t - W_{t-1} v_t) v_t^T, on a state whose columns decay."""
+    o = []
+    for t in range(len(v)):
+        S = S if log_decay is None else S @ torch.diag(torch.exp(log_decay[t]))
+        S = S + beta[t] * torch.outer(k[t] - S @ v[t], v[t])
+        o.append(scale * q[t] @ S)
+    return rows(o, v), S
+
+
+def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """2503.14456, section 3 without decay: S_t = S_{t-1} (I + a_t b_t^T) + v_t k_t^T, o_t = S_t q_t; `S` is `V x K`."""
+    o = []
+    for t in range(len(v)):
+        S = S @ (torch.eye(len(k[t]), dtype=k.dtype) + torch.outer(a[t], b[t])) + torch.outer(v[t], k[t])
+        o.append(scale * S @ q[t])
+    return rows(o, v), S
+
+
 def householder(k: Tensor, beta: Tensor) -> Tensor:
     """I - beta k k^T."""
     return torch.eye(len(k), dtype=k.dtype) - beta * torch.outer(k, k)
@@ -157,10 +261,11 @@ def rows(o: list[Tensor], like: Tensor) -> Tensor:
 class Mechanism:
     """A loop, the shapes of its arguments by name, and how the loops above differ in what they take.
 
-    Axes: sequences `B`, tokens `T`, steps of a token `n`, heads of keys `H` and of values `HV`, channels `K` and `V`.
+    Axes: sequences `B` (of states `N`), tokens `T`, steps of a token `n`, heads of keys `H` and of values `HV`, channels `K` and
+    `V`, slots `M`.
     """
 
-    loop: Callable[..., tuple[Tensor, Tensor]]
+    loop: Callable[..., tuple[Tensor, Any]]
     shapes: dict[str, str]
     optional: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
@@ -168,6 +273,10 @@ class Mechanism:
     values_first: bool = False  # the paper's state is V x K
     by_head: bool = False  # the loop wants to know which head it is
     grouped: bool = True  # more heads of values than of keys are allowed
+    states: tuple[str, ...] = ("N HV K V",)  # several: the loop takes and returns a tuple
+    unit: tuple[str, ...] = ("k",)  # of length 1 where there is a beta
+    draw: dict[str, float] = field(default_factory=dict)  # arguments of unit length times this number
+    weak: bool = False  # beta up to 1 instead of 2
 
 
 _QKV = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
@@ -175,6 +284,7 @@ _RKV = {"r": "B T H K", "k": "B T H K", "v": "B T HV V"}
 _STEPS = {"q": "B T H K", "k": "B T n H K", "v": "B T n HV V", "beta": "B T n HV", "log_decay": "B T HV"}
 _MAMBA = {"x": "B T HV V", "dt": "B T HV", "A_log": "HV", "B": "B T H K", "C": "B T H K", "D": "HV"}
 _RWKV7 = {"r": "B T H K", "log_decay": "B T HV K", "k": "B T H K", "v": "B T HV V", "kk": "B T H K", "a": "B T H K"}
+_CURVATURE = {"curvature_beta": "B T H", "curvature_log_decay": "B T H", "log_scale": "H"}
 BETA, BY_TOKEN, BY_CHANNEL = {"beta": "B T HV"}, {"log_decay": "B T HV"}, {"log_decay": "B T HV K"}
 
 MECHANISMS = {
@@ -191,42 +301,96 @@ MECHANISMS = {
     "kda": Mechanism(kda, _QKV | BETA | BY_CHANNEL),
     "deltaproduct": Mechanism(deltaproduct, _STEPS, ("log_decay",)),
     "rwkv7": Mechanism(rwkv7, _RWKV7, scale=1.0, values_first=True, grouped=False),
+    "comba": Mechanism(
+        comba,
+        {"q": "B T H K", "k": "B T H K", "p": "B T H K", "v": "B T HV V"} | BETA | BY_TOKEN,
+        values_first=True,
+        draw={"p": 0.5},
+    ),
+    "gated_deltanet2": Mechanism(
+        gated_deltanet2, _QKV | {"erase_gate": "B T HV K", "write_gate": "B T HV V"} | BY_CHANNEL, draw={"k": 1.0}
+    ),
+    "preconditioned_gated_deltanet": Mechanism(
+        preconditioned, _QKV | BETA | BY_TOKEN | _CURVATURE, ("log_scale",), states=("N HV K V", "N H K"), weak=True
+    ),
+    "preconditioned_kda": Mechanism(
+        preconditioned, _QKV | BETA | BY_CHANNEL | _CURVATURE, ("log_scale",), states=("N HV K V", "N H K"), weak=True
+    ),
+    "gsa": Mechanism(gsa, _QKV | {"s": "B T HV M", "log_decay": "B T HV M"}, states=("N HV K M", "N HV M V")),
+    "abc": Mechanism(abc, _QKV | {"s": "B T HV M"}, states=("N HV K M", "N HV M V", "N HV M")),
+    "oja": Mechanism(oja, _QKV | BETA | {"log_decay": "B T HV V"}, ("log_decay",), unit=("v",)),
+    "iplr": Mechanism(
+        iplr, _QKV | {"a": "B T HV K", "b": "B T HV K"}, values_first=True, draw={"k": 1.0, "a": 0.5, "b": 0.5}
+    ),
 }
 
 
 def run_loop(
     name: str, x: dict[str, Tensor], lengths: tuple[int, ...] | None = None, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output `[B, T, HV, V]` and states `[N, HV, K, V]` of the paper's loop over every sequence and head of the tensors `x`."""
+) -> tuple[Tensor, ...]:
+    """Output `[B, T, HV, V]` and states of the paper's loop over every sequence and head of the tensors `x`."""
     mechanism = MECHANISMS[name]
     axes = {name: shape.split() for name, shape in mechanism.shapes.items()}
-    main = next(name for name, shape in mechanism.shapes.items() if shape.endswith("HV V"))
-    HV, V = x[main].shape[-2:]
-    B, T = x[main].shape[:2]
-    K = next(x[name].shape[-1] for name, shape in mechanism.shapes.items() if shape == "B T H K")
+    main = next(
+        name
+        for name, shape in mechanism.shapes.items()
+        if shape.endswith("HV V") and name not in ("log_decay", "write_gate")
+    )
+    B, T, HV, V = x[main].shape[0], x[main].shape[1], *x[main].shape[-2:]
     if scale is None:
-        scale = K**-0.5 if mechanism.scale is None else mechanism.scale
+        scale = x[next(n for n, shape in mechanism.shapes.items() if shape == "B T H K")].shape[-1] ** -0.5
+        scale = scale if mechanism.scale is None else mechanism.scale
     parts = (
         [(n, 0, T) for n in range(B)]
         if lengths is None
         else [(0, *ends) for ends in pairwise(accumulate((0, *lengths)))]
     )
-    outputs, states = [], []
+    first_states = first_states_of(mechanism, x, len(parts))
+    outputs: list[Tensor] = []
+    states: list[list[Tensor]] = [[] for _ in first_states]
     for n, (row, first, last) in enumerate(parts):
-        heads = []
+        heads, found = [], []
         for h in range(HV):
             own = {name: of_head(t, axes[name], row, first, last, h, HV) for name, t in x.items() if name in axes}
-            S = x["initial_state"][n, h] if "initial_state" in x else x[main].new_zeros(K, V)
+            S = [state[n, h // (HV // state.shape[1])] for state in first_states]
+            S = [state.T for state in S] if mechanism.values_first else S
             which = {"head": h, "heads": HV} if mechanism.by_head else {}
-            o, S = mechanism.loop(
-                **own, **mechanism.options, **which, S=S.T if mechanism.values_first else S, scale=scale
-            )
-            heads.append((o, S.T if mechanism.values_first else S))
-        outputs.append(torch.stack([o for o, _ in heads], 1))
-        states.append(torch.stack([S for _, S in heads]))
+            o, S = mechanism.loop(**own, **mechanism.options, **which, S=tuple(S) if len(S) > 1 else S[0], scale=scale)
+            heads.append(o)
+            found.append(S if isinstance(S, tuple) else (S.T if mechanism.values_first else S,))
+        outputs.append(torch.stack(heads, 1))
+        for place, state in enumerate(first_states):  # heads that share a state agree on it: the first one tells
+            states[place].append(torch.stack([S[place] for S in found[:: HV // state.shape[1]]]))
     if not parts:
-        return x[main].new_zeros(B, T, HV, V), x[main].new_zeros(0, HV, K, V)
-    return torch.stack(outputs) if lengths is None else torch.cat(outputs)[None], torch.stack(states)
+        return x[main].new_zeros(B, T, HV, V), *first_states
+    o = torch.stack(outputs) if lengths is None else torch.cat(outputs)[None]
+    return o, *(torch.stack(state) for state in states)
+
+
+def state_names(name: str) -> list[str]:
+    """What the tests call the initial states of a mechanism."""
+    count = len(MECHANISMS[name].states)
+    return ["initial_state"] if count == 1 else [f"initial_state{place}" for place in range(count)]
+
+
+def first_states_of(mechanism: Mechanism, x: dict[str, Tensor], sequences: int) -> list[Tensor]:
+    """The initial states among `x`, or those of a sequence that begins: zeros, the logarithm of a sum -inf."""
+    given = [x[n] for n in sorted(x) if n.startswith("initial_state")]
+    if given:
+        return given
+    sizes = {
+        axis: size
+        for name, shape in mechanism.shapes.items()
+        if name in x
+        for axis, size in zip(shape.split(), x[name].shape, strict=True)
+    }
+    like = next(iter(x.values()))
+    sizes["N"] = sequences
+    shapes = [[sizes[axis] for axis in state.split()] for state in mechanism.states]
+    return [
+        like.new_full(shape, -math.inf if mechanism.loop is abc and place == 2 else 0.0)
+        for place, shape in enumerate(shapes)
+    ]
 
 
 def of_head(t: Tensor, axes: list[str], row: int, first: int, last: int, head: int, heads: int) -> Tensor:

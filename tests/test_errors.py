@@ -32,6 +32,9 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
     "dplr": {"log_decay": (H,)} | _STATE,
     "mamba2": {"D": (H,)} | _STATE,
     "deltaproduct": {"log_decay": (1, T, H)} | _STATE,
+    "oja": {"log_decay": (1, T, H, K)} | _STATE,
+    "preconditioned_gated_deltanet": {"log_scale": (H,)},
+    "preconditioned_kda": {"log_scale": (H,)},
     "softmax_attention": {"sink": (H,), "alibi_slopes": (H,), "log_decay": (1, T, H)},
     "attention_with_cache": {"sink": (H,), "alibi_slopes": (H,)},
     "rms_norm": _NORM,
@@ -44,7 +47,14 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
     "linear_grpo": {"bias": (12,), "old_log_probs": (1, T), "reference_log_probs": (1, T)},
 }
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
-MATRIX_STATE = [op for op in STATEFUL if op not in ("short_conv", "token_shift")]
+SEVERAL = {  # the shapes of several states
+    "gsa": ((1, H, K, K), (1, H, K, K)),
+    "abc": ((1, H, K, K), (1, H, K, K), (1, H, K)),
+    "preconditioned_gated_deltanet": ((1, H, K, K), (1, H, K)),
+    "preconditioned_kda": ((1, H, K, K), (1, H, K)),
+}
+ONE_STATE = [op for op in STATEFUL if op not in SEVERAL]
+MATRIX_STATE = [op for op in ONE_STATE if op not in ("short_conv", "token_shift")]
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters]
 
 # Axes that may grow alone: the call stays a good one.
@@ -52,7 +62,8 @@ FREE = {
     ("softmax_attention", "q", 1), ("softmax_attention", "v", 3),
     ("rotary", "x", 0), ("rotary", "x", 1), ("rotary", "x", 2), ("rotary", "x", 3),
 ("l2_norm", "x", 0), ("l2_norm", "x", 1), ("l2_norm", "x", 2),
-    ("short_conv", "x", 1), ("token_shift", "x", 1), ("cross_entropy", "logits", 2),
+    ("short_conv", "x", 1), ("token_shift", "x", 1), ("cross_entropy", "logits", 2), ("abc", "s", 3), ("abc", "v", 3), ("gsa", "v", 3),
+    ("preconditioned_gated_deltanet", "v", 3), ("preconditioned_kda", "v", 3),
 }  # fmt: skip
 # Arguments of any number of axes, without another argument that would tell.
 ANY_AXES = {("l2_norm", "x")}
@@ -234,7 +245,36 @@ def test_packed_with_a_batch(op: str) -> None:
     assert error_of(op, call | {"cu_seqlens": torch.tensor([0, 6])}, ValueError) == text
 
 
-@pytest.mark.parametrize("op", STATEFUL)
+@pytest.mark.parametrize("op", SEVERAL)
+def test_wrong_states_of_several(op: str) -> None:
+    shapes, call = SEVERAL[op], tiny_call(op)
+    good = tuple(torch.zeros(shape) for shape in shapes)
+    OPS[op](**call, initial_state=good)
+    for wrong, got in (
+        (good[:1], "1"),
+        (good[0], "Tensor"),
+        ((*good, good[0]), str(len(good) + 1)),
+        (list(good), "list"),
+    ):
+        text = error_of(op, call | {"initial_state": wrong}, TypeError)
+        assert text == f"initial_state must be a tuple of {len(good)} tensors, got {got}"
+    for place, state in enumerate(good):
+
+        def states(other: Any, place: int = place) -> dict[str, Any]:
+            return call | {"initial_state": (*good[:place], other, *good[place + 1 :])}
+
+        name = f"initial_state[{place}]"
+        text = error_of(op, states(torch.cat([state, state])), ValueError)
+        assert text == f"{name} must have shape {list(state.shape)}, got {[2, *state.shape[1:]]}"
+        assert error_of(op, states(state.half()), TypeError) == f"{name} must have dtype float32, got float16"
+        assert error_of(op, states(state.to("meta")), ValueError) == f"{name} must be on cpu like q, got meta"
+        assert error_of(op, states(None), TypeError) == f"{name} must be a torch.Tensor, got NoneType"
+    packed = call | {"initial_state": good, "cu_seqlens": torch.tensor([0, 2, 2, 6])}
+    text = error_of(op, packed, ValueError)
+    assert text == f"initial_state[0] must have shape {[3, *shapes[0][1:]]}, got {list(shapes[0])}"
+
+
+@pytest.mark.parametrize("op", ONE_STATE)
 def test_wrong_states(op: str) -> None:
     call = full_call(op)
     shape = list(call["initial_state"].shape)
@@ -326,6 +366,19 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"k": zeros(1, T, 0, H, K), "v": zeros(1, T, 0, H, K), "beta": zeros(1, T, 0, H)}, ValueError,
          "k must have shape [B, T, n, H, K] with n >= 1, got [1, 6, 0, 2, 8]"),
     ],
+    "comba": [({"p": zeros(1, T, 4, K)}, ValueError, "p must have shape [1, 6, 2, 8], got [1, 6, 4, 8]")],
+    "gated_deltanet2": [
+        ({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]"),
+    ],
+    "preconditioned_kda": [
+        ({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, HV, K], got [1, 6, 2]"),
+        ({"curvature_beta": zeros(1, T, 4)}, ValueError, "curvature_beta must have shape [1, 6, 2], got [1, 6, 4]"),
+    ],
+    "gsa": [
+        ({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]"),
+        ({"s": zeros(1, T, H, 0)}, ValueError, "s must have shape [B, T, HV, M] with M >= 1, got M = 0"),
+    ],
+    "oja": [({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]")],
     "rwkv7": [
         ({"kk": zeros(1, T, 4, K)}, ValueError, "kk must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
         ({"log_decay": zeros(H)}, ValueError, "log_decay must have shape [B, T, H, K], got [2]"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from budget import assert_within_budget, relative_errors
-from paper_loops import MECHANISMS, run_loop
+from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
 import flashmix
@@ -19,11 +19,22 @@ from flashmix.ops import named
 # What an implementation rounds where the loop does not: after scores, transform, state and output, and, for mechanisms
 # that compute an operand of the engine from their arguments, this operand.
 STAGES = 5
-SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5}
+SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4}
 NAMES = list(MECHANISMS)
 GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
 # float32 whatever the dtype of the rest, as models have them
-WIDE = ("beta", "log_decay", "log_forget", "dt", "A_log", "D", "bonus", "initial_state")
+WIDE = (
+    "beta",
+    "log_decay",
+    "log_forget",
+    "dt",
+    "A_log",
+    "D",
+    "bonus",
+    "curvature_beta",
+    "curvature_log_decay",
+    "log_scale",
+)
 EPS64, EPS32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 
 
@@ -50,31 +61,53 @@ def make_inputs(
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     mechanism, x = MECHANISMS[name], {}
-    unit_keys = "beta" in mechanism.shapes
+    unit = mechanism.unit if "beta" in mechanism.shapes else ()
     for argument, axes in mechanism.shapes.items():
         shape = tuple(size[axis] for axis in axes.split())
         if argument in mechanism.optional and not optional:
             continue
-        if argument in ("log_decay", "log_forget"):
+        if argument in mechanism.draw:
+            x[argument] = mechanism.draw[argument] * torch.nn.functional.normalize(normal(shape), dim=-1)
+        elif argument in ("log_decay", "log_forget", "curvature_log_decay"):
             x[argument] = -uniform(shape)
-        elif argument in ("beta", "dt", "a"):
-            x[argument] = uniform(shape) * (2 if argument == "beta" else 1)
-        elif argument == "kk" or (argument == "k" and unit_keys):
+        elif argument in ("beta", "dt", "a", "curvature_beta", "erase_gate", "write_gate"):
+            x[argument] = uniform(shape) * (2 if argument == "beta" and not mechanism.weak else 1)
+        elif argument == "kk" or argument in unit:
             x[argument] = torch.nn.functional.normalize(normal(shape), dim=-1)
         else:
             x[argument] = normal(shape)
-    x["initial_state"] = normal((size["B"] if sequences is None else sequences, size["HV"], size["K"], size["V"]))
+    size["N"] = size["B"] if sequences is None else sequences
+    for argument, axes in zip(state_names(name), mechanism.states, strict=True):
+        x[argument] = normal(tuple(size[axis] for axis in axes.split()))
+        x[argument] = x[argument].abs() if axes == "N H K" else x[argument]  # a sum of squares
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return {argument: t.to(wide if argument in WIDE else dtype) for argument, t in x.items()}
+    return {n: t.to(wide if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
 
 
-def run_op(name: str, x: dict[str, Tensor], lengths: tuple[int, ...] | None = None, **options: Any) -> Any:
+def call(name: str, x: dict[str, Tensor], **options: Any) -> Any:
+    """The mechanism itself; several initial states become its tuple."""
+    arguments: dict[str, Any] = {n: t for n, t in x.items() if not n.startswith("initial_state")}
+    states = tuple(x[n] for n in state_names(name) if n in x)
+    if states:
+        arguments["initial_state"] = states if len(states) > 1 else states[0]
+    return getattr(named, name)(**arguments, **MECHANISMS[name].options, **options)
+
+
+def run_op(
+    name: str, x: dict[str, Tensor], lengths: tuple[int, ...] | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """Output and states."""
     cu_seqlens = None if lengths is None else flashmix.Packing.from_lengths(lengths)
-    return getattr(named, name)(**x, **MECHANISMS[name].options, return_state=True, cu_seqlens=cu_seqlens, **options)
+    o, state = call(name, x, return_state=True, cu_seqlens=cu_seqlens, **options)
+    return (o, *state) if isinstance(state, tuple) else (o, state)
+
+
+def by_name(outputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {"o": outputs[0]} | {f"state{place}": state for place, state in enumerate(outputs[1:])}
 
 
 def evaluate(run: Any, name: str, inputs: dict[str, Tensor], *args: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output, state and the gradient of every argument; what flows back are numbers that `dtype` holds exactly."""
+    """Output, states and the gradient of every argument; what flows back are numbers that `dtype` holds exactly."""
     leaves = {argument: t.detach().clone().requires_grad_() for argument, t in inputs.items()}
     outputs = run(name, leaves, *args)
     generator = torch.Generator().manual_seed(1)
@@ -83,8 +116,9 @@ def evaluate(run: Any, name: str, inputs: dict[str, Tensor], *args: Any, dtype: 
     grads = torch.autograd.grad(
         [t for t, _ in pairs], list(leaves.values()), [flow for _, flow in pairs], materialize_grads=True
     )
-    found = {"o": outputs[0].detach(), "state": outputs[1].detach()}
-    return found | {f"d_{argument}": grad for argument, grad in zip(leaves, grads, strict=True)}
+    return by_name(tuple(t.detach() for t in outputs)) | {
+        f"d_{argument}": grad for argument, grad in zip(leaves, grads, strict=True)
+    }
 
 
 def references(name: str, inputs: dict[str, Tensor], *args: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
@@ -106,7 +140,9 @@ def assert_float64(name: str, got: dict[str, Tensor], exact: dict[str, Tensor], 
 
 
 def test_every_mechanism_has_a_loop() -> None:
-    public = {name for name, f in inspect.getmembers(named, inspect.isfunction) if f.__module__ == named.__name__}
+    public = {
+        name for name, f in inspect.getmembers(named, inspect.isfunction) if f.__module__.startswith(named.__name__)
+    }
     assert {name for name in public if not name.startswith("_")} == set(MECHANISMS)
 
 
@@ -116,7 +152,7 @@ def test_float64_is_the_papers_loop(name: str, state: bool) -> None:
     """With an initial state; without one also without the optional arguments."""
     inputs = make_inputs(name, torch.float64, optional=state)
     if not state:
-        del inputs["initial_state"]
+        inputs = {n: t for n, t in inputs.items() if not n.startswith("initial_state")}
     exact, plain = references(name, inputs, dtype=torch.float64)
     assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
 
@@ -146,33 +182,39 @@ def test_packed_is_the_loop_over_each_sequence(name: str, lengths: tuple[int, ..
     assert_float64(name, evaluate(run_op, name, inputs, lengths, dtype=torch.float64), exact, plain)
 
 
-def part_of(name: str, inputs: dict[str, Tensor], first: int, last: int, state: Tensor) -> dict[str, Tensor]:
+def part_of(
+    name: str, inputs: dict[str, Tensor], first: int, last: int, states: tuple[Tensor, ...]
+) -> dict[str, Tensor]:
     per_token = {argument for argument, axes in MECHANISMS[name].shapes.items() if axes.startswith("B T")}
     part = {argument: t[:, first:last] if argument in per_token else t for argument, t in inputs.items()}
-    return part | {"initial_state": state}
+    return part | dict(zip(state_names(name), states, strict=True))
+
+
+def states_of(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(inputs[n] for n in state_names(name))
 
 
 @pytest.mark.parametrize("cuts", [(0, 33, 37), tuple(range(13))], ids=["in two", "in steps"])
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_with_the_carried_state_are_the_whole(name: str, cuts: tuple[int, ...]) -> None:
     inputs = make_inputs(name, torch.float64, T=cuts[-1])
-    exact = dict(zip(("o", "state"), run_loop(name, inputs), strict=True))
-    plain = dict(zip(("o", "state"), run_loop(name, {n: t.float() for n, t in inputs.items()}), strict=True))
-    state, outputs = inputs["initial_state"], []
+    exact = by_name(run_loop(name, inputs))
+    plain = by_name(run_loop(name, {n: t.float() for n, t in inputs.items()}))
+    states, outputs = states_of(name, inputs), []
     for first, last in pairwise(cuts):
-        o, state = run_op(name, part_of(name, inputs, first, last, state))
+        o, *states = run_op(name, part_of(name, inputs, first, last, tuple(states)))
         outputs.append(o)
-    assert_float64(name, {"o": torch.cat(outputs, 1), "state": state}, exact, plain)
+    assert_float64(name, by_name((torch.cat(outputs, 1), *states)), exact, plain)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_flow_through_a_carried_state(name: str) -> None:
     inputs = make_inputs(name, torch.float64, T=12)
 
-    def in_two(name: str, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        first, state = run_op(name, part_of(name, x, 0, 11, x["initial_state"]))
-        second, state = run_op(name, part_of(name, x, 11, 12, state))
-        return torch.cat([first, second], 1), state
+    def in_two(name: str, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        first, *states = run_op(name, part_of(name, x, 0, 11, states_of(name, x)))
+        second, *states = run_op(name, part_of(name, x, 11, 12, tuple(states)))
+        return torch.cat([first, second], 1), *states
 
     exact, plain = references(name, inputs, dtype=torch.float64)
     assert_float64(name, evaluate(in_two, name, inputs, dtype=torch.float64), exact, plain)
@@ -184,11 +226,11 @@ def test_scale(name: str) -> None:
     inputs = make_inputs(name, torch.float64, T=5)
     paper = MECHANISMS[name].scale
     assert inspect.signature(getattr(named, name)).parameters["scale"].default == paper
-    o, state = run_op(name, inputs)
-    same, same_state = run_op(name, inputs, scale=SIZES["K"] ** -0.5 if paper is None else paper)
-    assert torch.equal(o, same) and torch.equal(state, same_state)
-    o, other_state = run_op(name, inputs, scale=0.7)
-    assert torch.equal(other_state, state), "the scale is no part of the state"
+    o, *states = run_op(name, inputs)
+    same, *same_states = run_op(name, inputs, scale=SIZES["K"] ** -0.5 if paper is None else paper)
+    assert torch.equal(o, same) and all(torch.equal(a, b) for a, b in zip(states, same_states, strict=True))
+    o, *other_states = run_op(name, inputs, scale=0.7)
+    assert all(torch.equal(a, b) for a, b in zip(states, other_states, strict=True)), "the scale is no part of a state"
     exact, plain = (
         run_loop(name, {n: t.to(dtype) for n, t in inputs.items()}, scale=0.7)[0]
         for dtype in (torch.float64, torch.float32)
@@ -200,7 +242,7 @@ def test_scale(name: str) -> None:
 def test_no_state_unless_asked_for(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=3)
     before = {argument: t.clone() for argument, t in inputs.items()}
-    o, state = getattr(named, name)(**inputs, **MECHANISMS[name].options)
+    o, state = call(name, inputs)
     assert state is None and o.shape == (2, 3, 2, 5) and o.dtype == torch.float32
     for argument, t in inputs.items():
         assert torch.equal(t, before[argument]), f"{argument} was changed"
@@ -209,8 +251,46 @@ def test_no_state_unless_asked_for(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_no_tokens(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=0)
-    o, state = run_op(name, inputs)
-    assert o.shape == (2, 0, 2, 5) and torch.equal(state, inputs["initial_state"])
+    o, *states = run_op(name, inputs)
+    assert o.shape == (2, 0, 2, 5)
+    assert all(torch.equal(*pair) for pair in zip(states, states_of(name, inputs), strict=True))
+
+
+@pytest.mark.parametrize("lengths", [None, (30, 0, 1, 69)], ids=str)
+def test_abc_takes_any_logits(lengths: tuple[int, ...] | None) -> None:
+    """Logits in the thousands, where e^s is no number: GSA with weights and gates from the logarithm of the sum."""
+    sequences = 2 if lengths is None else len(lengths)
+    inputs = make_inputs("abc", torch.float64, B=2 if lengths is None else 1, T=100, sequences=sequences)
+    inputs["s"] = inputs["s"] * 1000
+    found = evaluate(run_op, "abc", inputs, lengths, dtype=torch.float64)
+    assert all(torch.isfinite(t).all() for t in found.values())
+    parts = (
+        [(n, 0, 100) for n in range(2)] if lengths is None else [(0, *e) for e in pairwise(accumulate((0, *lengths)))]
+    )
+    for n, (row, first, last) in enumerate(parts):
+        one = {a: t[row : row + 1, first:last] for a, t in inputs.items() if not a.startswith("initial_state")}
+        keys, values, start = (inputs[a][n : n + 1] for a in state_names("abc"))
+        z = torch.cat([start[:, None], one["s"]], 1).logcumsumexp(1)
+        weights, gates = torch.exp(one.pop("s") - z[:, 1:]), z[:, :-1] - z[:, 1:]
+        expected, states = named.gsa(**one, s=weights, log_decay=gates, initial_state=(keys, values), return_state=True)
+        got = found["o"][row : row + 1, first:last]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)  # z errs by 1e-13 of some thousands
+        assert states is not None
+        for place, state in enumerate((*states, z[:, -1])):
+            torch.testing.assert_close(found[f"state{place}"][n : n + 1], state, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["abc", "gsa", "oja", "preconditioned_kda"])
+def test_packed_is_one_by_one_to_the_bit(name: str) -> None:
+    """Also for what these compute beside the engine."""
+    lengths = (5, 0, 34, 2, 9)
+    inputs = make_inputs(name, torch.float32, sequences=len(lengths), B=1, T=sum(lengths))
+    o, *states = run_op(name, inputs, lengths)
+    for n, (first, last) in enumerate(pairwise(accumulate((0, *lengths)))):
+        own = tuple(state[n : n + 1] for state in states_of(name, inputs))
+        one, *alone = run_op(name, part_of(name, inputs, first, last, own))
+        assert torch.equal(one, o[:, first:last])
+        assert all(torch.equal(state, whole[n : n + 1]) for state, whole in zip(alone, states, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

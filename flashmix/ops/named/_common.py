@@ -1,0 +1,59 @@
+"""What several of the named mechanisms need: shared checks, and the elementwise scan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import check_dtype, check_floating, check_like, check_shape, dims
+from flashmix.ops.packing import Packing
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.engine import state_dtype
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def check_same_heads(keys: Tensor, name: str, v: Tensor) -> None:
+    """Raises ValueError unless there are as many heads of values as of keys."""
+    B, T, H, _ = dims(name, keys, "B T H K")
+    check_shape("v", v, B, T, H, dims("v", v, "B T H V")[3])
+
+
+def check_per_head(name: str, weight: Tensor, like_name: str, like: Tensor, *shape: int) -> None:
+    """Raises unless `weight` has this shape, any floating dtype, and the device of `like`."""
+    check_shape(name, weight, *shape)
+    check_floating(name, weight)
+    check_like(name, weight, like_name, like, dtype=False)
+
+
+def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raises unless `states`, an `initial_state`, is None or a tuple of tensors of these shapes in the state's dtype."""
+    if states is None:
+        return
+    if not isinstance(states, tuple) or len(states) != len(shapes):
+        got = f"{len(states)}" if isinstance(states, tuple) else type(states).__name__
+        raise TypeError(f"initial_state must be a tuple of {len(shapes)} tensors, got {got}")
+    for place, (state, shape) in enumerate(zip(states, shapes, strict=True)):
+        name = f"initial_state[{place}]"
+        check_shape(name, state, *shape)
+        check_dtype(name, state, state_dtype(q.dtype))
+        check_like(name, state, "q", q, dtype=False)
+
+
+def scan(
+    x: Tensor, log_decay: Tensor, *, initial_state: Tensor | None = None, cu_seqlens: Tensor | Packing | None = None,
+    read_before: bool = False, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`h_t = e^{g_t} h_{t-1} + x_t` for each channel of `x` `[B, T, H, D]`, and the last `h` `[N, H, D]`: a state of one row.
+
+    `log_decay` is `[B, T, H]` or `[B, T, H, D]`. Computed in the dtype of `x`, autocast or not.
+    """
+    one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:3], 1)
+    decay = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
+    with torch.autocast(x.device.type, enabled=False):
+        h, state = linear_attention(
+            one, one, x, **decay, scale=1.0, initial_state=None if initial_state is None else initial_state.unsqueeze(2),
+            return_state=True, cu_seqlens=cu_seqlens, read_before=read_before, impl=impl,
+        )  # fmt: skip
+    assert state is not None
+    return h, state.squeeze(2)

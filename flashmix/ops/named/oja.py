@@ -1,0 +1,75 @@
+"""Oja's rule: the delta rule on the transposed state, then a read on the other axis."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashmix._checks import dims
+from flashmix._dispatch import choose
+from flashmix.ops.named._common import Result, check_per_head
+from flashmix.ops.packing import Packing, as_packing
+from flashmix.ops.recurrence import delta_rule, linear_attention
+from flashmix.ops.recurrence.engine import IMPLEMENTATIONS
+from flashmix.ops.recurrence.problem import Operands, Problem, check_operands
+
+
+def oja(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, *, scale: float | None = None,
+    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
+) -> Result:  # fmt: skip
+    """Oja's rule: each token writes the part of its key that its value does not recall yet.
+
+        S = S_{t-1} diag(e^{g_t});  k~_t = beta_t (k_t - S v_t);  S_t = S + k~_t v_t^T;  o_t = scale S_t^T q_t
+
+    It is stable for `|v| <= 1` (`flashmix.l2_norm`). With `S^T` for the state it is the delta rule with key `v` and value `k`,
+    whose corrected values `k~` are the keys of a linear attention.
+
+    Args:
+        q, k: queries and keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
+        beta: write strength `[B, T, HV]`.
+        log_decay: `g`, at most 0, for each channel of the values, `[B, T, HV, V]`; None: no decay.
+
+    Source: Oja 1982 (Journal of Mathematical Biology 15); as a fast weight rule: Irie, Faccio, Schmidhuber 2022
+    (arXiv 2206.01649).
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> oja(q, k, v / 4, torch.rand(1, 10, 4), -torch.rand(1, 10, 4, 16))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    if log_decay is not None:
+        check_per_head("log_decay", log_decay, "q", q, *_values_shape(q, v))
+    check_operands(q, v, {"k": k}, beta, None, initial_state, cu_seqlens)
+    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    group = v.shape[2] // q.shape[2]
+    if group > 1:
+        q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
+    cu = None if packing is None else packing.cu_seqlens
+    second = Operands(q, k, v, None, None, None, log_decay, initial_state, cu, log_decay is not None)
+    choose("oja", IMPLEMENTATIONS, Problem.of(second, False), impl)  # both passes must run, and this one asks for more
+    reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
+    transposed = None if initial_state is None else initial_state.mT
+    recalled, _ = delta_rule(
+        reader,
+        v,
+        k,
+        beta,
+        log_decay,
+        scale=1.0,
+        initial_state=transposed,
+        cu_seqlens=packing,
+        read_before=True,
+        impl=impl,
+    )
+    new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)
+    return linear_attention(
+        q, new, v, value_log_decay=log_decay, scale=scale, initial_state=initial_state, return_state=return_state,
+        cu_seqlens=packing, impl=impl,
+    )  # fmt: skip
+
+
+def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    dims("q", q, "B T H K")
+    return dims("v", v, "B T HV V")

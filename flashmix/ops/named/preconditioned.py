@@ -1,0 +1,108 @@
+"""Delta rules with a preconditioned write key: a scan and a call of `delta_rule`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import dims
+from flashmix.ops.named._common import check_per_head, check_states, scan
+from flashmix.ops.packing import Packing, as_packing
+from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence.engine import state_dtype
+from flashmix.ops.recurrence.problem import check_operands
+
+States = tuple[Tensor, Tensor]
+BOUND = 1.5  # the preconditioner lies between 1 / BOUND and BOUND
+EPS = 1e-6
+LOG_SCALE = -0.2
+
+
+def preconditioned_gated_deltanet(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, curvature_beta: Tensor, curvature_log_decay: Tensor, *,
+    log_scale: Tensor | float = LOG_SCALE, scale: float | None = None, initial_state: States | None = None,
+    return_state: bool = False, cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
+) -> tuple[Tensor, States | None]:  # fmt: skip
+    """Preconditioned Gated DeltaNet: writes are weaker along channels that keys have used much of late.
+
+        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + 1e-6) - log_scale;  M_t = 1.5^{-r / (1 + |r|)}
+        S = e^{g_t} S_{t-1};  S_t = S + (M_t * k_t) beta_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
+
+    With `beta` up to `2 / 1.5` and keys of length 1 the state stays bounded.
+
+    Args:
+        log_decay: `g` `[B, T, HV]`.
+        curvature_beta: `beta'` `[B, T, H]`.
+        curvature_log_decay: `g'`, at most 0, `[B, T, H]`.
+        log_scale: the logarithm of the curvature that leaves a key as it is: a number, or `[H]`.
+        initial_state: `(S, A)`, `([N, HV, K, V], [N, H, K])`, float32 (float64 for float64 inputs).
+
+    Source: Preconditioned DeltaNet, 2026 (arXiv 2604.21100).
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> beta, decay = torch.rand(1, 10, 4), -torch.rand(1, 10, 4)
+        >>> o, (S, A) = preconditioned_gated_deltanet(q, k / 4, v, beta, decay, beta, decay, return_state=True)
+        >>> o.shape, S.shape, A.shape
+        (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16, 16]), torch.Size([1, 4, 16]))
+    """
+    dims("log_decay", log_decay, "B T HV")
+    return _preconditioned(
+        q, k, v, beta, log_decay, curvature_beta, curvature_log_decay, log_scale, scale, initial_state, return_state, cu_seqlens, impl
+    )  # fmt: skip
+
+
+def preconditioned_kda(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, curvature_beta: Tensor, curvature_log_decay: Tensor, *,
+    log_scale: Tensor | float = LOG_SCALE, scale: float | None = None, initial_state: States | None = None,
+    return_state: bool = False, cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
+) -> tuple[Tensor, States | None]:  # fmt: skip
+    """Preconditioned Kimi Delta Attention: `preconditioned_gated_deltanet` with a decay a channel, `log_decay` `[B, T, HV, K]`.
+
+        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + 1e-6) - log_scale;  M_t = 1.5^{-r / (1 + |r|)}
+        S = diag(e^{g_t}) S_{t-1};  S_t = S + (M_t * k_t) beta_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
+
+    Source: Preconditioned DeltaNet, 2026 (arXiv 2604.21100).
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> beta, decay = torch.rand(1, 10, 4), -torch.rand(1, 10, 4, 16)
+        >>> preconditioned_kda(q, k / 4, v, beta, decay, beta, -torch.rand(1, 10, 4))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T HV K")
+    return _preconditioned(
+        q, k, v, beta, log_decay, curvature_beta, curvature_log_decay, log_scale, scale, initial_state, return_state, cu_seqlens, impl
+    )  # fmt: skip
+
+
+def _preconditioned(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, curvature_beta: Tensor, curvature_log_decay: Tensor,
+    log_scale: Tensor | float, scale: float | None, initial_state: States | None, return_state: bool,
+    cu_seqlens: Tensor | Packing | None, impl: str,
+) -> tuple[Tensor, States | None]:  # fmt: skip
+    check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    check_per_head("curvature_beta", curvature_beta, "q", q, B, T, H)
+    check_per_head("curvature_log_decay", curvature_log_decay, "q", q, B, T, H)
+    if not isinstance(log_scale, (int, float)):
+        check_per_head("log_scale", log_scale, "q", q, H)
+    packing = as_packing(cu_seqlens, B, T, q.device)
+    N = B if packing is None else packing.count
+    check_states(initial_state, q, (N, HV, K, V), (N, H, K))
+    S, A = (None, None) if initial_state is None else initial_state
+    wide = state_dtype(q.dtype)
+    curvature, A = scan(
+        curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square(), curvature_log_decay,
+        initial_state=A, cu_seqlens=packing, impl=impl,
+    )  # fmt: skip
+    centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
+    r = torch.log(curvature + EPS) - centre
+    write = k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))
+    o, S = delta_rule(
+        q, k, v, beta, log_decay, write=write.to(k.dtype), scale=scale, initial_state=S, return_state=return_state, cu_seqlens=packing,
+        impl=impl,
+    )  # fmt: skip
+    return o, None if S is None else (S, A)
