@@ -177,7 +177,7 @@ REFUSED = [
         ValueError,
         r"initial_state must have shape \[2, 3, 8\], got \[1, 3, 8\]",
     ),
-    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
 ]
 
 

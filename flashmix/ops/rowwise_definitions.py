@@ -78,6 +78,21 @@ def short_conv(
     return (silu(y) if activation == "silu" else y), past[:, tokens:]
 
 
+def short_conv_qkv(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor, Tensor, Tensor] | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+) -> tuple[Tensor, ...]:
+    """`short_conv` of q, k and v, each with its own weight; the state is that of their channels side by side."""
+    sizes = [x.shape[2] for x in inputs]
+    states = (None, None, None) if initial_state is None else initial_state.split(sizes, dim=2)
+    parts = zip(inputs, weights, biases or (None, None, None), states, strict=True)
+    found = [short_conv(*part, activation) for part in parts]
+    return *(y for y, _ in found), torch.cat([state for _, state in found], dim=2)
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

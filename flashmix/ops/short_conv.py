@@ -10,11 +10,31 @@ from torch import Tensor
 
 from flashmix._checks import check_choice, check_floating, check_like, check_shape, dims
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import compute_dtype, differentiable_gradients, portable, wants_gradient
+from flashmix.ops._rowwise import (
+    Operator,
+    compute_dtype,
+    differentiable_gradients,
+    portable,
+    triton,
+    wants_gradient,
+)
 from flashmix.ops.activation import ACTIVATIONS
 from flashmix.ops.packing import Packing, as_packing
 
-IMPLEMENTATIONS = (portable(__name__),)
+KERNEL_WIDTH = 8  # the kernels hold that many inputs of a channel in registers
+
+
+def kernel_width_refused(weight: Tensor | None) -> str | None:
+    """Why the kernels cannot take the width of `weight`, or None."""
+    if weight is not None and weight.shape[1] > KERNEL_WIDTH:
+        return f"its kernels take widths up to {KERNEL_WIDTH}, got {weight.shape[1]}"
+    return None
+
+
+IMPLEMENTATIONS = (
+    triton("flashmix.ops.short_conv_triton", lambda tensors: kernel_width_refused(tensors[1])),
+    portable(__name__),
+)
 
 
 def short_conv(
@@ -77,7 +97,12 @@ def short_conv(
             check_floating(name, value)
             check_like(name, value, "x", x, dtype=name == "initial_state")
     check_choice("activation", activation, None, *ACTIVATIONS)
-    choose("short_conv", IMPLEMENTATIONS, x, impl)
+    chosen = choose("short_conv", IMPLEMENTATIONS, (x, weight, bias, initial_state), impl)
+    if chosen.name == "triton":
+        boundaries = (None, None) if packing is None else (packing.sequence, packing.cu_seqlens)
+        options = (activation or "", return_state)
+        results = _OPERATOR(x, weight, bias, initial_state, *boundaries, options=options)
+        return results[0], results[1] if return_state else None
     layout = _Layout(width, packing)
     if torch.compiler.is_compiling():
         y, state = _formula(x, weight, bias, initial_state, layout, activation)
@@ -153,6 +178,25 @@ class _Layout:
         past = torch.arange(self.past, device=boundaries.device)
         shift = torch.arange(boundaries.shape[0], device=boundaries.device) * self.past
         return ((boundaries + shift).unsqueeze(1) + past).flatten()
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, sequence: Tensor | None,
+    starts: Tensor | None, activation: str, return_state: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The plain formula on what the kernels get."""
+    packing = None if starts is None else Packing(starts, x.shape[1])
+    y, final = _formula(x, weight, bias, state, _Layout(weight.shape[1], packing), activation or None)
+    return (y, final) if return_state else (y,)
+
+
+_OPERATOR = Operator(
+    "short_conv",
+    "flashmix.ops.short_conv_triton.ShortConv",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? sequence, Tensor? starts",
+    "str activation, bool return_state",
+    formula=convolved,
+)
 
 
 def _formula(

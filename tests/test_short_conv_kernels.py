@@ -1,0 +1,369 @@
+"""The kernels of the short convolution: interpreted, compiled for every GPU, and on one against the definition."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from rowwise_cases import (
+    assert_compiles,
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    assert_same_bits,
+    random,
+)
+from torch import Tensor
+
+from flashmix import Packing
+from flashmix.ops import rowwise_definitions as definitions
+from flashmix.ops import short_conv as conv_module
+from flashmix.ops.short_conv import short_conv
+from flashmix.ops.short_conv_qkv import short_conv_qkv
+
+pytest.importorskip("triton")
+
+from kernels import TARGETS, compile_launch, recording
+
+from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix.ops import short_conv_triton
+
+LENGTHS = [3, 0, 1, 70, 2, 0, 66]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU = pytest.mark.gpu
+
+
+def moved(op: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """`op` of tensors that are carried to `device`, and its results carried back."""
+
+    def call(*tensors: Tensor) -> Any:
+        got = op(*(t.to(device) for t in tensors))
+        return got.cpu() if isinstance(got, Tensor) else tuple(t if t is None else t.cpu() for t in got)
+
+    return call
+
+
+def kernel(device: str, **options: Any) -> Callable[..., Any]:
+    """`short_conv(x, weight, bias, state)` by its kernels; the state comes back."""
+
+    def call(x: Tensor, w: Tensor, b: Tensor | None = None, s: Tensor | None = None) -> Any:
+        return short_conv(x, w, b, initial_state=s, return_state=True, impl="triton", **options)
+
+    return moved(call, device)
+
+
+def definition(lengths: list[int] | None, activation: str | None) -> Callable[..., Any]:
+    def call(x: Tensor, w: Tensor, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        if lengths is None:
+            return definitions.short_conv(x, w, b, s, activation)
+        rows = zip(x.split(lengths, 1), s.split(1), strict=True)
+        parts = [definitions.short_conv(part, w, b, state, activation) for part, state in rows]
+        return torch.cat([y for y, _ in parts], 1), torch.cat([state for _, state in parts])
+
+    return call
+
+
+def check(
+    width: int, tokens: int, channels: int, dtype: torch.dtype, device: str, activation: str | None = "silu",
+    lengths: list[int] | None = None,
+) -> None:  # fmt: skip
+    """Outputs, the state and all gradients."""
+    batch, count, tokens = (1, len(lengths), sum(lengths)) if lengths else (2, 2, tokens)
+    packing = Packing.from_lengths(lengths, device=device) if lengths else None
+    x, state = random(batch, tokens, channels, dtype=dtype, seed=1), random(count, width - 1, channels, dtype=dtype)
+    weight, bias = random(channels, width, dtype=dtype, seed=3), random(channels, dtype=dtype, seed=4)
+    op = kernel(device, activation=activation, cu_seqlens=packing)
+    assert_matches(op, definition(lengths, activation), x, weight, bias, state)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["long", "folded", "packed"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_interpreted(width: int, mode: str) -> None:
+    with mock.patch.object(short_conv_triton, "SHORT", 4 if mode == "long" else 64):
+        for tokens, channels in ((1, 24), (3, 7), (21, 8)) if mode != "packed" else ((0, 24),):
+            check(
+                width, tokens, channels, torch.float32, "cpu", lengths=[3, 0, 1, 5, 2, 0] if mode == "packed" else None
+            )
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8])
+def test_every_width(width: int, dtype: torch.dtype) -> None:
+    for tokens in (0, 1, 2, 9, 64, 403):
+        for channels in (24, 7, 1000):
+            check(width, tokens, channels, dtype, "cuda")
+    for channels in (24, 7):
+        check(width, 0, channels, dtype, "cuda", lengths=LENGTHS)
+
+
+@GPU
+@pytest.mark.parametrize("activation", [None, "sigmoid", "gelu", "gelu_tanh", "relu", "relu2"])
+def test_every_activation(activation: str | None) -> None:
+    check(4, 70, 40, torch.float32, "cuda", activation)
+
+
+@GPU
+def test_packed_and_split_have_the_bits_of_one_by_one() -> None:
+    x, weight, bias = random(1, sum(LENGTHS), 40).cuda(), random(40, 4, seed=1).cuda(), random(40, seed=2).cuda()
+    state = random(len(LENGTHS), 3, 40, seed=3).cuda()
+    packing = Packing.from_lengths(LENGTHS, device="cuda")
+    y, last = short_conv(x, weight, bias, initial_state=state, return_state=True, cu_seqlens=packing)
+    for n, part in enumerate(x.split(LENGTHS, 1)):
+        one, end = short_conv(part, weight, bias, initial_state=state[n : n + 1], return_state=True)
+        start = sum(LENGTHS[:n])
+        assert_same_bits("packed", y[:, start : start + LENGTHS[n]], one)
+        assert_same_bits("state", last[n : n + 1], end)
+    whole, _ = short_conv(x, weight, bias)
+    carried, parts = None, []
+    for part in x.split([100, 0, 40, 1, 1], 1):
+        got, carried = short_conv(part, weight, bias, initial_state=carried, return_state=True)
+        parts.append(got)
+    assert_same_bits("split", torch.cat(parts, 1), whole)
+
+
+@GPU
+@pytest.mark.parametrize("channels", [7, 24])
+def test_sequences_are_their_own(channels: int) -> None:
+    weight = random(channels, 4, seed=1).cuda()
+    op = moved(lambda x: short_conv(x, weight, impl="triton")[0], "cuda")
+    assert_rows_do_not_meet(op, random(3, 403, channels))
+
+
+@GPU
+def test_same_bits_again_and_strides() -> None:
+    packing = Packing.from_lengths([100, 0, 3, 200], device="cuda")
+    inputs = random(1, 303, 41), random(41, 4, seed=1), random(41, seed=2), random(4, 3, 41, seed=3)
+    assert_repeats(kernel("cuda", cu_seqlens=packing), *inputs)
+    x, weight = random(2, 100, 96).cuda(), random(32, 4, seed=1).cuda()
+    for odd in (
+        x[..., 32:64],
+        x[:, ::3, 64:],
+        x[:, :, ::3],
+        x[:1, :, :32].expand(2, -1, -1),
+        x[:, :1, :32].expand(2, 9, 32),
+    ):
+        for have, want in zip(kernel("cuda")(odd, weight), kernel("cuda")(odd.contiguous(), weight), strict=True):
+            assert_same_bits("strided", have, want)
+
+
+def test_no_nan_leaves_its_row() -> None:
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        x, weight = random(2, 9, 8).to(device), random(8, 4, seed=1).to(device)
+        whole, _ = short_conv(x, weight)
+        x[0, 4, 3] = torch.nan
+        spoilt, _ = short_conv(x, weight)
+        changed = (spoilt != whole).nonzero()
+        assert {(b, c) for b, _, c in changed.tolist()} == {(0, 3)} and {t for _, t, _ in changed.tolist()} == {
+            4,
+            5,
+            6,
+            7,
+        }
+
+
+SIZES = (24, 40, 136)
+
+
+def qkv(packing: Packing | None = None, impl: str = "auto") -> Callable[..., Any]:
+    def call(*tensors: Tensor) -> Any:
+        *rest, state = tensors
+        return short_conv_qkv(*rest, initial_state=state, return_state=True, cu_seqlens=packing, impl=impl)
+
+    return call
+
+
+def qkv_definition(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return definitions.short_conv_qkv(tensors[:3], tensors[3:6], tensors[6:9], tensors[9])
+
+
+def qkv_inputs(batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32, count: int = 0) -> list[Tensor]:
+    inputs = [random(batch, tokens, size, dtype=dtype, seed=i) for i, size in enumerate(SIZES)]
+    weights = [random(size, width, dtype=dtype, seed=3 + i) for i, size in enumerate(SIZES)]
+    biases = [random(size, dtype=dtype, seed=6 + i) for i, size in enumerate(SIZES)]
+    return [*inputs, *weights, *biases, random(count or batch, width - 1, sum(SIZES), dtype=dtype, seed=9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_qkv_is_its_definition(tokens: int, dtype: torch.dtype) -> None:
+    assert_matches(qkv(), qkv_definition, *qkv_inputs(2, tokens, 4, dtype))
+
+
+@pytest.mark.interpreted
+def test_qkv_interpreted() -> None:
+    assert_matches(qkv(impl="triton"), qkv_definition, *qkv_inputs(2, 5, 4))
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 9, 403])
+def test_qkv_kernels(tokens: int, dtype: torch.dtype) -> None:
+    assert_matches(moved(qkv(impl="triton"), "cuda"), qkv_definition, *qkv_inputs(2, tokens, 4, dtype))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_qkv_is_three_convolutions(device: str) -> None:
+    """Packed, of parts of one projection; the same bits, gradients too."""
+    inputs = [t.to(device) for t in qkv_inputs(1, sum(LENGTHS), 4, count=len(LENGTHS))]
+    packing = Packing.from_lengths(LENGTHS, device=device)
+    joined = torch.cat(inputs[:3], -1).requires_grad_()
+    q, k, v, state = qkv(packing)(*joined.split(SIZES, -1), *inputs[3:])
+    flow = random(1, sum(LENGTHS), sum(SIZES), seed=10).to(device)
+    (together,) = torch.autograd.grad([q, k, v], joined, flow.split(SIZES, -1))
+    for i, (x, states) in enumerate(zip(joined.split(SIZES, -1), inputs[9].split(SIZES, -1), strict=True)):
+        options = {"initial_state": states, "return_state": True, "cu_seqlens": packing}
+        y, end = short_conv(x, inputs[3 + i], inputs[6 + i], **options)
+        (alone,) = torch.autograd.grad(y, joined, flow.split(SIZES, -1)[i])
+        part = slice(sum(SIZES[:i]), sum(SIZES[: i + 1]))
+        assert_same_bits("output", (q, k, v)[i], y)
+        assert_same_bits("state", state[..., part], end)
+        assert_same_bits("gradient", together[..., part], alone[..., part])
+
+
+def test_qkv_gradients_to_second_order_and_compiled() -> None:
+    inputs = [t.double().requires_grad_() for t in qkv_inputs(1, 3, 2)]
+    inputs = [t[..., :3].detach().requires_grad_() if t.dim() == 3 and i < 3 else t for i, t in enumerate(inputs)]
+    inputs[3:6] = [t[:3].detach().requires_grad_() for t in inputs[3:6]]
+    inputs[6:9] = [t[:3].detach().requires_grad_() for t in inputs[6:9]]
+    inputs[9] = inputs[9][..., :9].detach().requires_grad_()
+    assert torch.autograd.gradcheck(qkv(), inputs)
+    assert torch.autograd.gradgradcheck(qkv(), inputs)
+    assert_compiles(qkv(), *qkv_inputs(2, 9, 4))
+
+
+def test_qkv_refuses() -> None:
+    q, k, v, *rest = qkv_inputs(2, 5, 4)
+    call = qkv()
+    with pytest.raises(ValueError, match=r"k must have shape \[2, 5, 40\], got \[2, 4, 40\]"):
+        call(q, k[:, :4], v, *rest)
+    with pytest.raises(TypeError, match="v must have dtype float32 like q, got float64"):
+        call(q, k, v.double(), *rest)
+    with pytest.raises(ValueError, match=r"k_weight must have shape \[40, 4\], got \[40, 3\]"):
+        call(q, k, v, rest[0], rest[1][:, :3], *rest[2:])
+    with pytest.raises(ValueError, match="must be given together or not at all"):
+        call(q, k, v, *rest[:4], None, *rest[5:])
+    with pytest.raises(ValueError, match=r"initial_state must have shape \[2, 3, 200\], got \[2, 3, 199\]"):
+        call(q, k, v, *rest[:-1], rest[-1][..., :199])
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'triton', 'portable', got 'cuda'"):
+        qkv(impl="cuda")(q, k, v, *rest)
+
+
+@GPU
+def test_operators_are_sound_and_compile() -> None:
+    x, w, b, s = (t.cuda() for t in (random(1, 9, 8), random(8, 4, seed=1), random(8, seed=2), random(3, 3, 8, seed=3)))
+    packing = Packing(torch.tensor([0, 4, 4, 9], device="cuda"), 9)
+    ends = (packing.sequence, packing.cu_seqlens)
+    torch.library.opcheck(conv_module._OPERATOR.operator, (x.requires_grad_(), w, b, s, *ends, True, "silu", True))
+    op = kernel("cuda", cu_seqlens=packing)
+    assert_compiles(op, x.detach().cpu(), w.cpu(), b.cpu(), s.cpu())
+    assert_compiles(moved(qkv(), "cuda"), *qkv_inputs(2, 9, 4))
+    twice = [t.detach().double().float().requires_grad_() for t in (x, w)]
+    (first,) = torch.autograd.grad(short_conv(*twice)[0].square().sum(), twice[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), twice[1])
+    slow = [t.detach().cpu().double().requires_grad_() for t in twice]
+    (first,) = torch.autograd.grad(short_conv(*slow)[0].square().sum(), slow[0], create_graph=True)
+    (wanted,) = torch.autograd.grad(first.sum(), slow[1])
+    torch.testing.assert_close(second.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@GPU
+def test_graphs_and_no_synchronisation() -> None:
+    x, w = random(2, 100, 64).cuda().requires_grad_(), random(64, 4, seed=1).cuda().requires_grad_()
+    flow = random(2, 100, 64, seed=2).cuda()
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(short_conv(x, w)[0], (x, w), flow)
+
+    want = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    for have, wanted in zip(got, want, strict=True):
+        assert_same_bits("graph", have, wanted)
+
+
+@GPU
+def test_more_than_2_31_elements_and_65535_rows() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    w = random(4096, 4, seed=1).cuda().bfloat16()
+    for shape in ((3, 180_000, 4096), (200_000, 3, 4096)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        y, state = short_conv(x, w, return_state=True)
+        (dx,) = torch.autograd.grad(y, x, x.detach())
+        part = x.detach()[-1:, -50:].clone().requires_grad_()
+        few, end = short_conv(part, w, return_state=True)
+        (d_few,) = torch.autograd.grad(few, part, part.detach())
+        assert_same_bits("outputs", y[-1:, -47:], few[:, -47:] if shape[1] > 50 else few)
+        assert_same_bits("gradient", dx[-1:, -47:], d_few[:, -47:] if shape[1] > 50 else d_few)
+        assert_same_bits("state", state[-1:], end)
+        del x, y, dx
+
+
+def launches(call: Callable[[], Any], capability: tuple[int, int]) -> list[Any]:
+    with recording(capability) as found:
+        outputs = [t for t in call() if t is not None]
+        torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+    return found
+
+
+def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=True)
+
+
+def conv_call(width: int, channels: int, dtype: torch.dtype, tokens: int, packed: bool, state: bool) -> Any:
+    def call() -> Any:
+        ends = Packing(torch.tensor([0, 2, tokens]), tokens) if packed else None
+        batch, count = (1, 2) if packed else (2, 2)
+        initial = leaf(count, width - 1, channels, dtype=dtype) if state else None
+        x, w, b = (
+            leaf(batch, tokens, channels, dtype=dtype),
+            leaf(channels, width, dtype=dtype),
+            leaf(channels, dtype=dtype),
+        )
+        return short_conv(x, w, b if state else None, initial_state=initial, return_state=state, cu_seqlens=ends)
+
+    return call
+
+
+def qkv_call() -> Any:
+    return qkv()(*(leaf(*t.shape, dtype=torch.bfloat16) for t in qkv_inputs(2, 100, 4)))
+
+
+BF16 = torch.bfloat16
+FAST = {
+    "long": conv_call(4, 4096, BF16, 8192, False, False),
+    "step": conv_call(4, 4096, BF16, 1, False, True),
+    "packed": conv_call(4, 512, BF16, 100, True, False),
+    "qkv": qkv_call,
+}
+EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
+CALLS = FAST | {
+    f"{width} {channels} {dtype} {tokens} {packed} {state}": conv_call(width, channels, dtype, tokens, packed, state)
+    for width in (1, 2, 4, 5, 8)
+    for channels, dtype in ((4096, torch.float16), (100, BF16), (7, torch.float32))
+    for tokens, packed in ((100, False), (5, False), (100, True))
+    for state in (False, True)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS if EVERYTHING else FAST)
+def test_kernels_compile(name: str) -> None:
+    for capability in TARGETS if EVERYTHING else ((9, 0),):
+        found = launches(CALLS[name], capability)
+        assert found
+        for launch in found:
+            made = compile_launch(launch)
+            assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.name, made.shared)
+            assert made.stack <= 32, (launch.name, capability, made.stack)
