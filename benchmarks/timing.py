@@ -29,6 +29,24 @@ def medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int =
     return {name: sorted(values)[len(values) // 2] * 1e3 for name, values in times.items()}
 
 
+def cuda_medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int = 3) -> dict[str, float]:
+    """Median milliseconds of each run on the GPU, between events. The runs take turns; each starts with a cold L2 cache."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    for turn in range(warmup + repeats):
+        for name, run in runs.items():
+            flush.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            if turn >= warmup:
+                events[name].append((start, end))
+    torch.cuda.synchronize()
+    times = {name: sorted(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
+    return {name: values[len(values) // 2] for name, values in times.items()}
+
+
 def matrix_product_rate(size: int = 2048) -> float:
     """GFLOP/s of one large float32 matrix product: the ceiling of everything that is made of matrix products."""
     x = torch.randn(size, size)

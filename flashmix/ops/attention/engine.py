@@ -7,9 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
 from flashmix.ops.attention import sdpa
 from flashmix.ops.attention.problem import Problem, Score
+
+MOST_CHANNELS_BACKWARD = 256
+
+
+def _triton_supports(problem: Problem) -> str | None:
+    channels = max(problem.dim_qk, problem.dim_v)
+    if problem.gradient and channels > MOST_CHANNELS_BACKWARD:
+        return f"its backward takes head dims up to {MOST_CHANNELS_BACKWARD}, got {channels}"
+    return _gpu.refuses(torch.device(problem.device), problem.dtype)
 
 
 def _sdpa_supports(problem: Problem) -> str | None:
@@ -43,6 +53,7 @@ def _portable_supports(problem: Problem) -> str | None:
 
 
 IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.attention.triton_gpu", _triton_supports),
     Implementation("sdpa", "flashmix.ops.attention.sdpa", _sdpa_supports),
     Implementation("portable", "flashmix.ops.attention.portable", _portable_supports),
 )
@@ -100,7 +111,7 @@ def _forward(
     dropout_p: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`o`, `lse`, and what the implementation keeps for its backward: two numbers a row, `[B, Tq, HQ]` each."""
+    """`o`, `lse`, and what the implementation keeps for its backward: two numbers a row, `[B, HQ, Tq]` each."""
     score = Score(scale, left, right, softcap, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
         return _load(impl).forward(q, k, v, (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k), score)
@@ -122,7 +133,7 @@ def _(
     o = q.new_empty(batch, tokens, heads, v.shape[3])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty((batch, heads, tokens) if cu_seqlens is None else (heads, tokens), dtype=dtype)
-    return o, lse, [q.new_empty(batch, tokens, heads, dtype=dtype) for _ in range(2)]
+    return o, lse, [q.new_empty(batch, heads, tokens, dtype=dtype) for _ in range(2)]
 
 
 @torch.library.custom_op("flashmix::softmax_attention_backward", mutates_args=())

@@ -31,7 +31,7 @@ Boundaries = tuple[Tensor | None, Tensor | None]
 def forward(
     q: Tensor, k: Tensor, v: Tensor, features: Features, boundaries: Boundaries, score: Score
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,Tq,HQ]`."""
+    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,HQ,Tq]`."""
     dtype = _compute_dtype(q)
     batch, tokens, heads_q, _ = q.shape
     o = _new_like(q, boundaries, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
@@ -49,9 +49,9 @@ def forward(
         mixed = _attend(tiles, to_keys(v, part, dtype), tops, totals)
         for x, blocks in ((o, mixed), (top, tops), (total, totals)):
             write_row_blocks(x, blocks, part)
-    top, total = top[..., 0], total[..., 0]
+    top, total = (x[..., 0].transpose(1, 2).contiguous() for x in (top, total))
     # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
-    lse = (top / LOG2_E + (total - 1).log1p_()).transpose(1, 2).contiguous()
+    lse = top / LOG2_E + (total - 1).log1p_()
     return o, lse if boundaries[0] is None else lse[0].clone(), [top, total]
 
 
@@ -70,7 +70,7 @@ def backward(
     """Gradients of q, k, v and of each of sink, alibi_slopes, log_decay that is given."""
     dtype = _compute_dtype(q)
     sink, slopes, log_decay, _ = features
-    top, total = kept
+    top, total = (x.transpose(1, 2) for x in kept)
     d_o = torch.zeros_like(o) if d_o is None else d_o
     delta = torch.einsum("bthd,bthd->bth", d_o.to(dtype), o.to(dtype))
     if d_lse is not None:

@@ -44,7 +44,7 @@ def softmax_attention(
     argument is differentiable, and so is `lse`, so that partial results over disjoint keys can be merged.
 
     Args:
-        q: `[B, Tq, HQ, K]` float16, bfloat16, float32 or float64.
+        q: `[B, Tq, HQ, K]` float16, bfloat16, float32 or float64; K and V up to 256, up to 512 where no gradient is wanted.
         k: `[B, Tk, H, K]`, `HQ % H == 0`: query head `h` reads key head `h // (HQ / H)`.
         v: `[B, Tk, H, V]`.
         causal: query `i` sees the keys `j <= p_i`.
@@ -61,7 +61,7 @@ def softmax_attention(
             none of their own.
         cu_seqlens_k: `[N + 1]` or `Packing`: the boundaries of packed keys.
         return_lse: return `lse` too.
-        impl: `"auto"`, `"sdpa"` (torch's own attention) or `"portable"`.
+        impl: `"auto"`, `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
 
     Returns:
         `o` `[B, Tq, HQ, V]` in q's dtype; `lse` `[B, HQ, Tq]`, packed `[HQ, total]`, natural log in float32 (float64
@@ -124,8 +124,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     check_shape("k", k, batch, tokens_k, heads, dim_qk)
     check_shape("v", v, batch, tokens_k, heads, dim_v)
     check_multiple("the number of heads of q", heads_q, "that of k", heads)
-    check_range("the head dim of q", dim_qk, 1, 256)
-    check_range("the head dim of v", dim_v, 1, 256)
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    for name, dim in (("q", dim_qk), ("v", dim_v)):
+        check_range(f"the head dim of {name}", dim, 1, 256 if gradient else 512)
     check_dtype("q", q, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     check_like("k", k, "q", q)
     check_like("v", v, "q", q)

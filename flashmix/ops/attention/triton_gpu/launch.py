@@ -1,0 +1,203 @@
+"""What every launch of attention needs: the call's sizes and flags, descriptors, and which block belongs to which sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashmix import _gpu
+from flashmix.ops.attention.problem import Score
+from flashmix.ops.attention.triton_gpu.table import parts, tiles_for
+from flashmix.ops.attention.triton_gpu.tiles import bounded
+
+LOG2_E = math.log2(math.e)
+CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
+UNBOUNDED = 1 << 30
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. Head dims with their two padded parts, tiles, and which features are there."""
+
+    D: int
+    D1: int
+    D2: int
+    DV: int
+    V1: int
+    V2: int
+    BM: int
+    BN: int
+    STAGES: int
+    MASKED_STAGES: int
+    UNIT: int  # strides are counted in this many elements: 16 bytes, if all of them are multiples of that
+    TMA: bool
+    CAUSAL: bool
+    LEFT: bool
+    RIGHT: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    DECAY: bool
+    DROPOUT: bool
+    SINK: bool
+    PACKED: bool
+    RAW: bool  # scores need nothing but their scale, which is positive
+    EXACT: bool  # float32 throughout
+    FAST_TANH: bool
+    PRECISION: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors and options of one call. q, k, v have contiguous channels; the rest as the kernels take it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    slopes: Tensor | None
+    seed: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    score: Score
+    target: _gpu.Target
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, features: Sequence[Tensor | None], boundaries: Sequence[Tensor | None],
+        score: Score,
+    ) -> Call:  # fmt: skip
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        sink, slopes, _, seed = (None if x is None else x.contiguous() for x in features)
+        cu_q, cu_k = (None if x is None else x.contiguous() for x in boundaries)
+        return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, score, _gpu.target(q.device))
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def tokens_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def heads_q(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """The shape of what there is once a row of scores."""
+        return self.batch, self.heads_q, self.tokens_q
+
+    @property
+    def count(self) -> int:
+        """How many packed sequences."""
+        return 0 if self.cu_q is None else self.cu_q.shape[0] - 1
+
+    def form(self, phase: str, decay: bool, *others: Tensor) -> tuple[Form, dict[str, int]]:
+        """What the phase's kernel is compiled for, and how it is launched."""
+        q, score = self.q, self.score
+        dim, dim_v = q.shape[3], self.v.shape[3]
+        tiles = tiles_for(phase, max(dim, dim_v), q.dtype, self.target)
+        unit = 16 // q.element_size()
+        tensors = (q, self.k, self.v, *others)
+        strides = [stride for x in tensors for stride in x.stride()[:3]]
+        aligned = all(stride % unit == 0 for stride in strides)
+        whole = all(x.data_ptr() % 16 == 0 and x.numel() > 0 for x in tensors)
+        exact = q.dtype == torch.float32
+        plain = score.softcap is None and self.slopes is None and not decay and score.scale > 0
+        form = Form(
+            dim, *parts(dim), dim_v, *parts(dim_v), tiles.BM, tiles.BN,
+            STAGES=tiles.stages,
+            MASKED_STAGES=1 if exact else 2,
+            UNIT=unit if aligned else 1,
+            TMA=aligned and whole and not exact and self.target.capability[0] >= 9,
+            CAUSAL=score.right == 0,
+            LEFT=score.left is not None,
+            RIGHT=score.right is not None and score.right > 0,
+            SOFTCAP=score.softcap is not None,
+            ALIBI=self.slopes is not None,
+            DECAY=decay,
+            DROPOUT=self.seed is not None,
+            SINK=self.sink is not None,
+            PACKED=self.cu_q is not None,
+            RAW=plain,
+            EXACT=exact,
+            FAST_TANH=not exact and not _gpu.interpreted(),
+            PRECISION="ieee" if exact else "tf32",
+        )  # fmt: skip
+        return form, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+    def at_once(self, form: Form) -> int:
+        """How many query heads take turns block by block: as many as keep their keys and values in the cache together."""
+        tokens = self.tokens_k // max(self.count, 1)
+        size = tokens * (form.D + form.DV) * self.k.element_size()
+        return min(self.group * max(1, CACHED_KEYS // max(size, 1)), self.batch * self.heads_q)
+
+    def strides(self, form: Form, *tensors: Tensor) -> list[int]:
+        """Strides of batch, token and head of each tensor, in units of the form."""
+        return [stride // form.UNIT for x in tensors for stride in x.stride()[:3]]
+
+    def numbers(self, form: Form) -> tuple[float, float, int, int, int, float]:
+        """Factor of `q k^T` and of tanh, the window, dropout's threshold and the factor of what it keeps."""
+        score = self.score
+        bounds = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (score.left, score.right))
+        factors = (
+            (score.scale * LOG2_E, 1.0)
+            if score.softcap is None
+            else (score.scale / score.softcap, score.softcap * LOG2_E)
+        )
+        return *factors, *bounds, int(score.dropout_p * 2**32) - 2**31, 1 / (1 - score.dropout_p)
+
+
+def descriptors(x: Tensor, form: Form, rows: int, first: int, second: int) -> tuple[Any, Any]:
+    """Descriptors of x `[B, T, H, D]` that read `[rows, first]` and `[rows, second]` tiles of a head; None without TMA."""
+    if not form.TMA:
+        return None, None
+    turned = x.transpose(1, 2)
+    shape, strides = list(turned.shape), list(turned.stride())
+    tiles = [TensorDescriptor(x, shape, strides, [1, 1, rows, width or first]) for width in (first, second)]
+    return tiles[0], tiles[1] if second else None
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "slots"])
+def block_table_kernel(cu_seqlens, table, tokens, count, slots, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Writes n for the slots of sequence n; sequence n starts at slot `cu_seqlens[n] // BLOCK + n`, which leaves room for all."""
+    n = tl.program_id(0)
+    start = bounded(cu_seqlens, n, 0, tokens)
+    first = start // BLOCK + n
+    last = slots
+    if n < count:
+        last = bounded(cu_seqlens, n + 1, start, tokens) // BLOCK + n + 1
+    for slot in range(first, last, AT_ONCE):
+        at = slot + tl.arange(0, AT_ONCE)
+        tl.store(table + at, tl.full([AT_ONCE], 0, tl.int32) + n, mask=at < last)
+
+
+def packed_blocks(cu_seqlens: Tensor | None, tokens: int, block: int) -> tuple[int, Tensor | None]:
+    """How many blocks of `block` tokens there may be, known to the host, and which sequence each belongs to (packed)."""
+    if cu_seqlens is None:
+        return -(-tokens // block), None
+    count = cu_seqlens.shape[0] - 1
+    slots = tokens // block + count + 1
+    table = torch.empty(slots, dtype=torch.int32, device=cu_seqlens.device)
+    block_table_kernel[(count + 1,)](cu_seqlens, table, tokens, count, slots, block, 128, num_warps=1)
+    return slots, table

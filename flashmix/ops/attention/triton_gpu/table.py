@@ -1,0 +1,66 @@
+"""Which tiles a call takes: one frozen table, by phase, padded head dim, dtype and the GPU's shared memory. No tuning at run time.
+
+`benchmarks/attention.py --tune` measures candidates and prints the rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashmix import _gpu
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, warps, stages of the loop over whole tiles."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+# By phase, then the most channels a row of the table serves (the first that fits is taken): BM, BN, warps, stages.
+HOPPER = {
+    "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 1)},
+    "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 192: (64, 64, 8, 1), 256: (64, 64, 8, 1)},
+    "queries": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 192: (128, 64, 8, 1), 256: (64, 64, 4, 1)},
+}  # fmt: skip
+# 163 KiB of shared memory and the matrix instructions of Ampere
+AMPERE = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 192: (64, 32, 4, 2), 256: (64, 32, 4, 2), 512: (64, 16, 8, 1)},
+    "keys": {64: (32, 64, 4, 2), 128: (32, 64, 4, 2), 192: (32, 64, 8, 2), 256: (32, 64, 8, 1)},
+    "queries": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1), 192: (64, 32, 8, 1), 256: (64, 32, 8, 1)},
+}  # fmt: skip
+# the same instructions with 99 KiB
+SMALL = {
+    "forward": {64: (128, 64, 4, 2), 128: (64, 32, 4, 2), 192: (64, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    "keys": {64: (32, 64, 4, 2), 128: (32, 64, 4, 1), 192: (16, 32, 4, 1), 256: (16, 32, 4, 1)},
+    "queries": {64: (64, 32, 4, 2), 128: (64, 32, 4, 1), 192: (32, 16, 4, 1), 256: (32, 16, 4, 1)},
+}  # fmt: skip
+# float32 in full precision, on any GPU: multiplied by the ordinary units
+FLOAT32 = {
+    "forward": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
+    "keys": {64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "queries": {64: (32, 32, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+}  # fmt: skip
+
+
+def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target) -> Tiles:
+    """The table's row for a head of `channels` (the larger of q's and v's)."""
+    if dtype == torch.float32:
+        table = FLOAT32
+    elif target.shared_memory < 160 * 1024:
+        table = SMALL
+    else:
+        table = HOPPER if target.capability[0] >= 9 else AMPERE
+    return next(Tiles(*tiles) for most, tiles in table[phase].items() if channels <= most)
+
+
+def parts(channels: int) -> tuple[int, int]:
+    """A head dim as one tile or two whose widths are powers of two: `(64, 16)` for 80, `(128, 64)` for 192."""
+    for first, second in ((16, 0), (32, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0), (512, 0)):
+        if channels <= first + second:
+            return first, second
+    raise AssertionError(f"no tile for {channels} channels")

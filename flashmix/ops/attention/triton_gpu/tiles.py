@@ -1,0 +1,232 @@
+"""What forward and backward share: where a program works, what it loads, what is added to a score and who sees whom.
+
+A tile of scores has a position (of a query) on one axis and a key on the other. The functions take both as tensors that
+broadcast, `[BM, 1]` and `[1, BN]` or the other way round, and so serve `q k^T` as well as `k q^T`.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.0e38)  # where a running maximum starts: the difference of two of them is 0
+
+
+@triton.jit
+def find_place(pid, blocks, heads, at_once):
+    """(head, block): `at_once` heads take turns, so that their keys stay in cache, block by block in order."""
+    in_group = blocks * at_once
+    group = pid // in_group
+    rest = pid - group * in_group
+    width = tl.minimum(at_once, heads - group * at_once)
+    block = rest // width
+    return group * at_once + rest - block * width, block
+
+
+@triton.jit
+def bounded(cu_seqlens, n, low, total):
+    """Boundary `n`, whatever the tensor holds between `low` and `total`."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int32), low), total)
+
+
+@triton.jit
+def find_sequence(block, cu_own, cu_other, table, count, tokens_own, tokens_other, BLOCK: tl.constexpr):
+    """The packed sequence of a block of BLOCK tokens: `(start, tokens, start of the other side, tokens there, block in it)`.
+
+    Past the last sequence there is one more, of what is left, with nothing on the other side.
+    """
+    n = tl.minimum(tl.maximum(tl.load(table + block), 0), count)
+    start = bounded(cu_own, n, 0, tokens_own)
+    last = tl.minimum(n + 1, count)
+    end = tl.where(n < count, bounded(cu_own, last, start, tokens_own), tokens_own)
+    other = bounded(cu_other, n, 0, tokens_other)
+    other_end = tl.where(n < count, bounded(cu_other, last, other, tokens_other), other)
+    return start, end - start, other, other_end - other, block - (start // BLOCK + n)
+
+
+@triton.jit
+def load_rows(x, start, limit, stride, DIM: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+              ROWS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Rows `start ..` and columns `FIRST ..` of x `[T, DIM]` as `[ROWS, WIDTH]`, zero outside; rows are inside unless MASK."""
+    rows = start + tl.arange(0, ROWS)
+    columns = FIRST + tl.arange(0, WIDTH)
+    at = x + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if MASK:
+        if FIRST + WIDTH > DIM:
+            return tl.load(at, mask=(rows < limit)[:, None] & (columns < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(at, mask=(rows < limit)[:, None], other=0.0)
+    else:
+        if FIRST + WIDTH > DIM:
+            return tl.load(at, mask=(columns < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def load_head(x, descriptor, rest, place, start, limit, stride, DIM: tl.constexpr, FIRST: tl.constexpr,
+              WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """ROWS rows of one head in its two parts, `[ROWS, WIDTH]` and `[ROWS, WIDTH_2]` (the first again where there is none).
+
+    Through descriptors `[B, H, T, D]` at `place` (batch, head, first row of the sequence) with TMA. These read zeros past T,
+    but not past a packed sequence.
+    """
+    if C.TMA and descriptor is not None and not (MASK and C.PACKED):
+        batch, head, first = place
+        a = descriptor.load([batch, head, first + start, FIRST]).reshape([ROWS, WIDTH])
+        if WIDTH_2 > 0:
+            b = rest.load([batch, head, first + start, FIRST + WIDTH]).reshape([ROWS, WIDTH_2])
+            return a, b
+        else:
+            return a, a
+    else:
+        a = load_rows(x, start, limit, stride, DIM, FIRST, WIDTH, ROWS, MASK)
+        if WIDTH_2 > 0:
+            b = load_rows(x, start, limit, stride, DIM, FIRST + WIDTH, WIDTH_2, ROWS, MASK)
+            return a, b
+        else:
+            return a, a
+
+
+@triton.jit
+def store_rows(x, tile, start, limit, stride, DIM: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+               ROWS: tl.constexpr):  # fmt: skip
+    """Writes `[ROWS, WIDTH]` where `load_rows` reads it, within `limit` rows and DIM columns."""
+    rows = start + tl.arange(0, ROWS)
+    columns = FIRST + tl.arange(0, WIDTH)
+    at = x + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=(rows < limit)[:, None] & (columns < DIM)[None, :])
+
+
+@triton.jit
+def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr):
+    """`a b^T` over both parts of the head."""
+    s = tl.dot(a, tl.trans(b), input_precision=C.PRECISION)
+    if WIDTH_2 > 0:
+        s = tl.dot(a_2, tl.trans(b_2), s, input_precision=C.PRECISION)
+    return s
+
+
+@triton.jit
+def _tanh_approx(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tanh(x, C: tl.constexpr):
+    """For half precision the GPU's own, to 2^-11; else to float32: a polynomial near 0 (Cephes), `1 - 2 / (e^2x + 1)` beyond."""
+    if C.FAST_TANH:
+        return _tanh_approx(x)
+    else:
+        z = x * x
+        near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+        near = (near * z - 3.33332819422e-1) * z * x + x
+        grown = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2 * LOG2_E))
+        far = 1.0 - 2.0 / (grown + 1.0)
+        return tl.where(z < 0.390625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def visible(position, key, tokens_k, left, right, C: tl.constexpr):
+    """Whether the query at `position` sees `key`."""
+    seen = key < tokens_k
+    if C.CAUSAL:
+        seen = seen & (key <= position)
+    elif C.RIGHT:
+        seen = seen & (key <= position + right)
+    if C.LEFT:
+        seen = seen & (key >= position - left)
+    return seen
+
+
+@triton.jit
+def load_decay(high, low, at, tokens):
+    """The running sum G of the gates in log 2 at `at`, in two float32 parts; outside the sequence that of its nearest end."""
+    at = tl.minimum(tl.maximum(at, 0), tokens - 1)
+    inside = at >= 0
+    return tl.load(high + at, mask=inside, other=0.0), tl.load(low + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def biased(x, position, key, slope, decay_q, decay_k, NEAR: tl.constexpr, C: tl.constexpr):
+    """Scores in log 2 with ALiBi and the decay between key and query added.
+
+    `decay_q` and `decay_k` are pairs that broadcast. NEAR: G in two parts; their difference is exact to float32 wherever
+    key and query stand. Else two numbers at most 0 that add up to the decay (the first of each pair).
+    """
+    if C.ALIBI:
+        x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
+    if C.DECAY:
+        high_q, low_q = decay_q
+        high_k, low_k = decay_k
+        if NEAR:
+            x += (high_q - high_k) + (low_q - low_k)
+        else:
+            x = (x + high_k) + high_q
+    return x
+
+
+@triton.jit
+def _mixed(x):
+    x = x * 0x2C1B3C6D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * 0x297A2D39
+    return x ^ ((x >> 14) & 0x3FFFF)
+
+
+@triton.jit
+def dropout_rows(seed, head, rows):
+    """Dropout's hash of query rows, int32 (see `dropout.py`)."""
+    number = tl.load(seed)
+    low = (number & 0x7FFFFFFF).to(tl.int32)
+    high = (number >> 31).to(tl.int32)
+    return _mixed(_mixed(_mixed(low + _mixed(head)) + high) + _mixed(rows))
+
+
+@triton.jit
+def dropout_keeps(of_row, key, threshold):
+    """Whether dropout keeps a probability: the same function of (seed, head, row, key) as in `dropout.py`."""
+    return _mixed(of_row + _mixed(key)) >= threshold
+
+
+@triton.jit
+def keys_of_rows(first, tokens_k, left, right, C: tl.constexpr):
+    """The keys that BM queries from position `first` see: all in `[low, high)`; whole tiles that all of them see in
+    `[inner, outer)`. All are multiples of BN but `high`, and `low <= inner <= outer`."""
+    low = 0
+    high = tokens_k
+    outer = tokens_k
+    if C.CAUSAL:
+        high = tl.minimum(high, first + C.BM)
+        outer = tl.minimum(outer, first + 1)
+    elif C.RIGHT:
+        high = tl.minimum(high, first + C.BM + right)
+        outer = tl.minimum(outer, first + 1 + right)
+    if C.LEFT:
+        low = tl.maximum(first - left, 0) // C.BN * C.BN
+        inner = tl.cdiv(tl.maximum(first + C.BM - 1 - left, 0), C.BN) * C.BN
+        inner = tl.maximum(tl.minimum(inner, tl.cdiv(tl.maximum(high, 0), C.BN) * C.BN), low)
+    else:
+        inner = low
+    return low, inner, tl.maximum(tl.maximum(outer, 0) // C.BN * C.BN, inner), high
+
+
+@triton.jit
+def rows_of_keys(first, shift, tokens_q, left, right, C: tl.constexpr):
+    """The queries that see some of BN keys from `first`, as `keys_of_rows` has it; query i stands at `i + shift`."""
+    low = 0
+    high = tokens_q
+    inner = 0
+    outer = tokens_q
+    if C.CAUSAL:
+        low = tl.maximum(first - shift, 0) // C.BM * C.BM
+        inner = first + C.BN - 1 - shift
+    elif C.RIGHT:
+        low = tl.maximum(first - right - shift, 0) // C.BM * C.BM
+        inner = first + C.BN - 1 - right - shift
+    if C.LEFT:
+        high = tl.minimum(high, first + C.BN + left - shift)
+        outer = tl.minimum(outer, first + left - shift + 1)
+    inner = tl.cdiv(tl.maximum(inner, 0), C.BM) * C.BM
+    inner = tl.maximum(tl.minimum(inner, tl.cdiv(tl.maximum(high, 0), C.BM) * C.BM), low)
+    return low, inner, tl.maximum(tl.maximum(outer, 0) // C.BM * C.BM, inner), high
