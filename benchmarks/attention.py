@@ -171,7 +171,9 @@ CANDIDATES = {
 
 def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Callable[[], Any]:
     """One launch of a phase with these tiles at 4 x tokens x 16, causal."""
-    from flashmix.ops.attention.triton_gpu import backward, forward, launch
+    from flashmix.ops.attention.triton_gpu import launch
+    from flashmix.ops.attention.triton_gpu.backward import _backward_keys, _backward_queries
+    from flashmix.ops.attention.triton_gpu.forward import attention_forward
     from flashmix.ops.attention.triton_gpu.table import Tiles
 
     torch.manual_seed(0)
@@ -182,11 +184,11 @@ def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Call
     def run() -> None:
         with mock.patch.object(launch, "tiles_for", lambda *about: Tiles(*tiles)):
             if phase == "forward":
-                forward.attention_forward(call, None)
+                attention_forward(call, None)
             elif phase == "keys":
-                backward._backward_keys(call, flow, (level, None, delta), None, None)
+                _backward_keys(call, flow, (level, None, delta), None, None)
             else:
-                backward._backward_queries(call, flow, (level, None, delta), (None, None), None)
+                _backward_queries(call, flow, (level, None, delta), (None, None), None)
 
     return run
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.ops.attention.triton_gpu.launch import Call, descriptors, packed_blocks
+from flashmix.ops.attention.triton_gpu.launch import Call, aligned, descriptors, packed_blocks
 from flashmix.ops.attention.triton_gpu.tiles import (
     LOG2_E,
+    accumulated,
     biased,
     dropout_keeps,
     dropout_rows,
@@ -140,18 +141,18 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
             keeps = dropout_keeps(dropout_rows(seed, head, first_row + index)[None, :], key, numbers[6])
             kept = tl.where(keeps, p, 0.0)
         kept = kept.to(o_1.dtype)
-        d_v = tl.dot(kept, o_1, d_v, input_precision=C.PRECISION)
+        d_v = accumulated(d_v, kept, o_1, C)
         if C.V2 > 0:
-            d_v2 = tl.dot(kept, o_2, d_v2, input_precision=C.PRECISION)
+            d_v2 = accumulated(d_v2, kept, o_2, C)
         d_p = product(v_1, v_2, o_1, o_2, C.V2, C)
         found = tl.load(delta + index, mask=inside, other=0.0)[None, :]
         d_s, d_raw = _d_scores(p, d_p, squashed, found, keeps, numbers[7], C)
         if C.DECAY:
             sums += tl.sum(d_s, 1)
         d_raw = d_raw.to(q_1.dtype)
-        d_k = tl.dot(d_raw, q_1, d_k, input_precision=C.PRECISION)
+        d_k = accumulated(d_k, d_raw, q_1, C)
         if C.D2 > 0:
-            d_k2 = tl.dot(d_raw, q_2, d_k2, input_precision=C.PRECISION)
+            d_k2 = accumulated(d_k2, d_raw, q_2, C)
     return d_k, d_k2, d_v, d_v2, sums
 
 
@@ -280,9 +281,9 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
         if C.DECAY:
             sums += tl.sum(d_s, 1)
         d_raw = d_raw.to(k_1.dtype)
-        d_q = tl.dot(d_raw, k_1, d_q, input_precision=C.PRECISION)
+        d_q = accumulated(d_q, d_raw, k_1, C)
         if C.D2 > 0:
-            d_q2 = tl.dot(d_raw, k_2, d_q2, input_precision=C.PRECISION)
+            d_q2 = accumulated(d_q2, d_raw, k_2, C)
     return d_q, d_q2, d_slope, sums
 
 
@@ -382,7 +383,8 @@ def attention_backward(
             o, None if d_o is None else d_o.contiguous(), d_lse, *kept, x.sink, level, share, delta, d_sink,
             x.tokens_q, x.heads_q, rows, v.shape[3], width, many, share is not None, num_warps=4,
         )  # fmt: skip
-    d_o = torch.zeros_like(o) if d_o is None else d_o if d_o.stride(3) == 1 else d_o.contiguous()
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    d_o = aligned(d_o)
     at_keys = None if decay is None else q.new_empty(x.batch, x.heads_q, x.tokens_k, dtype=torch.float32)
     stats = (level, share, delta)
     d_k, d_v = _backward_keys(x, d_o, stats, at_keys, decay)
@@ -402,7 +404,7 @@ def _backward_keys(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = x.q, x.k, x.v
     d_k, d_v = q.new_empty(k.shape), q.new_empty(v.shape)
-    form, launch = x.form("keys", decay is not None, d_o)
+    form, launch = x.form("keys", decay is not None)
     blocks, table = packed_blocks(x.cu_k, x.tokens_k, form.BN)
     programs = blocks * x.batch * x.heads
     if programs > 0:
@@ -420,7 +422,7 @@ def _backward_queries(
 ) -> Tensor:
     q, k, v = x.q, x.k, x.v
     d_q = q.new_empty(q.shape)
-    form, launch = x.form("queries", decay is not None, d_o)
+    form, launch = x.form("queries", decay is not None)
     blocks, table = packed_blocks(x.cu_q, x.tokens_q, form.BM)
     programs = blocks * x.batch * x.heads_q
     if programs > 0:

@@ -16,6 +16,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     LN_2,
     LOG2_E,
     LOWEST,
+    accumulated,
     biased,
     dropout_keeps,
     dropout_rows,
@@ -77,9 +78,9 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
             acc_2 = acc_2 * shrink[:, None]
         v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
         p = p.to(v_1.dtype)
-        acc = tl.dot(p, v_1, acc, input_precision=C.PRECISION)
+        acc = accumulated(acc, p, v_1, C)
         if C.V2 > 0:
-            acc_2 = tl.dot(p, v_2, acc_2, input_precision=C.PRECISION)
+            acc_2 = accumulated(acc_2, p, v_2, C)
         m = m_new
     return acc, acc_2, m, l
 

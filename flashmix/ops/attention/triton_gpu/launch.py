@@ -36,7 +36,7 @@ class Form(NamedTuple):
     BN: int
     STAGES: int
     MASKED_STAGES: int
-    UNIT: int  # strides are counted in this many elements: 16 bytes, if all of them are multiples of that
+    UNIT: int  # strides are counted in this many elements, 16 bytes
     TMA: bool
     CAUSAL: bool
     LEFT: bool
@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors and options of one call. q, k, v have contiguous channels; the rest as the kernels take it."""
+    """The tensors and options of one call, as the kernels take them; make one by `Call.of`."""
 
     q: Tensor
     k: Tensor
@@ -73,7 +73,7 @@ class Call:
         cls, q: Tensor, k: Tensor, v: Tensor, features: Sequence[Tensor | None], boundaries: Sequence[Tensor | None],
         score: Score,
     ) -> Call:  # fmt: skip
-        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (aligned(x) for x in (q, k, v))
         sink, slopes, _, seed = (None if x is None else x.contiguous() for x in features)
         cu_q, cu_k = (None if x is None else x.contiguous() for x in boundaries)
         return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, score, _gpu.target(q.device))
@@ -112,24 +112,19 @@ class Call:
         """How many packed sequences."""
         return 0 if self.cu_q is None else self.cu_q.shape[0] - 1
 
-    def form(self, phase: str, decay: bool, *others: Tensor) -> tuple[Form, dict[str, int]]:
+    def form(self, phase: str, decay: bool) -> tuple[Form, dict[str, int]]:
         """What the phase's kernel is compiled for, and how it is launched."""
         q, score = self.q, self.score
         dim, dim_v = q.shape[3], self.v.shape[3]
         tiles = tiles_for(phase, max(dim, dim_v), q.dtype, self.target)
-        unit = 16 // q.element_size()
-        tensors = (q, self.k, self.v, *others)
-        strides = [stride for x in tensors for stride in x.stride()[:3]]
-        aligned = all(stride % unit == 0 for stride in strides)
-        whole = all(x.data_ptr() % 16 == 0 and x.numel() > 0 for x in tensors)
         exact = q.dtype == torch.float32
         plain = score.softcap is None and self.slopes is None and not decay and score.scale > 0
         form = Form(
             dim, *parts(dim), dim_v, *parts(dim_v), tiles.BM, tiles.BN,
             STAGES=tiles.stages,
             MASKED_STAGES=1 if exact else 2,
-            UNIT=unit if aligned else 1,
-            TMA=aligned and whole and not exact and self.target.capability[0] >= 9,
+            UNIT=16 // q.element_size(),
+            TMA=not exact and self.target.capability[0] >= 9 and self.v.numel() > 0 and q.numel() > 0,
             CAUSAL=score.right == 0,
             LEFT=score.left is not None,
             RIGHT=score.right is not None and score.right > 0,
@@ -154,7 +149,7 @@ class Call:
 
     def strides(self, form: Form, *tensors: Tensor) -> list[int]:
         """Strides of batch, token and head of each tensor, in units of the form."""
-        return [stride // form.UNIT for x in tensors for stride in x.stride()[:3]]
+        return [stride // form.UNIT for x in tensors for stride in _steps(x)]
 
     def numbers(self, form: Form) -> tuple[float, float, int, int, int, float]:
         """Factor of `q k^T` and of tanh, the window, dropout's threshold and the factor of what it keeps."""
@@ -168,12 +163,28 @@ class Call:
         return *factors, *bounds, int(score.dropout_p * 2**32) - 2**31, 1 / (1 - score.dropout_p)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x `[B, T, H, D]` with contiguous channels and every row at a multiple of 16 bytes: x itself, or a copy of padded rows."""
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in steps):
+        return x
+    copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // unit) * unit)[..., : x.shape[3]]
+    return copy.copy_(x)
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Strides of batch, token and head; of an axis of one entry, which may have any, a harmless one."""
+    unit = 16 // x.element_size()
+    return [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+
+
 def descriptors(x: Tensor, form: Form, rows: int, first: int, second: int) -> tuple[Any, Any]:
     """Descriptors of x `[B, T, H, D]` that read `[rows, first]` and `[rows, second]` tiles of a head; None without TMA."""
     if not form.TMA:
         return None, None
-    turned = x.transpose(1, 2)
-    shape, strides = list(turned.shape), list(turned.stride())
+    batch, token, head = _steps(x)
+    shape, strides = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]], [batch, head, token, 1]
     tiles = [TensorDescriptor(x, shape, strides, [1, 1, rows, width or first]) for width in (first, second)]
     return tiles[0], tiles[1] if second else None
 

@@ -108,6 +108,18 @@ def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def accumulated(total, a, b, C: tl.constexpr):
+    """`total + a b`. In float32 a tile is summed by itself first: one chain over all rows would lose a digit.
+
+    (Starting from `total * 0` keeps the compiler from making it one chain again.)
+    """
+    if C.EXACT:
+        return total + tl.dot(a, b, total * 0.0, input_precision=C.PRECISION)
+    else:
+        return tl.dot(a, b, total, input_precision=C.PRECISION)
+
+
+@triton.jit
 def _tanh_approx(x):
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
