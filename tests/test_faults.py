@@ -53,7 +53,13 @@ def one_thread() -> Iterator[None]:
 
 def outputs(op: str, call: dict[str, Any]) -> list[Tensor]:
     got = OPS[op](**call)
-    return [got] if isinstance(got, Tensor) else [t for t in got if t is not None]
+    parts = [got] if isinstance(got, Tensor) else [t for t in got if t is not None]
+    return [t for part in parts for t in ([part] if isinstance(part, Tensor) else part)]  # several states are a tuple
+
+
+def as_state(states: list[Tensor]) -> Any:
+    """What an op takes as `initial_state`."""
+    return states[0] if len(states) == 1 else tuple(states)
 
 
 def floating(call: dict[str, Any]) -> dict[str, Tensor]:
@@ -94,19 +100,21 @@ def test_fault_04_empty_and_very_short_sequences(op: str) -> None:
     call = tiny_call(op, torch.float64, tokens=sum(lengths)) | ({"causal": True} if op == "softmax_attention" else {})
     tokens = per_token(op, call)
     if op in STATEFUL:
-        shape = outputs(op, tiny_call(op) | {"return_state": True})[1].shape[1:]
-        call |= {"return_state": True, "initial_state": torch.randn(len(lengths), *shape, dtype=torch.float64)}
+        shapes = [t.shape[1:] for t in outputs(op, tiny_call(op) | {"return_state": True})[1:]]
+        states = [torch.rand(len(lengths), *shape, dtype=torch.float64) for shape in shapes]
+        call |= {"return_state": True, "initial_state": as_state(states)}
     packed = with_gradients(op, call | {"cu_seqlens": torch.tensor([0, *accumulate(lengths)])})
     assert all_finite(packed)
     for n, (first, last) in enumerate(pairwise([0, *accumulate(lengths)])):
         alone = {name: t[:, first:last] if name in tokens else t for name, t in call.items()}
         if op in STATEFUL:
-            alone["initial_state"] = call["initial_state"][n : n + 1]
+            alone["initial_state"] = as_state([t[n : n + 1] for t in states])
         o, *state = outputs(op, alone)
         torch.testing.assert_close(packed["output 0"][:, first:last], o)
-        if state:
-            torch.testing.assert_close(packed["output 1"][n : n + 1], state[0])
-            assert last > first or torch.equal(packed["output 1"][n], call["initial_state"][n])
+        for place, after in enumerate(state):
+            whole = packed[f"output {place + 1}"]
+            torch.testing.assert_close(whole[n : n + 1], after)
+            assert last > first or torch.equal(whole[n], states[place][n])
 
 
 @pytest.mark.parametrize("K, V", [(1, 7), (7, 1), (8, 24), (24, 8), (80, 96), (96, 80), (100, 200), (200, 100)])
@@ -192,7 +200,7 @@ def test_fault_10_no_gradient_silently(op: str) -> None:
     for tokens in (1, 6):
         call = tiny_call(op, tokens=tokens)
         if op in STATEFUL:
-            call["initial_state"] = outputs(op, call | {"return_state": True})[1]
+            call["initial_state"] = as_state(outputs(op, call | {"return_state": True})[1:])
         for name in [name for name in floating(call) if "teacher" not in name]:
             one = call | {name: call[name].clone().requires_grad_()}
             if op in WITHOUT_GRADIENT:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flashmix._checks import check_dtype, check_floating, check_like, check_shape, dims
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.engine import state_dtype
+from flashmix.ops.recurrence.linear_attention import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
 
