@@ -5,6 +5,7 @@ that is decided when triton is imported, so they run in a process of their own (
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,3 +30,12 @@ def nan_filled_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread: for tensors so tiny that a second one would only be waited for. A file takes it by `pytestmark`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

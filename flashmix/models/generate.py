@@ -82,6 +82,20 @@ def stream(
     cache: ModelCache | None = None,
 ) -> Iterator[Tensor]:
     """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is there."""
+    check_call(tokens, max_new_tokens, attention_mask, temperature, top_k, top_p)
+    stops = stop_tokens(stop, tokens)
+    return _steps(model, tokens, max_new_tokens, attention_mask, (temperature, top_k, top_p), stops, generator, cache)
+
+
+def check_call(
+    tokens: Tensor,
+    max_new_tokens: int,
+    attention_mask: Tensor | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
+    """Raises ValueError for an argument of `generate` that cannot be."""
     B, T = dims("tokens", tokens, "B T")
     check_range("max_new_tokens", max_new_tokens, 0, 2**31)
     check_range("temperature", temperature, 0.0, float("inf"))
@@ -95,10 +109,11 @@ def stream(
         check_shape("attention_mask", attention_mask, B, T)
         if not bool((attention_mask != 0).any(dim=1).all()):
             raise ValueError("attention_mask must leave at least one token in every row")
-    stops = torch.tensor(
-        [stop] if isinstance(stop, int) else list(stop or ()), dtype=tokens.dtype, device=tokens.device
-    )
-    return _steps(model, tokens, max_new_tokens, attention_mask, (temperature, top_k, top_p), stops, generator, cache)
+
+
+def stop_tokens(stop: int | Sequence[int] | None, tokens: Tensor) -> Tensor:
+    """The tokens that end a row, as a tensor like `tokens`."""
+    return tokens.new_tensor([stop] if isinstance(stop, int) else list(stop or ()))
 
 
 @torch.no_grad()
@@ -156,14 +171,31 @@ def sample(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+    chances = probabilities(logits, temperature, top_k, top_p)
+    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+
+
+def probabilities(
+    logits: Tensor, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """The probabilities `[..., vocabulary]`, float32 (float64 for float64), that `sample` draws from; 1 for the likeliest at 0.
+
+    Example:
+        >>> import torch
+        >>> probabilities(torch.tensor([[0.0, 2.0, 1.0]])).tolist()
+        [[0.0, 1.0, 0.0]]
+    """
+    if temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(torch.float32)
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    probabilities = logits.softmax(dim=-1)
+    chances = logits.softmax(dim=-1)
     if top_p is not None and top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
+        ordered, order = chances.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # what the likelier tokens have together
         ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        chances = torch.zeros_like(chances).scatter(-1, order, ordered)
+        chances = chances / chances.sum(dim=-1, keepdim=True)
+    return chances

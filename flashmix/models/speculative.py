@@ -1,0 +1,250 @@
+"""Speculative decoding: a small model drafts a few tokens, the large one reads them at once and keeps those it agrees with.
+
+What comes out is what the large model alone would give: greedily the same tokens, in sampling the same distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashmix._checks import check_range
+from flashmix.models.cache import ModelCache
+from flashmix.models.decoder import Decoder
+from flashmix.models.generate import check_call, last_token, probabilities, sample, stop_tokens
+
+Sampling = tuple[float, int | None, float | None]  # temperature, top_k, top_p
+
+
+@dataclass
+class Acceptance:
+    """How many tokens were drafted, and how many of them the model kept; filled in while tokens are generated."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+def generate_speculatively(
+    model: Decoder,
+    draft: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    draft_tokens: int = 4,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    acceptance: Acceptance | None = None,
+) -> Tensor:
+    """Continues each row of `tokens` as `generate` with `model` does, with fewer calls of `model` where `draft` is right.
+
+    In a round `draft` adds `draft_tokens` tokens one by one and `model` reads all of them in one call. With `p` and `q` the
+    probabilities of `model` and `draft`, a token `x` is kept with probability `min(1, p(x) / q(x))`; in place of the first one
+    that is not, one is drawn from `max(p - q, 0)`, normalised; after the last, one from `p`. So a round gives 1 to
+    `draft_tokens + 1` tokens, each row its own number, and the caches forget what was not kept.
+
+    Args:
+        model: the decoder whose text is wanted.
+        draft: any decoder of the same vocabulary, on the same device.
+        tokens, max_new_tokens, attention_mask, temperature, top_k, top_p, stop, generator: as in `generate`.
+        draft_tokens: tokens drafted in a round, at least 1.
+        acceptance: counts to add to.
+
+    Returns:
+        The new tokens `[B, n]`, `n <= max_new_tokens`, as `generate` gives them.
+
+    Raises:
+        ValueError: an option is out of its range, a prompt is empty, or `draft` has another vocabulary or device.
+
+    Source: Leviathan et al., arXiv:2211.17192, algorithm 1; Chen et al., arXiv:2302.01318, algorithm 2.
+
+    Example:
+        >>> import torch
+        >>> from flashmix.models import generate, preset
+        >>> model, draft = Decoder(preset("hybrid_nano")), Decoder(preset("gla_nano"))
+        >>> prompt = torch.tensor([[1, 2, 3]])
+        >>> torch.equal(generate_speculatively(model, draft, prompt, 8), generate(model, prompt, 8))
+        True
+    """
+    steps = stream_speculatively(
+        model,
+        draft,
+        tokens,
+        max_new_tokens,
+        draft_tokens=draft_tokens,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        generator=generator,
+        acceptance=acceptance,
+    )
+    new = list(steps)
+    return torch.stack(new, dim=1) if new else tokens[:, :0]
+
+
+def stream_speculatively(
+    model: Decoder,
+    draft: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    draft_tokens: int = 4,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    acceptance: Acceptance | None = None,
+) -> Iterator[Tensor]:
+    """Like `generate_speculatively`, but yields the new token of each row, `[B]`, as soon as every row has it."""
+    check_call(tokens, max_new_tokens, attention_mask, temperature, top_k, top_p)
+    check_range("draft_tokens", draft_tokens, 1, 2**31)
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"draft must have vocab_size {model.config.vocab_size} like model, got {draft.config.vocab_size}"
+        )
+    here, there = model.embedding.weight.device, draft.embedding.weight.device
+    if here != there:
+        raise ValueError(f"draft must be on {here} like model, got {there}")
+    run = _Speculation(model, draft, draft_tokens, (temperature, top_k, top_p), generator, acceptance or Acceptance())
+    return run.stream(tokens, max_new_tokens, attention_mask, stop_tokens(stop, tokens))
+
+
+class _Speculation:
+    """One call: the two models and the caches of the rows that are not finished, which hold all but a row's last token."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        draft: Decoder,
+        count: int,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        acceptance: Acceptance,
+    ) -> None:
+        self.model, self.draft, self.count, self.sampling = model, draft, count, sampling
+        self.generator, self.acceptance = generator, acceptance
+        self.caches: tuple[ModelCache, ModelCache] = model.new_cache(count + 1), draft.new_cache(count + 1)
+
+    @torch.no_grad()
+    def stream(self, tokens: Tensor, limit: int, attention_mask: Tensor | None, stops: Tensor) -> Iterator[Tensor]:
+        if limit == 0:
+            return
+        rows = [[token] for token in self._read_prompt(tokens, attention_mask).tolist()]  # new tokens of each row
+        ends, given = set(stops.tolist()), 0
+        active = list(range(len(rows)))
+        while True:
+            kept = [place for place, row in enumerate(active) if len(rows[row]) < limit and rows[row][-1] not in ends]
+            if len(kept) < len(active):
+                index = torch.tensor(kept, dtype=torch.int64, device=tokens.device)
+                for cache in self.caches:
+                    cache.reorder(index)
+                active = [active[place] for place in kept]
+            ready = min((len(rows[row]) for row in active), default=max(len(row) for row in rows))
+            for place in range(given, ready):
+                yield tokens.new_tensor([row[min(place, len(row) - 1)] for row in rows])
+            given = ready
+            if not active:
+                return
+            left = max(limit - len(rows[row]) for row in active)
+            last = torch.tensor([rows[row][-1] for row in active], device=tokens.device)
+            for row, new in zip(active, self._round(last, min(self.count, left - 1)), strict=True):
+                rows[row] += _until_stop(new[: limit - len(rows[row])], ends)
+
+    def _read_prompt(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Both models read the prompts `[B, T]`; the first new token of each row."""
+        cache, draft_cache = self.caches
+        hidden = last_token(self.model.hidden(tokens, attention_mask=attention_mask, cache=cache), attention_mask)
+        self.draft.hidden(tokens, attention_mask=attention_mask, cache=draft_cache)
+        return sample(self.model.logits(hidden), *self.sampling, self.generator)
+
+    def _round(self, last: Tensor, count: int) -> list[list[int]]:
+        """The next 1 to `count + 1` tokens of each row after `last` `[B]`."""
+        cache, draft_cache = self.caches
+        drafted, q = self._draft(last, count)
+        read = torch.cat([last[:, None], drafted], dim=1)
+        p = probabilities(self.model.logits(self.model.hidden(read, cache=cache)), *self.sampling)
+        accepted, following = verify(p, q, drafted, self.generator)
+        if bool((accepted < count).any()):
+            self.model.roll_back(cache, count - accepted)
+            self.draft.roll_back(draft_cache, count - accepted)
+        self.acceptance.drafted += drafted.numel()
+        self.acceptance.accepted += int(accepted.sum())
+        rows = zip(drafted.tolist(), accepted.tolist(), following.tolist(), strict=True)
+        return [[*tokens[:kept], token] for tokens, kept, token in rows]
+
+    def _draft(self, last: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """`count` tokens of the draft after `last` `[B]`, and its probabilities for them `[B, count, vocabulary]`.
+
+        It reads the last of them as well, so that both caches hold the same tokens.
+        """
+        drafted, chances = [last], []
+        for step in range(count + 1):
+            hidden = self.draft.hidden(drafted[-1][:, None], cache=self.caches[1])
+            if step < count:
+                q = probabilities(self.draft.logits(hidden[:, -1]), *self.sampling)
+                chances.append(q)
+                drafted.append(_draw(q, self.sampling[0], self.generator))
+        empty = last.new_zeros(len(last), 0, self.draft.config.vocab_size, dtype=torch.float32)
+        return torch.stack(drafted, dim=1)[:, 1:], torch.stack(chances, dim=1) if chances else empty
+
+
+def verify(p: Tensor, q: Tensor, drafted: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """The rule of rejection: how many drafted tokens are kept, and the token that follows them.
+
+    Args:
+        p: `[B, N + 1, vocabulary]`, the model's probabilities for each drafted token and for one more.
+        q: `[B, N, vocabulary]`, the draft's, from which the tokens were drawn.
+        drafted: `[B, N]` int64.
+        generator: of random numbers.
+
+    Returns:
+        How many are kept, `[B]`, and the next token, `[B]`.
+
+    Example:
+        >>> import torch
+        >>> p = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+        >>> verify(p, torch.tensor([[[0.5, 0.5]]]), torch.tensor([[0]]))  # it should have been 1
+        (tensor([0]), tensor([1]))
+    """
+    chance = keep_probability(p, q, drafted)
+    threshold = torch.rand(chance.shape, generator=generator, device=p.device, dtype=p.dtype)
+    accepted = (threshold < chance).long().cumprod(dim=1).sum(dim=1)
+    following = torch.multinomial(leftover(p, q, accepted), 1, generator=generator).squeeze(1)
+    return accepted, following
+
+
+def keep_probability(p: Tensor, q: Tensor, drafted: Tensor) -> Tensor:
+    """`min(1, p(x) / q(x))` for each drafted token `x`, `[B, N]`."""
+    index = drafted[..., None]
+    return (p[:, :-1].gather(2, index) / q.gather(2, index)).squeeze(2).clamp(max=1.0)
+
+
+def leftover(p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    """`max(p - q, 0)`, normalised, at the first token that was not kept, `[B, vocabulary]`; `p` where all were."""
+    index = accepted[:, None, None].expand(-1, 1, p.shape[2])
+    wanted = p.gather(1, index).squeeze(1)
+    rest = (wanted - torch.nn.functional.pad(q, (0, 0, 0, 1)).gather(1, index).squeeze(1)).clamp(min=0.0)
+    total = rest.sum(dim=1, keepdim=True)
+    return torch.where(
+        total > 0, rest / total, wanted
+    )  # p = q up to rounding leaves nothing: then any draw of p will do
+
+
+def _draw(q: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    return q.argmax(dim=-1) if temperature == 0 else torch.multinomial(q, 1, generator=generator).squeeze(-1)
+
+
+def _until_stop(tokens: list[int], ends: set[int]) -> list[int]:
+    """`tokens` up to the first that ends a row, it included."""
+    last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: last + 1]
