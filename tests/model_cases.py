@@ -8,7 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.layers import GLA, KDA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, Mixer, RetNet, SoftmaxAttention
+from flashmix.layers import (
+    ABC,
+    GLA,
+    GSA,
+    HGRN2,
+    IPLR,
+    KDA,
+    RWKV6,
+    RWKV7,
+    Comba,
+    DeltaNet,
+    DeltaProduct,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    Lightning,
+    LinearAttention,
+    Mamba2,
+    Mixer,
+    Oja,
+    PreconditionedGatedDeltaNet,
+    PreconditionedKDA,
+    RetNet,
+    SoftmaxAttention,
+)
 from flashmix.models import PRESETS, Decoder, preset
 
 WIDTH = 16
@@ -23,6 +46,19 @@ LAYERS: dict[str, Callable[[], Mixer[Any]]] = {
     "kda": lambda: KDA(WIDTH, 2),
     "kda_bounded": lambda: KDA(WIDTH, 2, lower=-5.0, rank=3),
     "rwkv7": lambda: RWKV7(WIDTH, 2),
+    "linear_attention": lambda: LinearAttention(WIDTH, 2),
+    "lightning": lambda: Lightning(WIDTH, 2, layer=1, layers=3),
+    "hgrn2": lambda: HGRN2(WIDTH, 2, lower=0.25),
+    "rwkv6": lambda: RWKV6(WIDTH, 2, shift_rank=3, decay_rank=4),
+    "gsa": lambda: GSA(WIDTH, 2, slots=5),
+    "abc": lambda: ABC(WIDTH, 2, slots=5, head_dim=4),
+    "deltaproduct": lambda: DeltaProduct(WIDTH, 2, value_heads=4, steps=3),
+    "comba": lambda: Comba(WIDTH, 2, value_heads=4),
+    "gated_deltanet2": lambda: GatedDeltaNet2(WIDTH, 2, value_heads=4, rank=3),
+    "preconditioned_gated_deltanet": lambda: PreconditionedGatedDeltaNet(WIDTH, 2, value_heads=4),
+    "preconditioned_kda": lambda: PreconditionedKDA(WIDTH, 2, rank=3),
+    "oja": lambda: Oja(WIDTH, 2, value_heads=4, value_dim=6, rank=3),
+    "iplr": lambda: IPLR(WIDTH, 2, value_heads=4),
     "attention": lambda: SoftmaxAttention(WIDTH, 4),
     "attention_window": lambda: SoftmaxAttention(WIDTH, 4, kv_heads=2, window=3),
     "attention_window_1": lambda: SoftmaxAttention(WIDTH, 4, window=1),

@@ -75,18 +75,19 @@ class RecurrentCache:
     """The memory of a recurrent layer. Calls replace its tensors and never write into them.
 
     Attributes:
-        state: `[N, H, K, V]` float32, after the last token.
+        state: `[N, H, K, V]` float32, after the last token; in layers with several states a tuple of such tensors.
         recent: `[N, W - 1, D]`, the last inputs of the short convolution or token shift, in layers that have one.
         lengths: tokens seen, in layers that need positions.
     """
 
-    state: Tensor | None = None
+    state: Any = None
     recent: Tensor | None = None
     lengths: Lengths | None = None
 
     @property
     def sequences(self) -> int | None:
-        return None if self.state is None else self.state.shape[0]
+        states = _states(self.state)
+        return states[0].shape[0] if states else None
 
     def snapshot(self) -> RecurrentCache:
         return replace(self)
@@ -95,9 +96,15 @@ class RecurrentCache:
         self.state, self.recent, self.lengths = snapshot.state, snapshot.recent, snapshot.lengths
 
     def reorder(self, index: Tensor) -> None:
-        self.state = None if self.state is None else self.state.index_select(0, index)
+        chosen = tuple(state.index_select(0, index) for state in _states(self.state))
+        self.state = chosen if isinstance(self.state, tuple) else next(iter(chosen), None)
         self.recent = None if self.recent is None else self.recent.index_select(0, index)
         self.lengths = None if self.lengths is None else self.lengths.reordered(index)
+
+
+def _states(state: Any) -> tuple[Tensor, ...]:
+    """The tensors of a state: none, one or several."""
+    return () if state is None else state if isinstance(state, tuple) else (state,)
 
 
 @dataclass

@@ -6,6 +6,8 @@ q, k, v -> short convolution, silu -> q, k of length 1 -> delta rule with decay 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,7 @@ class DeltaNet(Mixer[RecurrentCache]):
     """
 
     norm: nn.Module
+    steps = 1  # keys and values of a token
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class DeltaNet(Mixer[RecurrentCache]):
             width, self.value_heads, self.head_dim if value_dim is None else value_dim, "value_dim"
         )
         self.keys, self.values = heads * self.head_dim, self.value_heads * self.value_dim
-        channels = 2 * self.keys + self.values
+        channels = self.keys + self.steps * (self.keys + self.values)
         self.qkv = nn.Linear(width, channels, bias=False, device=device, dtype=dtype)
         self.convolution = ShortConvolution(channels, conv_width, device=device, dtype=dtype)
         self.write_strength = WriteStrength(negative_eigenvalues)
@@ -92,22 +95,21 @@ class DeltaNet(Mixer[RecurrentCache]):
             return_state=cache is not None,
             cu_seqlens=packing,
         )
-        qk, v = qkv.split([2 * self.keys, self.values], dim=-1)
-        q, k = l2_norm(qk.unflatten(-1, (2 * self.heads, self.head_dim))).split(self.heads, dim=2)
-        beta, log_decay = self.gates(x)
-        o, state = delta_rule(
-            q,
-            k,
-            v.unflatten(-1, (self.value_heads, self.value_dim)),
-            beta,
-            log_decay,
-            initial_state=None if cache is None else cache.state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
-        )
+        qk, v = qkv.split([(1 + self.steps) * self.keys, self.steps * self.values], dim=-1)
+        qk = l2_norm(qk.unflatten(-1, ((1 + self.steps) * self.heads, self.head_dim)))
+        q, k = qk.split([self.heads, self.steps * self.heads], dim=2)
+        v = v.unflatten(-1, (self.steps * self.value_heads, self.value_dim))
+        o, state = self.recurrence(x, q, k, v, None if cache is None else cache.state, cache is not None, packing)
         if cache is not None:
             cache.state, cache.recent = state, recent
         return self.output(self.normalise(o, x).flatten(2))
+
+    def recurrence(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
+    ) -> tuple[Tensor, Any]:
+        """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values."""
+        beta, log_decay = self.gates(x)
+        return delta_rule(q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -182,7 +184,7 @@ class KDA(DeltaNet):
 
     def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         rank = self.value_dim if self.rank is None else self.rank
-        heads, channels = self.value_heads, self.head_dim
+        heads, channels = self.value_heads, self.decay_channels()
         self.strength = nn.Linear(self.width, heads, bias=False, device=device, dtype=dtype)
         self.decay_projection = LowRank(self.width, rank, heads * channels, device=device, dtype=dtype)
         self.decay: MambaDecay | BoundedDecay
@@ -193,9 +195,17 @@ class KDA(DeltaNet):
         self.gate = LowRank(self.width, rank, self.values, bias=True, device=device, dtype=dtype)
         self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", device=device, dtype=dtype)
 
+    def decay_channels(self) -> int:
+        """How many channels of a head decay on their own."""
+        return self.head_dim
+
+    def channel_decay(self, x: Tensor) -> Tensor:
+        """The log decay `[B, T, HV, channels]`."""
+        decay: Tensor = self.decay(self.decay_projection(x).unflatten(-1, (self.value_heads, self.decay_channels())))
+        return decay
+
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        decay = self.decay_projection(x).unflatten(-1, (self.value_heads, self.head_dim))
-        return self.write_strength(self.strength(x)), self.decay(decay)
+        return self.write_strength(self.strength(x)), self.channel_decay(x)
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate(x).view_as(o))

@@ -1,6 +1,14 @@
 """Building blocks with parameters: norms, rotary embedding, short convolution, MLP, gates and losses."""
 
-from flashmix.modules.decay import BoundedDecay, LogSigmoidDecay, MambaDecay, RWKV7Decay, WriteStrength
+from flashmix.modules.decay import (
+    BoundedDecay,
+    ForgetGate,
+    LogSigmoidDecay,
+    MambaDecay,
+    RWKV6Decay,
+    RWKV7Decay,
+    WriteStrength,
+)
 from flashmix.modules.losses import LinearCrossEntropy, next_token_targets
 from flashmix.modules.mlp import LowRank, SwiGLU
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
@@ -9,12 +17,14 @@ from flashmix.modules.short_convolution import ShortConvolution
 
 __all__ = [
     "BoundedDecay",
+    "ForgetGate",
     "GatedRMSNorm",
     "LinearCrossEntropy",
     "LogSigmoidDecay",
     "LowRank",
     "MambaDecay",
     "RMSNorm",
+    "RWKV6Decay",
     "RWKV7Decay",
     "RotaryEmbedding",
     "ShortConvolution",

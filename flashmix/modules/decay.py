@@ -164,6 +164,53 @@ class RWKV7Decay(nn.Module):
         return RWKV7_STRONGEST * torch.sigmoid(at_least_float32(x))
 
 
+class RWKV6Decay(nn.Module):
+    """The decay of RWKV-6: `w = -e^x`.
+
+    Source: Peng et al., arXiv:2404.05892, section 4 (Finch).
+
+    Example:
+        >>> import torch
+        >>> RWKV6Decay()(torch.zeros(1)).item()
+        -1.0
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -at_least_float32(x).exp()
+
+
+class ForgetGate(nn.Module):
+    """The logarithm of HGRN-2's forget gate: `log(lower + (1 - lower) sigmoid(x))`.
+
+    Args:
+        lower: the least that is kept, in [0, 1); the paper's grows from layer to layer.
+
+    Raises:
+        ValueError: `lower` is out of its range.
+
+    Source: Qin et al., arXiv:2404.07904, section 3.1; lower bounds: arXiv:2311.04823, section 3.2.
+
+    Example:
+        >>> import torch
+        >>> round(ForgetGate(0.5)(torch.zeros(1)).exp().item(), 4)
+        0.75
+    """
+
+    def __init__(self, lower: float = 0.0) -> None:
+        super().__init__()
+        check_range("lower", lower, 0.0, 1 - 1e-6)
+        self.lower = lower
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = at_least_float32(x)
+        if self.lower == 0:
+            return logsigmoid(x)
+        return torch.log1p((self.lower - 1) * torch.sigmoid(-x))
+
+    def extra_repr(self) -> str:
+        return f"lower={self.lower}"
+
+
 class WriteStrength(nn.Module):
     """The `beta` of a delta rule: `sigmoid(x)`, or `2 sigmoid(x)` where transitions may have negative eigenvalues.
 

@@ -1,0 +1,121 @@
+"""RWKV-6: token shift by amounts that depend on the token, a decay a channel, and a read before the write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, silu
+
+from flashmix._checks import check_range
+from flashmix.layers.cache import RecurrentCache
+from flashmix.layers.linear_attention import head_size
+from flashmix.layers.mixer import Mixer
+from flashmix.modules.decay import RWKV6Decay
+from flashmix.modules.mlp import LowRank
+from flashmix.ops.named import rwkv6
+from flashmix.ops.packing import Packing
+from flashmix.ops.token_shift import token_shift
+
+NORM_EPS = 64e-5
+
+
+class RWKV6(Mixer[RecurrentCache]):
+    """The time mixing of RWKV-6 (Finch): `o = (S + diag(u) k v^T)^T r`, then `S = diag(e^w) S + k v^T`, `w = -e^{W x}`.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a head; default `width / heads`.
+        shift_rank: of the projection that says how far each channel is mixed with the token before.
+        decay_rank: of the decay's projection.
+
+    Source: Peng et al., arXiv:2404.05892, section 4.
+
+    Example:
+        >>> import torch
+        >>> RWKV6(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        shift_rank: int = 32,
+        decay_rank: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_range("shift_rank", shift_rank, 1, 2**16)
+        check_range("decay_rank", decay_rank, 1, 2**16)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        inner = heads * self.head_dim
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        def linear(out: int) -> nn.Linear:
+            return nn.Linear(width, out, bias=False, device=device, dtype=dtype)
+
+        self.first_mix = parameter(width)
+        self.shift_mix = parameter(5, width)
+        self.shift_down = linear(5 * shift_rank)
+        self.shift_up = parameter(5, shift_rank, width)
+        self.receptance, self.key, self.value, self.gate = (linear(inner) for _ in range(4))
+        self.decay_projection = LowRank(
+            width, decay_rank, inner, activation="tanh", bias=True, device=device, dtype=dtype
+        )
+        self.decay = RWKV6Decay()
+        self.bonus = parameter(heads, self.head_dim)
+        self.norm_weight = parameter(inner)
+        self.norm_bias = parameter(inner)
+        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.first_mix)
+        nn.init.uniform_(self.shift_mix)
+        nn.init.uniform_(self.shift_up, -0.01, 0.01)
+        nn.init.uniform_(self.bonus)
+        nn.init.ones_(self.norm_weight)
+        nn.init.zeros_(self.norm_bias)
+        channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
+        self.decay_projection.up.bias.copy_(-6.0 + 5.0 * channel)  # memories of about 3 to 400 tokens in each head
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        before, recent = token_shift(
+            x,
+            initial_state=None if cache is None else cache.recent,
+            return_state=cache is not None,
+            cu_seqlens=packing,
+        )
+        x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
+        r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
+        o, state = rwkv6(
+            r,
+            k,
+            v,
+            self._heads(self.decay(self.decay_projection(x_w))),
+            self.bonus,
+            initial_state=None if cache is None else cache.state,
+            return_state=cache is not None,
+            cu_seqlens=packing,
+        )
+        if cache is not None:
+            cache.state, cache.recent = state, recent
+        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
+        return self.output(torch.addcmul(self.norm_bias, o, self.norm_weight) * silu(self.gate(x_g)))
+
+    def _mixed(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """`x` on its way to the token before, `step` away, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
+        low = torch.tanh(self.shift_down(torch.addcmul(x, step, self.first_mix)))
+        low = low.unflatten(-1, (5, -1)).movedim(-2, 0)  # [5, B, T, rank]
+        amount = torch.einsum("nbtr,nrd->nbtd", low, self.shift_up.to(low.dtype)) + self.shift_mix[:, None, None]
+        return torch.addcmul(x, step, amount).unbind(0)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_dim))
