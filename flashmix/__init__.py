@@ -30,6 +30,7 @@ from flashmix.ops.named import (
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import (
+    delta_net_step,
     delta_rule,
     delta_rule_step,
     dplr,
@@ -37,7 +38,7 @@ from flashmix.ops.recurrence import (
     linear_attention,
     linear_attention_step,
 )
-from flashmix.ops.rotary import rotary, rotary_table
+from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
 from flashmix.ops.short_conv import short_conv
 from flashmix.ops.token_shift import token_shift
 
@@ -52,6 +53,7 @@ __all__ = [
     "checks",
     "comba",
     "cross_entropy",
+    "delta_net_step",
     "delta_rule",
     "delta_rule_step",
     "deltanet",
@@ -83,6 +85,7 @@ __all__ = [
     "retnet",
     "rms_norm",
     "rotary",
+    "rotary_qk",
     "rotary_table",
     "rwkv6",
     "rwkv7",

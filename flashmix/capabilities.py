@@ -23,6 +23,7 @@ _CALLS = {
     "linear_attention": "q:BTHK k:BTHK v:BTHK",
     "delta_rule": "q:BTHK k:BTHK v:BTHK beta:BTH",
     "dplr": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK",
+    "delta_net_step": "qkv:BC strength:BH state:BHKK conv_state:BwC conv_weight:CW",
     "linear_attention_step": "q:BTHK k:BTHK v:BTHK state:BHKK",
     "delta_rule_step": "q:BTHK k:BTHK v:BTHK beta:BTH state:BHKK",
     "dplr_step": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK state:BHKK",
@@ -48,6 +49,7 @@ _CALLS = {
     "softmax_attention": "q:BTHK k:BTHK v:BTHK",
     "attention_with_cache": "q:BTHK k:BTHK v:BTHK",
     "rotary": "x:BTHK cos:PR sin:PR",
+    "rotary_qk": "q:BTHK k:BTHK cos:PR sin:PR",
     "rms_norm": "x:BTD",
     "layer_norm": "x:BTD",
     "group_norm": "x:BTD",
@@ -61,11 +63,18 @@ _CALLS = {
     "linear_kl_divergence": "hidden:BTD weight:MD teacher_hidden:BTD teacher_weight:MD",
     "linear_grpo": "hidden:BTD weight:MD target:BT advantages:B",
 }
-_OPTIONS: dict[str, dict[str, Any]] = {"lightning": {"layer": 0, "layers": 2}, "group_norm": {"groups": 2}}
-# batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width, vocabulary
-_SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "M": 12}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "lightning": {"layer": 0, "layers": 2},
+    "delta_net_step": {"heads": 2},
+    "group_norm": {"groups": 2},
+}
+# batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width and the past it sees, vocabulary,
+# channels of queries, keys and values
+_SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
 _MORE_GATES = ("erase_gate", "write_gate", "curvature_beta", "curvature_log_decay")
-_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", *_MORE_GATES, "state")  # float32 beside float16 and bfloat16
+_STEPS = ("state", "strength", "conv_weight")
+# float32 beside float16 and bfloat16
+_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", *_MORE_GATES, *_STEPS)
 
 
 @dataclass(frozen=True)

@@ -106,5 +106,7 @@ def test_swiglu_refuses(gate: object, up: object, error: type[Exception], text: 
 
 def test_swiglu_explains_its_choice() -> None:
     assert explain(swiglu, torch.ones(2), torch.ones(2)).choice == "portable"
-    with pytest.raises(ValueError, match="impl must be one of 'auto', 'portable', got 'triton'"):
+    with pytest.raises(ValueError, match="impl='triton' cannot run this: it needs tensors on a CUDA device, got cpu"):
         swiglu(torch.ones(2), torch.ones(2), impl="triton")
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'triton', 'portable', got 'cuda'"):
+        swiglu(torch.ones(2), torch.ones(2), impl="cuda")

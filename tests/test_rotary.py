@@ -272,7 +272,7 @@ REFUSED = [
         "axes must be between 0 and 2, got 3",
     ),
     ({"axes": [0] * 4, "positions": torch.full((2, 4, 3), 16)}, ValueError, "table's length 16, got 16"),
-    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
 ]
 
 

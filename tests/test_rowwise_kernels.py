@@ -19,7 +19,9 @@ pytest.importorskip("triton")
 from kernels import TARGETS, compile_launch, recording
 
 from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.rotary import rotary, rotary_qk
 
 BF16 = torch.bfloat16
 Call = Callable[[], Tensor | Sequence[Tensor | None]]
@@ -48,18 +50,62 @@ def norms(width: int, dtype: torch.dtype = BF16, rows: int = 70) -> dict[str, Ca
     }
 
 
+def rotations(heads: int, dim: int, rotated: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
+    shape = f"{heads} x {dim}, {rotated} turned, {dtype}"
+
+    def table() -> tuple[Tensor, Tensor]:
+        return torch.empty(64, rotated // 2), torch.empty(64, rotated // 2)
+
+    def q() -> Tensor:
+        return leaf(2, 9, heads, dim, dtype=dtype)
+
+    def in_place() -> tuple[Tensor, Tensor]:
+        return rotary_qk(q().detach(), q().detach()[:, :, :1], *table(), inplace=True, impl="triton")
+
+    def by_axes() -> Tensor:
+        positions, axes = torch.zeros(2, 9, 3, dtype=torch.int64), [i % 3 for i in range(rotated // 2)]
+        return rotary(q(), *table(), positions=positions, axes=axes)
+
+    return {
+        f"rotary {shape}": lambda: rotary(q(), *table()),
+        f"rotary_qk {shape}": lambda: rotary_qk(q(), q()[:, :, :1], *table(), positions=3),
+        f"interleaved rotary_qk {shape}": lambda: rotary_qk(q(), q()[:, :, :1], *table(), interleaved=True),
+        f"positions, rotary {shape}": lambda: rotary(q(), *table(), positions=torch.zeros(2, 9, dtype=torch.int32)),
+        f"axes, rotary {shape}": by_axes,
+        f"in place, rotary_qk {shape}": in_place,
+    }
+
+
+def products(dtype: torch.dtype) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    for activation in ACTIVATIONS:
+        calls[f"gated {activation} {dtype}"] = lambda a=activation: gated(
+            leaf(7, 100, dtype=dtype), leaf(7, 100, dtype=dtype), a
+        )
+    for width in (1, 100, 11008):
+        calls[f"halves, swiglu {width} {dtype}"] = lambda w=width: swiglu(*leaf(7, 2 * w, dtype=dtype).chunk(2, -1))
+    return calls
+
+
 # The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
 for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
     CALLS |= norms(_width) | (norms(_width, torch.float32) if _width in (64, 4096, 8192) else {})
+for _shape in ((32, 128, 128), (4, 64, 64), (5, 96, 32), (3, 7, 2), (16, 256, 256), (1, 512, 64)):
+    CALLS |= rotations(*_shape) | (rotations(*_shape, torch.float32) if _shape[1] in (7, 128) else {})
+CALLS |= products(BF16) | products(torch.float32)
 FAST = {
+    "interleaved rotary_qk 32 x 128, 128 turned, torch.bfloat16",
+    "axes, rotary 5 x 96, 32 turned, torch.bfloat16",
+    "gated gelu_tanh torch.bfloat16",
+    "halves, swiglu 11008 torch.bfloat16",
     "rms_norm 4096 torch.bfloat16",
     "gated rms_norm 128 torch.bfloat16",
     "gated layer_norm 8192 torch.float32",
     "group_norm 65536 torch.bfloat16",
 }
 # Bytes of stack that a kernel of a call may take, where it takes any.
-STACK = {f"gated layer_norm 8192 {dtype}": 64 for dtype in (BF16, torch.float32)}
+STACK = {f"gated layer_norm 8192 {dtype}": 128 for dtype in (BF16, torch.float32)}
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 

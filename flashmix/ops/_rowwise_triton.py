@@ -104,6 +104,14 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_slope(x):
+    """`s (1 - s)` of `s = sigmoid(x)`, whose second factor would lose its digits where s is near 1."""
+    small = tl.exp(-tl.abs(x))
+    share = 1.0 / (1.0 + small)
+    return small * share * share
+
+
+@triton.jit
 def activation(x, NAME: tl.constexpr):
     """`flashmix.ops.activation.ACTIVATIONS[NAME]` of float32 numbers."""
     if NAME == "silu":
@@ -126,18 +134,16 @@ def activation(x, NAME: tl.constexpr):
 def activation_slope(x, NAME: tl.constexpr):
     """The derivative of `activation`."""
     if NAME == "silu":
-        share = sigmoid(x)
-        return share + x * share * (1.0 - share)
+        return sigmoid(x) + x * sigmoid_slope(x)
     elif NAME == "sigmoid":
-        share = sigmoid(x)
-        return share * (1.0 - share)
+        return sigmoid_slope(x)
     elif NAME == "gelu":
         share = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
         return share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif NAME == "gelu_tanh":
-        share = sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
         inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return share + x * share * (1.0 - share) * inner
+        return sigmoid(z) + x * sigmoid_slope(z) * inner
     elif NAME == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     else:

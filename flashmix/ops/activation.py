@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flashmix._checks import check_choice, check_floating, check_like, check_shape, check_tensor
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import compute_dtype, differentiable_gradients, portable, wants_gradient
+from flashmix.ops._rowwise import Operator, compute_dtype, differentiable_gradients, portable, triton, wants_gradient
 
-IMPLEMENTATIONS = (portable(__name__),)
+IMPLEMENTATIONS = (triton("flashmix.ops.activation_triton"), portable(__name__))
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,8 @@ def _gated_product(op: str, gate: Tensor, up: Tensor, activation: str, impl: str
     check_floating("gate", gate)
     check_shape("up", up, *gate.shape)
     check_like("up", up, "gate", gate)
-    choose(op, IMPLEMENTATIONS, gate, impl)
+    if choose(op, IMPLEMENTATIONS, (gate, up), impl).name == "triton":
+        return _GATED(gate, up, options=(activation,))[0]
     if torch.compiler.is_compiling():
         return _formula(gate, up, activation)
     if wants_gradient(gate, up):
@@ -223,3 +224,8 @@ class _GatedProduct(torch.autograd.Function):
             return *differentiable_gradients(lambda g, u: _formula(g, u, ctx.activation), (gate, up), grad), None
         value, slope = ACTIVATIONS[ctx.activation].value_and_slope(gate.to(compute_dtype(gate)))
         return slope.mul_(up).mul_(grad).to(gate.dtype), value.mul_(grad).to(up.dtype), None
+
+
+_GATED = Operator(
+    "gated", "flashmix.ops.activation_triton.Gated", "Tensor gate, Tensor up", "str activation", formula=_formula
+)

@@ -17,11 +17,21 @@ from flashmix._checks import (
     dims,
 )
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import compute_dtype, portable, wants_gradient
+from flashmix.ops._rowwise import Tensors, portable, triton, wants_gradient
 from flashmix.ops.packing import Packing, as_packing
+from flashmix.ops.rotary_operator import ROTARY, rotate_in_place
+from flashmix.ops.rotary_portable import Place, rotate
 from flashmix.ops.rotary_scaling import RotaryScaling, plain_frequencies
 
-IMPLEMENTATIONS = (portable(__name__),)
+
+def _no_table_gradient(tensors: Tensors) -> str | None:
+    return "it has no gradient of cos and sin" if wants_gradient(*tensors[-2:]) else None
+
+
+IMPLEMENTATIONS = (
+    triton("flashmix.ops.rotary_triton", _no_table_gradient),
+    portable("flashmix.ops.rotary_portable"),
+)
 
 
 def rotary_table(
@@ -125,27 +135,108 @@ def rotary(
         >>> y.shape, torch.equal(rotary(x[:, 5:], cos, sin, positions=5), y[:, 5:])
         (torch.Size([1, 8, 2, 4]), True)
     """
-    batch, tokens = _check(x, cos, sin)
-    packing = as_packing(cu_seqlens, batch, tokens, x.device)
+    return _rotated("rotary", (x,), cos, sin, (positions, axes, cu_seqlens), interleaved, inverse, inplace, impl)[0]
+
+
+def rotary_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: int | Tensor | None = None,
+    axes: Sequence[int] | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys of the same tokens together.
+
+        q_out, k_out = rotary(q, ...), rotary(k, ...)
+
+    On a GPU that is one launch.
+
+    Args:
+        q: `[B, T, H, D]`, floating.
+        k: `[B, T, HK, D]`, the dtype of `q`; any number of heads.
+        cos: `[P, R/2]`, see `rotary`, as are all other arguments.
+        sin: like `cos`.
+        positions: None, an int, `[B, T]`, or `[B, T, A]` with `axes`.
+        axes: R/2 numbers below A.
+        cu_seqlens: `[N + 1]` or `Packing`, with `B == 1`.
+        interleaved: the pairs are channels `(2 i, 2 i + 1)`, not `(i, i + R/2)`.
+        inverse: rotate backwards.
+        inplace: write the results into `q` and `k` and return these; only where no gradient is wanted.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        Tensors like `q` and `k`.
+
+    Raises:
+        TypeError: an input is not a tensor of a floating dtype, the dtypes of `q` and `k` differ, or `positions` is
+            none of the above.
+        ValueError: as `rotary`, or `k` has other tokens or channels than `q`.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 34.
+
+    Example:
+        >>> import torch
+        >>> cos, sin = rotary_table(8, 4)
+        >>> q, k = rotary_qk(torch.ones(1, 8, 4, 4), torch.ones(1, 8, 2, 4), cos, sin)
+        >>> torch.equal(k, rotary(torch.ones(1, 8, 2, 4), cos, sin)), torch.equal(q[:, :, :2], k)
+        (True, True)
+    """
+    where = (positions, axes, cu_seqlens)
+    q_out, k_out = _rotated("rotary_qk", (q, k), cos, sin, where, interleaved, inverse, inplace, impl)
+    return q_out, k_out
+
+
+def _rotated(
+    op: str,
+    tensors: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor,
+    where: tuple[int | Tensor | None, Sequence[int] | None, Tensor | Packing | None],
+    interleaved: bool,
+    inverse: bool,
+    inplace: bool,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """The rotated `x`, or `q` and `k`; `where`: positions, axes, cu_seqlens."""
+    _check(tensors, cos, sin)
+    x = tensors[0]
+    positions, axes, cu_seqlens = where
+    packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
     place = _place(positions, axes, packing, x, *cos.shape)
-    if inplace and wants_gradient(x, cos, sin):
+    if inplace and wants_gradient(*tensors, cos, sin):
         raise ValueError("inplace must be False where a gradient is wanted, got True")
-    choose("rotary", IMPLEMENTATIONS, x, impl)
-    c, s = cos[place].unsqueeze(-2), sin[place].unsqueeze(-2)  # [T, 1, R/2] or [B, T, 1, R/2]
-    if inverse:
-        s = -s
-    if inplace:
-        turned = x[..., : 2 * c.shape[-1]]
-        turned.copy_(_forward(turned, c, s, interleaved))
-        return x
-    if torch.compiler.is_compiling() or wants_gradient(cos, sin):
-        return _formula(x, c, s, interleaved)
-    return _Rotary.apply(x, c, s, interleaved) if wants_gradient(x) else _forward(x, c, s, interleaved)
+    if choose(op, IMPLEMENTATIONS, (*tensors, cos, sin), impl).name == "triton":
+        inputs = (x, tensors[1] if len(tensors) > 1 else None, cos, sin, place.positions)
+        options = (place.start, place.axes, interleaved, inverse)
+        if inplace:
+            rotate_in_place(inputs, options)
+            return tensors
+        return tuple(ROTARY(*inputs, options=options))
+    rotated = tuple(rotate(t, cos, sin, place, interleaved, inverse) for t in tensors)
+    if not inplace:
+        return rotated
+    for t, turned in zip(tensors, rotated, strict=True):
+        t.copy_(turned)
+    return tensors
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int]:
-    batch, tokens, _, channels = dims("x", x, "B T H D")
-    check_floating("x", x)
+def _check(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
+    names = ("x",) if len(tensors) == 1 else ("q", "k")
+    name, x = names[0], tensors[0]
+    batch, tokens, _, channels = dims(name, x, "B T H D")
+    check_floating(name, x)
+    for other_name, other in zip(names[1:], tensors[1:], strict=True):
+        heads = dims(other_name, other, "B T H D")[2]
+        check_shape(other_name, other, batch, tokens, heads, channels)
+        check_like(other_name, other, name, x)
     _, half = dims("cos", cos, "P R/2")
     if 2 * half > channels:
         raise ValueError(
@@ -153,10 +244,9 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int]:
             f"a table for {2 * half} channels (the head's dim belongs in rotary_table, not the model's)"
         )
     check_shape("sin", sin, *cos.shape)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_floating(name, table)
-        check_like(name, table, "x", x, dtype=False)
-    return batch, tokens
+    for table_name, table in (("cos", cos), ("sin", sin)):
+        check_floating(table_name, table)
+        check_like(table_name, table, name, x, dtype=False)
 
 
 def _place(
@@ -166,39 +256,32 @@ def _place(
     x: Tensor,
     table: int,
     half: int,
-) -> slice | Tensor | tuple[Tensor, Tensor]:
-    """What the tokens of `x` read of the tables `[table, half]`: rows (a slice, `[T]`, `[B, T]`), or one for each pair."""
+) -> Place:
+    """Where the tokens of `x` read tables `[table, half]`; contents are checked where they may be read."""
     batch, tokens = x.shape[:2]
     if axes is not None:
-        return _rows_and_pairs(positions, axes, packing, x, table, half)
+        return _place_by_axes(positions, axes, packing, x, table, half)
     if isinstance(positions, Tensor):
         if packing is not None:
             raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
         check_shape("positions", positions, batch, tokens)
-        return _read(positions, x, table)
+        return Place(0, _checked(positions, x, table), ())
     if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int)):
         raise TypeError(f"positions must be None, an int or a tensor, got {type(positions).__name__}")
     start = positions or 0
     if start < 0:
         raise ValueError(f"positions must be non-negative, got {start}")
     if packing is not None:
-        return _bounded(packing.positions + start, table)
+        _check_contents(packing.positions, table, start)
+        return Place(start, packing.positions.unsqueeze(0), ())
     if start + tokens > table:
         raise ValueError(f"positions must be below the table's length {table}, got {start + tokens - 1}")
-    return slice(start, start + tokens)
+    return Place(start, None, ())
 
 
-def _read(positions: Tensor, x: Tensor, table: int) -> Tensor:
-    """The caller's tensor of positions, checked and bounded."""
-    check_dtype("positions", positions, torch.int32, torch.int64)
-    check_like("positions", positions, "x", x, dtype=False)
-    return _bounded(positions, table)
-
-
-def _rows_and_pairs(
+def _place_by_axes(
     positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, table: int, half: int
-) -> tuple[Tensor, Tensor]:
-    """Which row `[B, T, R/2]` and column `[R/2]` of the table each pair reads along its own axis of `[B, T, A]`."""
+) -> Place:
     if packing is not None:
         raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
     *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
@@ -207,56 +290,22 @@ def _rows_and_pairs(
         raise ValueError(f"axes must have R/2 = {half} entries, got {len(axes)}")
     for axis in axes:
         check_range("axes", axis, 0, count - 1)
-    rows = _read(positions, x, table)[..., list(axes)]  # type: ignore[arg-type]
-    return rows, torch.arange(half, device=x.device)
+    return Place(0, _checked(positions, x, table), tuple(axes))  # type: ignore[arg-type]
 
 
-def _bounded(positions: Tensor, table: int) -> Tensor:
-    """`positions`, checked against the table's length where they may be read, else clamped to it."""
-    if not contents_are_checked(positions):
-        return positions.clamp(0, max(table - 1, 0))
-    if positions.numel():
-        low, high = (int(bound) for bound in positions.aminmax())
+def _checked(positions: Tensor, x: Tensor, table: int) -> Tensor:
+    """The caller's tensor of positions."""
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    check_like("positions", positions, "x", x, dtype=False)
+    _check_contents(positions, table, 0)
+    return positions
+
+
+def _check_contents(positions: Tensor, table: int, start: int) -> None:
+    """Raises unless `positions + start` are rows of the table, where they may be read; else reading bounds them."""
+    if contents_are_checked(positions) and positions.numel():
+        low, high = (int(bound) + start for bound in positions.aminmax())
         if low < 0:
             raise ValueError(f"positions must be non-negative, got {low}")
         if high >= table:
             raise ValueError(f"positions must be below the table's length {table}, got {high}")
-    return positions
-
-
-def _pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """`[..., R]` as `[..., 2, R/2]`: the first and the second channel of each pair."""
-    half = x.shape[-1] // 2
-    return x.view(*x.shape[:-1], half, 2).transpose(-1, -2) if interleaved else x.view(*x.shape[:-1], 2, half)
-
-
-def _formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
-    first, second = _pairs(x[..., :rotated].to(dtype), interleaved).unbind(-2)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
-
-
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
-    pairs, cos, sin = _pairs(x[..., :rotated].to(dtype), interleaved), cos.to(dtype), sin.to(dtype)
-    turned = pairs * cos.unsqueeze(-2)
-    (first, second), (new_first, new_second) = pairs.unbind(-2), turned.unbind(-2)
-    new_first.addcmul_(second, sin, value=-1)
-    new_second.addcmul_(first, sin)
-    y = (turned.transpose(-1, -2) if interleaved else turned).flatten(-2).to(x.dtype)
-    return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _forward(x, cos, sin, interleaved)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _Rotary.apply(grad, cos, -sin, ctx.interleaved), None, None, None

@@ -1,0 +1,55 @@
+"""The rotary kernel as operators: one whose backward is itself turned the other way, and one that overwrites its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix import _gpu
+from flashmix.ops._rowwise import Operator, Options, Tensors
+
+TENSORS = "Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions"
+OPTIONS = "SymInt start, int[] axes, bool interleaved, bool inverse"
+
+
+def _turned_back(grads: Tensors, inputs: Tensors, options: Options) -> Tensors:
+    _, _, cos, sin, positions = inputs
+    start, axes, interleaved, inverse = options
+    first, *second = (grad for grad in grads if grad is not None)
+    back = ROTARY(
+        first, second[0] if second else None, cos, sin, positions, options=(start, axes, interleaved, not inverse)
+    )
+    found = iter(back)
+    d_q, d_k = (None if grad is None else next(found) for grad in (*grads, None)[:2])
+    return d_q, d_k, None, None, None
+
+
+ROTARY = Operator(
+    "rotary", "flashmix.ops.rotary_triton.Rotary", TENSORS, OPTIONS, adjoint=_turned_back, forgets=("q", "k")
+)
+
+
+def _overwrite(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> None:
+    from flashmix.ops import rotary_triton
+
+    with _gpu.on(q.device):
+        rotary_triton.rotate_in_place((q, k, cos, sin, positions), options)
+
+
+IN_PLACE = torch.library.custom_op(
+    "flashmix::rotary_in_place",
+    _overwrite,
+    mutates_args=("q", "k"),
+    schema=f"({TENSORS.replace('Tensor q', 'Tensor(a!) q').replace('Tensor? k', 'Tensor(b!)? k')}, {OPTIONS}) -> ()",
+)
+
+
+@IN_PLACE.register_fake
+def _(*arguments: Any) -> None:
+    return None
+
+
+def rotate_in_place(inputs: Tensors, options: Options) -> None:
+    torch.ops.flashmix.rotary_in_place(*inputs, *options)
