@@ -154,3 +154,14 @@ def _check_gate(name: str, gate: Tensor, q_name: str, q: Tensor, *shapes: tuple[
         raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(gate.shape)}")
     check_floating(name, gate)
     check_like(name, gate, q_name, q, dtype=False)
+
+
+@dataclass(frozen=True)
+class DeltaNetOptions:
+    """What a call of `delta_net_step` is besides its tensors."""
+
+    heads: int
+    lower: float | None = None
+    negative_eigenvalues: bool = False
+    gate_activation: str = "silu"
+    eps: float = 1e-6

@@ -141,31 +141,31 @@ def _(q, k, v, beta, a, b, g, state, state_indices, history, scale, read_before,
 
 
 def check_state(
-    state: Tensor, state_indices: Tensor | None, q: Tensor, batch: int, heads: int, K: int, V: int, name: str = "state"
+    state: Tensor, state_indices: Tensor | None, q: Tensor, batch: int, heads: int, K: int, V: int, like: str = "q"
 ) -> None:
-    """A state `[B, HV, K, V]`, or with indices a pool `[P, HV, K, V]`, that may be written."""
-    slots = dims(name, state, "P HV K V")[0] if state_indices is not None else batch
-    check_shape(name, state, slots, heads, K, V)
-    check_dtype(name, state, *((torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)))
-    check_written(name, state, q)
+    """A state `[B, HV, K, V]`, or with indices a pool `[P, HV, K, V]`, that may be written; `like` is what `q` is called."""
+    slots = dims("state", state, "P HV K V")[0] if state_indices is not None else batch
+    check_shape("state", state, slots, heads, K, V)
+    check_dtype("state", state, *((torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)))
+    check_written("state", state, like, q)
     if state_indices is not None and slots < 1:
-        raise ValueError(f"{name} must have at least one slot, got 0")
+        raise ValueError("state must have at least one slot, got 0")
 
 
-def check_written(name: str, t: Tensor, q: Tensor) -> None:
+def check_written(name: str, t: Tensor, like: str, q: Tensor) -> None:
     """On the device of `q`, and no number of it in two places."""
-    check_like(name, t, "q", q, dtype=False)
+    check_like(name, t, like, q, dtype=False)
     if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(f"{name} must have memory of its own for each number, got strides {list(t.stride())}")
 
 
-def check_indices(state_indices: Tensor | None, q: Tensor, batch: int, slots: int) -> None:
+def check_indices(state_indices: Tensor | None, q: Tensor, batch: int, slots: int, like: str = "q") -> None:
     """`[B]` whole numbers; where contents are checked, slots of the pool or -1, each slot once."""
     if state_indices is None:
         return
     check_shape("state_indices", state_indices, batch)
     check_dtype("state_indices", state_indices, torch.int32, torch.int64)
-    check_like("state_indices", state_indices, "q", q, dtype=False)
+    check_like("state_indices", state_indices, like, q, dtype=False)
     if not contents_are_checked(state_indices):
         return
     seen: set[int] = set()
@@ -185,4 +185,4 @@ def check_history(history: Tensor | None, state: Tensor, q: Tensor, tokens: int)
     check_shape("history", history, q.shape[0], kept, *state.shape[1:])
     check_range("the tokens of history", kept, 1, tokens)
     check_like("history", history, "state", state)
-    check_written("history", history, q)
+    check_written("history", history, "q", q)
