@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
+from model_cases import MODELS, ONLY_LAYERS_DIFFER, assert_same, left_padded, make_model, some_tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
@@ -154,7 +154,7 @@ def test_packings_do_not_recompile() -> None:
     assert counts[-1] == counts[2] <= 3, f"one for the first, any number, a single one; got {counts}"
 
 
-@every_model
+@pytest.mark.parametrize("name", PRESETS)
 def test_learns(name: str) -> None:
     model, tokens = make_model(name, torch.float32), some_tokens(2, 17)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-2)
@@ -166,6 +166,24 @@ def test_learns(name: str) -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", ONLY_LAYERS_DIFFER)
+def test_the_other_presets(name: str) -> None:
+    """Gradients reach every parameter; packed is one by one; a cache gives the full forward, also rolled back."""
+    model, tokens = make_model(name), some_tokens(1, sum(LENGTHS))
+    model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.any(), parameter_name
+    one_by_one = torch.cat([model(part) for part in tokens.split(LENGTHS, dim=1)], dim=1)
+    assert_same(model(tokens, cu_seqlens=Packing.from_lengths(LENGTHS)), one_by_one)
+    tokens = some_tokens(2, 9)
+    with torch.no_grad():
+        full, cache = model(tokens), model.new_cache(history=3)
+        model(tokens[:, :5], cache=cache)
+        model(some_tokens(2, 3, seed=5), cache=cache)
+        model.roll_back(cache, torch.tensor([3, 3]))
+        assert_same(torch.cat([model(part, cache=cache) for part in tokens[:, 5:].split(1, 1)], 1), full[:, 5:])
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -8,7 +8,30 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flashmix._checks import check_choice
-from flashmix.layers import GLA, KDA, RWKV7, DeltaNet, GatedDeltaNet, Mamba2, Mixer, RetNet, SoftmaxAttention
+from flashmix.layers import (
+    ABC,
+    GLA,
+    GSA,
+    HGRN2,
+    IPLR,
+    KDA,
+    RWKV6,
+    RWKV7,
+    Comba,
+    DeltaNet,
+    DeltaProduct,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    Lightning,
+    LinearAttention,
+    Mamba2,
+    Mixer,
+    Oja,
+    PreconditionedGatedDeltaNet,
+    PreconditionedKDA,
+    RetNet,
+    SoftmaxAttention,
+)
 
 MIXERS: dict[str, type[Mixer[Any]]] = {
     "attention": SoftmaxAttention,
@@ -19,6 +42,19 @@ MIXERS: dict[str, type[Mixer[Any]]] = {
     "mamba2": Mamba2,
     "retnet": RetNet,
     "rwkv7": RWKV7,
+    "linear_attention": LinearAttention,
+    "lightning": Lightning,
+    "hgrn2": HGRN2,
+    "rwkv6": RWKV6,
+    "gsa": GSA,
+    "abc": ABC,
+    "deltaproduct": DeltaProduct,
+    "comba": Comba,
+    "gated_deltanet2": GatedDeltaNet2,
+    "preconditioned_gated_deltanet": PreconditionedGatedDeltaNet,
+    "preconditioned_kda": PreconditionedKDA,
+    "oja": Oja,
+    "iplr": IPLR,
 }
 
 # What an option may be, by its annotation in the layer's constructor.

@@ -70,6 +70,75 @@ def rwkv7(size: Size) -> Layers:
     return [first, *(size.depth - 1) * [later]]
 
 
+def linear_attention(size: Size) -> Layers:
+    """The first linear attention, arXiv:2006.16236."""
+    return size.depth * [LayerConfig("linear_attention", {"heads": size.heads})]
+
+
+def lightning(size: Size) -> Layers:
+    """Lightning attention, arXiv:2401.04658; its decays weaken from layer to layer."""
+    return [
+        LayerConfig("lightning", {"heads": size.heads, "layer": index, "layers": size.depth})
+        for index in range(size.depth)
+    ]
+
+
+def hgrn2(size: Size) -> Layers:
+    """HGRN-2, arXiv:2404.07904; the forget gate's floor grows from layer to layer, as its learned one begins."""
+    return [LayerConfig("hgrn2", {"heads": size.heads, "lower": index / size.depth}) for index in range(size.depth)]
+
+
+def rwkv6(size: Size) -> Layers:
+    """RWKV-6 time mixing, arXiv:2404.05892, with this library's SwiGLU for its channel mixing."""
+    ranks = {"shift_rank": max(4, size.width // 24), "decay_rank": max(4, size.width // 12)}
+    return size.depth * [LayerConfig("rwkv6", {"heads": size.heads, **ranks})]
+
+
+def gsa(size: Size) -> Layers:
+    """Gated slot attention, arXiv:2409.07146."""
+    return size.depth * [LayerConfig("gsa", {"heads": size.heads, "slots": min(64, 2 * size.head_dim)})]
+
+
+def abc(size: Size) -> Layers:
+    """Attention with bounded memory control, arXiv:2110.02488."""
+    return size.depth * [LayerConfig("abc", {"heads": size.heads, "slots": min(64, 2 * size.head_dim)})]
+
+
+def deltaproduct(size: Size) -> Layers:
+    """Gated DeltaProduct with two steps a token, arXiv:2502.10297."""
+    return size.depth * [LayerConfig("deltaproduct", {"heads": size.heads, "steps": 2, "negative_eigenvalues": True})]
+
+
+def comba(size: Size) -> Layers:
+    """Comba, arXiv:2506.02475."""
+    return size.depth * [LayerConfig("comba", {"heads": size.heads})]
+
+
+def gated_deltanet2(size: Size) -> Layers:
+    """Gated DeltaNet-2, arXiv:2605.22791."""
+    return size.depth * [LayerConfig("gated_deltanet2", {"heads": size.heads})]
+
+
+def preconditioned_gated_deltanet(size: Size) -> Layers:
+    """Preconditioned Gated DeltaNet, arXiv:2604.21100."""
+    return size.depth * [LayerConfig("preconditioned_gated_deltanet", {"heads": size.heads})]
+
+
+def preconditioned_kda(size: Size) -> Layers:
+    """Preconditioned Kimi Delta Attention, arXiv:2604.21100."""
+    return size.depth * [LayerConfig("preconditioned_kda", {"heads": size.heads})]
+
+
+def oja(size: Size) -> Layers:
+    """Oja's rule, arXiv:2206.01649."""
+    return size.depth * [LayerConfig("oja", {"heads": size.heads})]
+
+
+def iplr(size: Size) -> Layers:
+    """Identity plus low rank without decay, arXiv:2503.14456, section 3."""
+    return size.depth * [LayerConfig("iplr", {"heads": size.heads})]
+
+
 def transformer(size: Size) -> Layers:
     """Full softmax attention with rotary positions, as in Llama, arXiv:2302.13971."""
     return size.depth * [LayerConfig("attention", {"heads": size.heads})]
@@ -101,7 +170,8 @@ def kimi_linear_like(size: Size) -> Layers:
 PRESETS: dict[str, Callable[[Size], Layers]] = {
     build.__name__: build
     for build in (
-        retnet, gla, mamba2, deltanet, gated_deltanet, kda, rwkv7, transformer,
+        retnet, gla, mamba2, deltanet, gated_deltanet, kda, rwkv7, linear_attention, lightning, hgrn2, rwkv6, gsa, abc,
+        deltaproduct, comba, gated_deltanet2, preconditioned_gated_deltanet, preconditioned_kda, oja, iplr, transformer,
         hybrid, qwen3_next_like, kimi_linear_like,
     )
 }  # fmt: skip
