@@ -99,7 +99,7 @@ def test_cross_entropy_refuses() -> None:
         cross_entropy(torch.ones(2, 5, 11), TARGET[0])
     with pytest.raises(ValueError, match=r"must be below the vocabulary 10 .*, got 10"):
         cross_entropy(torch.ones(2, 5, 10), TARGET)
-    with pytest.raises(ValueError, match="impl must be one of 'auto', 'portable', got 'cuda'"):
+    with pytest.raises(ValueError, match="impl must be one of 'auto', 'triton', 'portable', got 'cuda'"):
         cross_entropy(torch.ones(2, 5, 11), TARGET, impl="cuda")
 
 
@@ -259,7 +259,7 @@ REFUSED = [
     ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
     ({"chunk": 0}, ValueError, "chunk must be positive, got 0"),
     ({"weight": torch.ones(11, 8, device="meta")}, ValueError, "weight must be on cpu like hidden, got meta"),
-    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
 ]
 
 

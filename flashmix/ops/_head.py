@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from flashmix.ops._rowwise import compute_dtype
 
 # Logits held at once: 2^23 are 32 MiB in float32, enough rows for an efficient matrix product at any usual vocabulary.
 LOGITS_AT_ONCE = 2**23
+
+
+class Options(NamedTuple):
+    """Which cross entropy; `softcap` 0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> int:
@@ -130,3 +140,62 @@ class HeadGradients:
     def results(self) -> list[Tensor]:
         bias_dtype = self.dtype if self.bias is None else self.bias.dtype
         return [self.d_hidden, self.d_weight.to(self.weight.dtype), self.d_bias.to(bias_dtype)]
+
+
+def rows_statistics(z: Tensor, target: Tensor, options: Options, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps of rows of logits, which it overwrites, and what the loss subtracts: the target's share and the mean's.
+
+    With a `total` vocabulary of which z is a part, a target outside of it adds nothing.
+    """
+    if options.softcap:
+        z.div_(options.softcap).tanh_().mul_(options.softcap)
+    column = target.clamp(0, z.shape[1] - 1)
+    expected = z.gather(1, column.unsqueeze(1)).squeeze(1).mul_(1 - options.label_smoothing)
+    if total is not None:
+        expected.masked_fill_(column != target, 0.0)
+    if options.label_smoothing:
+        expected += options.label_smoothing * (z.mean(1) if total is None else z.sum(1) / total)
+    largest = z.amax(1, keepdim=True)
+    lse = z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
+    return lse, expected
+
+
+def rows_losses(lse: Tensor, expected: Tensor, target: Tensor, options: Options) -> Tensor:
+    losses = lse - expected + options.z_loss * lse.square()
+    return losses.masked_fill_(target == options.ignore_index, 0.0)
+
+
+def rows_forward(z: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps of rows of logits, which it overwrites."""
+    lse, expected = rows_statistics(z, target, options)
+    return rows_losses(lse, expected, target, options), lse
+
+
+def rows_backward(
+    z: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    options: Options,
+    local: Tensor | None = None,
+    total: int | None = None,
+) -> Tensor:
+    """Gradient of rows of logits, which it overwrites, for the gradient `grad` of their losses.
+
+    dz = grad * (p (1 + 2 z_loss lse) - (1 - e) onehot(target) - e / V),    p = e^(z - lse)
+    and through the softcap * (1 - (z / c)^2). Of a part of a `total` vocabulary, `local` are the targets as seen from it.
+    """
+    ignore_index, smoothing, z_loss, softcap = options
+    grad = grad.masked_fill(target == ignore_index, 0.0).unsqueeze(1)
+    lse = lse.unsqueeze(1)
+    if softcap:
+        z.div_(softcap).tanh_().mul_(softcap)
+    dz = torch.sub(z, lse, out=None if softcap else z).exp_().mul_(grad * (1 + 2 * z_loss * lse))
+    if smoothing:
+        dz.sub_(grad * (smoothing / (total or z.shape[1])))
+    column = (target if local is None else local).clamp(0, z.shape[1] - 1).unsqueeze(1)
+    share = grad * (smoothing - 1)
+    if local is not None:
+        share = share.masked_fill(column != local.unsqueeze(1), 0.0)
+    dz.scatter_add_(1, column, share)
+    return dz.mul_(z.div_(softcap).square_().neg_().add_(1)) if softcap else dz

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from flashmix._checks import check_choice, check_floating, check_range, check_te
 from flashmix._dispatch import choose
 from flashmix.ops._head import (
     HeadGradients,
+    Options,
     check_head,
     check_positive,
     check_target,
@@ -19,19 +20,17 @@ from flashmix.ops._head import (
     head_logits,
     room_for_logits,
     rows_at_once,
+    rows_backward,
+    rows_forward,
 )
-from flashmix.ops._rowwise import compute_dtype, portable
+from flashmix.ops._rowwise import Operator, compute_dtype, portable, triton, wants_gradient
+from flashmix.ops.cross_entropy_parallel import parallel_losses
 
-IMPLEMENTATIONS = (portable(__name__),)
+IMPLEMENTATIONS = (triton("flashmix.ops.cross_entropy_triton"), portable(__name__))
 
 
-class Options(NamedTuple):
-    """Which cross entropy; `softcap` 0 is none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def cross_entropy(
@@ -43,6 +42,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     reduction: str = "mean",
+    overwrite_logits: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """The cross entropy of `target` under `logits`.
@@ -60,6 +60,9 @@ def cross_entropy(
         z_loss: weight of the squared log of the softmax's denominator.
         softcap: bound c of the logits, or None.
         reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none".
+        overwrite_logits: whether the backward may write the gradient over `logits`, so that nothing else of their size
+            is allocated. Whatever else needs them in a backward, or a second backward of the loss, then raises. Under
+            `torch.compile` the compiler decides.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -85,8 +88,14 @@ def cross_entropy(
     vocabulary = logits.shape[-1]
     check_target(target, logits.shape[:-1], "logits", logits, vocabulary, ignore_index)
     options = _options(ignore_index, label_smoothing, z_loss, softcap, reduction)
-    choose("cross_entropy", IMPLEMENTATIONS, logits, impl)
-    losses, _ = _losses(logits.reshape(-1, vocabulary), target.flatten(), *options)
+    chosen = choose("cross_entropy", IMPLEMENTATIONS, (logits,), impl)
+    rows, targets = logits.reshape(-1, vocabulary), target.flatten()
+    if overwrite_logits and wants_gradient(logits) and not torch.compiler.is_compiling():
+        losses = _Overwriting.apply(rows, targets, options, chosen.name)
+    elif chosen.name == "triton":
+        losses = _KERNELS(rows, targets, options=tuple(options))[0]
+    else:
+        losses, _ = _losses(rows, targets, *options)
     return _reduce(losses.view(target.shape), target, ignore_index, reduction)
 
 
@@ -102,6 +111,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     chunk: int | None = None,
+    group: ProcessGroup | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """The cross entropy of `target` under the logits `hidden @ weight.T + bias`, a chunk of tokens at a time.
@@ -109,7 +119,11 @@ def linear_cross_entropy(
         z = hidden weight^T + bias                  (softcapped: c tanh(z / c))
         loss = (1 - e) (lse(z) - z_target) + e (lse(z) - mean(z)) + z_loss lse(z)^2,    e = label_smoothing
 
-    The backward computes each chunk's logits again and adds up the gradients; a frozen `weight` costs nothing there.
+    The backward computes each chunk's logits again and adds up the gradients; a frozen `weight` costs nothing there. The
+    kernels have the gradients of a sum or mean ready with the loss, without computing logits again.
+
+    Vocabulary-parallel: with `group`, each of its processes holds equally many rows of the head, in the order of ranks,
+    and the same `hidden` and `target`. Each gets the loss, the whole gradient of `hidden` and that of its rows.
 
     With gradient accumulation a mean of means is wrong when the micro batches hold different numbers of tokens: take
     `reduction="sum"` and divide by the number of targets of the whole batch.
@@ -124,11 +138,13 @@ def linear_cross_entropy(
         z_loss: weight of the squared log of the softmax's denominator.
         softcap: bound c of the logits, or None.
         reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none".
-        chunk: tokens a chunk; None for as many as make 2^23 logits.
+        chunk: tokens a chunk; None for as many as make 2^23 logits, with kernels 2^29 bytes.
+        group: processes that share the vocabulary, or None; not under `torch.compile`.
         impl: "auto" or the name of an implementation.
 
     Returns:
-        A scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64 inputs), as is all arithmetic.
+        A scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64 inputs), as is all arithmetic (with
+        kernels, logits and their gradients are rounded to the dtype of `hidden`).
 
     Raises:
         TypeError: an input is not a tensor of the dtype above.
@@ -146,12 +162,23 @@ def linear_cross_entropy(
         2.0794
     """
     vocabulary = check_head(hidden, weight, bias)
-    check_target(target, hidden.shape[:-1], "hidden", hidden, vocabulary, ignore_index)
+    total = vocabulary if group is None else vocabulary * group.size()
+    check_target(target, hidden.shape[:-1], "hidden", hidden, total, ignore_index)
     options = _options(ignore_index, label_smoothing, z_loss, softcap, reduction)
     check_positive("chunk", chunk)
-    choose("linear_cross_entropy", IMPLEMENTATIONS, hidden, impl)
+    chosen = choose("linear_cross_entropy", IMPLEMENTATIONS, (hidden, weight, bias), impl)
+    needs = [wants_gradient(t) for t in (hidden, weight, bias)]
     rows, weight = head_inputs(hidden, weight)
-    losses, _ = _linear_losses(rows, weight, bias, target.flatten(), *options, rows_at_once(chunk, vocabulary))
+    targets = target.flatten()
+    if group is not None:
+        losses = parallel_losses(rows, weight, bias, targets, options, chunk, group, chosen.name)
+    elif chosen.name == "triton" and reduction != "none":
+        summed = _SUM_KERNELS(rows, weight, bias, targets, options=(*options, chunk or 0, *needs))[0]
+        return summed if reduction == "sum" else summed / _count(target, ignore_index)
+    elif chosen.name == "triton":
+        losses = _ROW_KERNELS(rows, weight, bias, targets, options=(*options, chunk or 0))[0]
+    else:
+        losses, _ = _linear_losses(rows, weight, bias, targets, *options, rows_at_once(chunk, vocabulary))
     return _reduce(losses.view(target.shape), target, ignore_index, reduction)
 
 
@@ -168,39 +195,50 @@ def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum().clamp(min=1)
+    return total if reduction == "sum" else total / _count(target, ignore_index)
 
 
-def _rows_forward(z: Tensor, target: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exps of rows of logits, which it overwrites."""
-    if options.softcap:
-        z.div_(options.softcap).tanh_().mul_(options.softcap)
-    column = target.clamp(0, z.shape[1] - 1).unsqueeze(1)
-    expected = z.gather(1, column).squeeze(1).mul_(1 - options.label_smoothing)
-    if options.label_smoothing:
-        expected += options.label_smoothing * z.mean(1)
-    largest = z.amax(1, keepdim=True)
-    lse = z.sub_(largest).exp_().sum(1).log_().add_(largest.squeeze(1))
-    losses = lse - expected + options.z_loss * lse.square()
-    return losses.masked_fill_(target == options.ignore_index, 0.0), lse
+def _count(target: Tensor, ignore_index: int) -> Tensor:
+    return (target != ignore_index).sum().clamp(min=1)
 
 
-def _rows_backward(z: Tensor, target: Tensor, lse: Tensor, grad: Tensor, options: Options) -> Tensor:
-    """Gradient of rows of logits, which it overwrites, for the gradient `grad` of their losses.
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+_MODULE = "flashmix.ops.cross_entropy_triton"
+_KERNELS = Operator("cross_entropy_rows", f"{_MODULE}.CrossEntropy", "Tensor logits, Tensor target", _OPTIONS)
+_ROW_KERNELS = Operator("linear_cross_entropy_rows", f"{_MODULE}.LinearCrossEntropy", _HEAD, f"{_OPTIONS}, int chunk")
+_SUM_KERNELS = Operator(
+    "linear_cross_entropy_sum",
+    f"{_MODULE}.LinearCrossEntropySum",
+    _HEAD,
+    f"{_OPTIONS}, int chunk, bool need_hidden, bool need_weight, bool need_bias",
+)
 
-    dz = grad * (p (1 + 2 z_loss lse) - (1 - e) onehot(target) - e / V),    p = e^(z - lse)
-    and through the softcap * (1 - (z / c)^2).
-    """
-    ignore_index, smoothing, z_loss, softcap = options
-    grad = grad.masked_fill(target == ignore_index, 0.0).unsqueeze(1)
-    lse = lse.unsqueeze(1)
-    if softcap:
-        z.div_(softcap).tanh_().mul_(softcap)
-    dz = torch.sub(z, lse, out=None if softcap else z).exp_().mul_(grad * (1 + 2 * z_loss * lse))
-    if smoothing:
-        dz.sub_(grad * (smoothing / z.shape[1]))
-    dz.scatter_add_(1, target.clamp(0, z.shape[1] - 1).unsqueeze(1), grad * (smoothing - 1))
-    return dz.mul_(z.div_(softcap).square_().neg_().add_(1)) if softcap else dz
+
+class _Overwriting(torch.autograd.Function):
+    """The losses of rows of logits; the backward writes over them and says so to autograd."""
+
+    @staticmethod
+    def forward(ctx, rows, target, options, name):  # type: ignore[no-untyped-def]
+        if name == "triton":
+            (losses,), kept = _KERNELS._run((rows, target), tuple(options), True)
+        else:
+            losses, *kept = _losses(rows, target, *options)
+        ctx.save_for_backward(rows, target, *kept)
+        ctx.options = options, name
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, target, *kept = ctx.saved_tensors
+        options, name = ctx.options
+        if name == "triton":
+            _KERNELS.kernels.backward([rows], (grad,), (rows, target), kept, tuple(options))
+        else:
+            _gradient_into(rows, grad, rows, target, kept[0], options)
+        torch.autograd.graph.increment_version(rows)
+        return rows, None, None, None
 
 
 @torch.library.custom_op("flashmix::cross_entropy", mutates_args=())
@@ -211,7 +249,7 @@ def _losses(
     options, wide = Options(ignore_index, label_smoothing, z_loss, softcap), compute_dtype(logits)
     losses, lse = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
     for rows in chunks(logits.shape[0], rows_at_once(None, logits.shape[1])):
-        losses[rows], lse[rows] = _rows_forward(logits[rows].to(wide, copy=True), target[rows], options)
+        losses[rows], lse[rows] = rows_forward(logits[rows].to(wide, copy=True), target[rows], options)
     return losses, lse
 
 
@@ -221,12 +259,17 @@ def _gradient(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
     """The gradient of `logits` for the gradient `grad [N]` of the losses."""
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     d_logits = torch.empty_like(logits)
+    _gradient_into(d_logits, grad, logits, target, lse, Options(ignore_index, label_smoothing, z_loss, softcap))
+    return d_logits
+
+
+def _gradient_into(
+    d_logits: Tensor, grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, options: Options
+) -> None:
     for rows in chunks(logits.shape[0], rows_at_once(None, logits.shape[1])):
         z = logits[rows].to(lse.dtype, copy=True)
-        d_logits[rows] = _rows_backward(z, target[rows], lse[rows], grad[rows], options)
-    return d_logits
+        d_logits[rows] = rows_backward(z, target[rows], lse[rows], grad[rows], options)
 
 
 @torch.library.custom_op("flashmix::linear_cross_entropy", mutates_args=())
@@ -242,7 +285,7 @@ def _linear_losses(
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks(hidden.shape[0], chunk):
             z = head_logits(hidden[rows], weight, bias, room)
-            losses[rows], lse[rows] = _rows_forward(z, target[rows], options)
+            losses[rows], lse[rows] = rows_forward(z, target[rows], options)
     return losses, lse
 
 
@@ -259,7 +302,7 @@ def _linear_gradients(
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks(hidden.shape[0], chunk):
             z = head_logits(hidden[rows], wide_weight, bias, room)
-            dz = _rows_backward(z, target[rows], lse[rows], grad[rows], options)
+            dz = rows_backward(z, target[rows], lse[rows], grad[rows], options)
             gradients.add(rows, dz, wide_weight)
     return gradients.results()
 

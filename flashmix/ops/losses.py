@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from flashmix.ops._head import (
     HeadGradients,
     check_head,
     check_positive,
+    check_target,
     chunks,
     head_inputs,
     head_logits,
     room_for_logits,
     rows_at_once,
 )
-from flashmix.ops._rowwise import compute_dtype, portable, wants_gradient
+from flashmix.ops._rowwise import Operator, compute_dtype, portable, triton, wants_gradient
 from flashmix.ops.cross_entropy import linear_cross_entropy
 
-IMPLEMENTATIONS = (portable(__name__),)
+IMPLEMENTATIONS = (triton("flashmix.ops.losses_triton"), portable(__name__))
 
 
 def linear_kl_divergence(
@@ -54,7 +56,8 @@ def linear_kl_divergence(
         q = softmax((hidden weight^T + bias) / temperature)
         loss = temperature^2 sum_v p_v (ln p_v - ln q_v)            `reverse`: temperature^2 sum_v q_v (ln q_v - ln p_v)
 
-    The backward computes each chunk's logits again. The teacher gets no gradient.
+    The backward computes each chunk's logits again; the kernels have the gradients of a sum or mean ready with the loss.
+    The teacher gets no gradient.
 
     Args:
         hidden: `[..., D]`, floating: the student's.
@@ -67,7 +70,7 @@ def linear_kl_divergence(
         temperature: divides the logits of both.
         reverse: the student's mean instead of the teacher's: it seeks a mode where the other covers all.
         reduction: "mean" over the tokens that count (0 if none do), "sum", or "none".
-        chunk: tokens a chunk; None for as many as make 2^22 logits of each.
+        chunk: tokens a chunk; None for as many as make 2^22 logits of each, with kernels 2^28 bytes.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -100,9 +103,18 @@ def linear_kl_divergence(
     check_positive("temperature", temperature)
     check_positive("chunk", chunk)
     check_choice("reduction", reduction, "mean", "sum", "none")
-    choose("linear_kl_divergence", IMPLEMENTATIONS, hidden, impl)
+    tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
+    chosen = choose("linear_kl_divergence", IMPLEMENTATIONS, tensors, impl)
+    needs = [wants_gradient(t) for t in (hidden, weight, bias)]
     rows, weight = head_inputs(hidden, weight)
     teacher_rows, teacher_weight = head_inputs(teacher_hidden, teacher_weight)
+    if chosen.name == "triton":
+        heads = (rows, weight, bias, teacher_rows, teacher_weight, teacher_bias)
+        options = (1 / temperature, reverse, chunk or 0)
+        if reduction == "none":
+            return _mean_over(_KL_ROWS(*heads, options=options)[0].view(hidden.shape[:-1]), mask, reduction)
+        weights = _row_weights(hidden.shape[:-1], hidden.device, mask, reduction)
+        return _KL_SUM(*heads, weights.flatten(), options=(*options, *needs))[0]
     size = rows_at_once(chunk, 2 * vocabulary)
     losses = _divergences(
         rows, weight, bias, teacher_rows, teacher_weight, teacher_bias, 1 / temperature, reverse, size
@@ -148,7 +160,7 @@ def linear_grpo(
         temperature: divides the logits, as when sampling.
         reduction: "sequence": the mean over sequences of the mean over a sequence's tokens (GRPO); "mean": the mean
             over all tokens that count (DAPO); "sum"; or "none".
-        chunk: tokens a chunk; None for as many as make 2^23 logits.
+        chunk: tokens a chunk; None for as many as make 2^23 logits, with kernels 2^29 bytes.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -189,8 +201,20 @@ def linear_grpo(
         raise ValueError("reference_log_probs must be given when kl_weight is not 0, got None")
     check_positive("temperature", temperature)
     check_choice("reduction", reduction, "sequence", "mean", "sum", "none")
-    choose("linear_grpo", IMPLEMENTATIONS, hidden, impl)
+    log_probs = (old_log_probs, reference_log_probs)
+    chosen_impl = choose("linear_grpo", IMPLEMENTATIONS, (hidden, weight, bias), impl)
     target = target if mask is None else target.masked_fill(~mask, -100)
+    apart = wants_gradient(advantages, *log_probs) or compute_dtype(advantages, *log_probs) == torch.float64
+    if chosen_impl.name == "triton" and reduction != "none" and not apart:
+        check_target(target, hidden.shape[:-1], "hidden", hidden, weight.shape[0], -100)
+        needs = [wants_gradient(t) for t in (hidden, weight, bias)]
+        hidden, weight = head_inputs(hidden, weight)
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1).expand(batch, tokens)
+        numbers = (None if t is None else t.to(torch.float32).flatten() for t in (advantages, *log_probs))
+        weights = _row_weights((batch, tokens), hidden.device, mask, reduction).flatten()
+        options = (*map(float, clip), float(kl_weight), 1 / temperature, chunk or 0, *needs)
+        return _GRPO_SUM(hidden, weight, bias, target.flatten(), *numbers, weights, options=options)[0]
     if temperature != 1.0:
         hidden, bias = hidden / temperature, None if bias is None else bias / temperature
     chosen = -linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", chunk=chunk, impl=impl)
@@ -217,6 +241,16 @@ def _mean_over(losses: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(losses.shape[0], 1)
 
 
+def _row_weights(shape: Sequence[int], device: torch.device, mask: Tensor | None, reduction: str) -> Tensor:
+    """What `_mean_over` multiplies each token's loss with, float32."""
+    counts = torch.ones(shape, device=device) if mask is None else mask.to(torch.float32)
+    if reduction == "sum":
+        return counts
+    if reduction == "mean":
+        return counts / counts.sum().clamp(min=1)
+    return counts / (counts.sum(-1, keepdim=True).clamp(min=1) * max(shape[0], 1))
+
+
 def _check_mask(mask: Tensor | None, hidden: Tensor) -> None:
     if mask is not None:
         check_shape("mask", mask, *hidden.shape[:-1])
@@ -239,6 +273,28 @@ def _weighted(weights: Tensor, difference: Tensor, out: Tensor) -> Tensor:
     """`weights * difference`, 0 where the weight is (a token ruled out by an infinite logit); `out` may be either."""
     ruled_out = weights == 0
     return torch.mul(weights, difference, out=out).masked_fill_(ruled_out, 0.0)
+
+
+_HEADS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+)
+_NEEDS = "int chunk, bool need_hidden, bool need_weight, bool need_bias"
+_KL_ROWS = Operator(
+    "linear_kl_rows", "flashmix.ops.losses_triton.LinearKL", _HEADS, "float scale, bool reverse, int chunk"
+)
+_KL_SUM = Operator(
+    "linear_kl_sum",
+    "flashmix.ops.losses_triton.LinearKLSum",
+    f"{_HEADS}, Tensor weights",
+    f"float scale, bool reverse, {_NEEDS}",
+)
+_GRPO_SUM = Operator(
+    "linear_grpo_sum",
+    "flashmix.ops.losses_triton.LinearGRPOSum",
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor advantages, Tensor? old, Tensor? reference, "
+    "Tensor weights",
+    f"float low, float high, float kl_weight, float scale, {_NEEDS}",
+)
 
 
 @torch.library.custom_op("flashmix::linear_kl_divergence", mutates_args=())
