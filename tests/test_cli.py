@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,12 @@ def test_a_tokenizers_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixt
     Path("tokenizer.json").unlink()  # the run has its own
     documents = json.loads(Path("run/documents.json").read_text())
     assert sum(d["tokens"] for d in documents) < 0.5 * sum(d["bytes"] for d in documents)
-    assert cli.main(["generate", "run", "--prompt", "2 plus", "--tokens", "5"]) == 0
+    assert cli.main(["generate", "run", "--prompt", "2 plus", "--tokens", "5", "--draft", "run"]) == 0
     assert "2 plus" in capsys.readouterr().out
+    assert cli.main(["train", "--text", text, "--out", "bytes", *SMALL, "--sample", "0"]) == 0
+    capsys.readouterr()
+    line = fails(capsys, "generate", "run", "--draft", "bytes")
+    assert "--draft bytes must have the tokenizer of the run, got another one" in line
 
 
 @pytest.mark.parametrize(
@@ -175,6 +180,27 @@ def test_generate_refuses_options_out_of_range(
         TrainConfig(text=(text,), preset="hybrid_nano", device="cpu", threads=1, steps=1), RunFolder("run")
     ).run()
     assert message in fails(capsys, "generate", "run", *arguments)
+
+
+def test_a_draft_leaves_the_text_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(text=(text,), device="cpu", threads=1, steps=4, batch_tokens=64, seq_len=32, warmup=1)
+    for name in ("hybrid", "gla"):
+        runs.begin(replace(config, preset=f"{name}_nano"), RunFolder(name)).run()
+    likeliest = ["generate", "hybrid", "--prompt", "2 plus", "--tokens", "12", "--device", "cpu", "--temperature", "0"]
+    capsys.readouterr()
+    assert cli.main(likeliest) == 0
+    alone = capsys.readouterr().out
+    for draft in ("gla", "hybrid"):
+        assert cli.main([*likeliest, "--draft", draft, "--draft-tokens", "3"]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == alone and "drafted tokens were kept" in printed.err
+    assert cli.main([*likeliest, "--temperature", "1", "--draft", "gla"]) == 0
+    capsys.readouterr()
+    assert "nowhere holds no run" in fails(capsys, *likeliest, "--draft", "nowhere")
+    assert "draft_tokens must be between 1" in fails(capsys, *likeliest, "--draft", "gla", "--draft-tokens", "0")
+    settings = json.loads(Path("gla/config.json").read_text())
+    Path("gla/config.json").write_text(json.dumps(settings | {"model": settings["model"] | {"vocab_size": 300}}))
+    assert "does not fit the model" in fails(capsys, *likeliest, "--draft", "gla")
 
 
 def test_a_character_is_printed_once_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `flashmix train`, `flashmix generate`, `flashmix doctor`."""
+"""The command line: `flashmix train`, `flashmix generate`, `flashmix eval`, `flashmix doctor`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ SETTINGS = {
     "threads": "CPU threads (default: as torch chooses)",
     "device": "cpu, cuda, cuda:1, ... (default: a GPU if there is one)",
     "dtype": "of the matrix products: float32 or bfloat16",
+}
+
+# The whole numbers among the settings of EvalConfig.
+EVAL_NUMBERS = {
+    "steps": "training steps of every cell (default: the task's own)",
+    "batch_tokens": "tokens in one step (default: 1024)",
+    "examples": "sequences to score on, for each size (default: 128)",
+    "width": "channels of models whose name has no size (default: 64)",
+    "depth": "their layers (default: 2)",
+    "head_dim": "channels of their heads (default: 16)",
+    "window": "of windowed attention in them (default: 16)",
+    "threads": "CPU threads (default: as torch chooses)",
 }
 
 
@@ -69,10 +81,37 @@ def make_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=None, help="choose among the likeliest tokens of this total probability"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the choices (default: 0)")
+    generate.add_argument(
+        "--draft", metavar="RUN", help="a run whose smaller model drafts tokens; the text stays its own"
+    )
+    generate.add_argument(
+        "--draft-tokens", type=int, default=4, metavar="INT", help="tokens that it drafts at a time (default: 4)"
+    )
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
+    add_eval(commands)
     commands.add_parser("doctor", help="what is here, and which implementation each op would take")
     return parser
+
+
+def add_eval(commands: Any) -> None:
+    """`flashmix eval`: its settings are those of EvalConfig, which is imported only when it runs."""
+    evaluate = commands.add_parser("eval", help="train and score small models on synthetic tasks")
+    keep = argparse.SUPPRESS
+    text = "PRESET[_SIZE][+OPTION[=VALUE]]..., several with / between them for a hybrid (default: seven of them)"
+    evaluate.add_argument("--models", nargs="+", metavar="MODEL", default=keep, help=text)
+    text = "which of recall, parity, s5, needle (default: all)"
+    evaluate.add_argument("--tasks", nargs="+", metavar="TASK", default=keep, help=text)
+    text = "one cell for each; the table has their mean (default: 0)"
+    evaluate.add_argument("--seeds", nargs="+", type=int, metavar="INT", default=keep, help=text)
+    evaluate.add_argument("--out", metavar="RUN", help="the folder (default: runs/, the time, -eval)")
+    evaluate.add_argument("--resume", metavar="RUN", help="go on with the evaluation in this folder, or add to it")
+    evaluate.add_argument(
+        "--lr", type=float, metavar="FLOAT", default=keep, help="highest learning rate (default: the task's own)"
+    )
+    for name, text in EVAL_NUMBERS.items():
+        evaluate.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="INT", default=keep, help=text)
+    evaluate.add_argument("--device", default=keep, help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
 def train_command(arguments: argparse.Namespace) -> int:
@@ -116,9 +155,12 @@ def how_to_go_on(folder: RunFolder) -> str:
 
 
 def generate_command(arguments: argparse.Namespace) -> int:
+    from flashmix.models import Acceptance
     from flashmix.train import runs
 
     model, tokens = runs.load(RunFolder(arguments.run), arguments.device)
+    draft = runs.load_draft(RunFolder(arguments.draft), arguments.device, tokens) if arguments.draft else None
+    acceptance = Acceptance()
     text = runs.write_text(
         model,
         tokens,
@@ -128,11 +170,42 @@ def generate_command(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        draft=draft,
+        draft_tokens=arguments.draft_tokens,
+        acceptance=acceptance,
     )
     print(arguments.prompt, end="")
     for part in text:
         print(part, end="", flush=True)
     print()
+    if draft is not None:
+        print(f"--- {acceptance.accepted} of {acceptance.drafted} drafted tokens were kept", file=sys.stderr)
+    return 0
+
+
+def eval_command(arguments: argparse.Namespace) -> int:
+    from flashmix.train import evaluate
+
+    chosen = vars(arguments)
+    names = ("tasks", "models", "seeds", "lr", "device", *EVAL_NUMBERS)
+    settings: dict[str, Any] = {name: chosen[name] for name in names if name in chosen}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    if arguments.resume:
+        if arguments.out:
+            raise RunError("--resume goes on in its own folder: leave --out away")
+        evaluation = evaluate.resume(evaluate.EvalFolder(arguments.resume), settings)
+    else:
+        folder = evaluate.EvalFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
+        evaluation = evaluate.begin(evaluate.EvalConfig(**settings), folder)
+    path, total = evaluation.folder.path, len(list(evaluation.config.cells()))
+    print(f"{len(evaluation.left)} of {total} cells to do, into {path}", flush=True)
+    finished = evaluation.run()
+    print(evaluate.make_table(evaluation.results))
+    if not finished:
+        done = total - len(evaluation.left)
+        print(f"stopped with {done} of {total} cells done; go on: flashmix eval --resume {path}")
+        return 130
+    print(f"numbers, table and plot are in {path}")
     return 0
 
 
@@ -146,15 +219,20 @@ def doctor_command(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what the user can put right is one line on stderr and exit code 1."""
     arguments = make_parser().parse_args(argv)
-    command = {"train": train_command, "generate": generate_command, "doctor": doctor_command}[arguments.command]
+    commands = {
+        "train": train_command,
+        "generate": generate_command,
+        "eval": eval_command,
+        "doctor": doctor_command,
+    }
     try:
-        return command(arguments)
+        return commands[arguments.command](arguments)
     except RunError as error:
         print(f"flashmix: {error}", file=sys.stderr)
     except OSError as error:
         print(f"flashmix: {error.filename or 'a file'}: {reason(error)}", file=sys.stderr)
     except ImportError as error:
-        print(f"flashmix: {error}; the training command needs: pip install 'flashmix[train]'", file=sys.stderr)
+        print(f"flashmix: {error}; training and evaluation take: pip install 'flashmix[train]'", file=sys.stderr)
     except KeyboardInterrupt:
         print("flashmix: stopped", file=sys.stderr)
         return 130

@@ -1,10 +1,15 @@
-"""The loss curve of a run, drawn from its measurements."""
+"""The loss curve of a run and the accuracies of an evaluation, drawn from what was measured."""
 
 from __future__ import annotations
 
+import statistics
+from typing import IO, Any
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flashmix.train.run_folder import RunFolder, written_whole
+from flashmix.train.tasks import TASKS
 
 
 def draw_loss_curve(folder: RunFolder) -> None:
@@ -35,3 +40,34 @@ def running_mean(values: list[float], keep: float) -> list[float]:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         means.append(mean / weight)
     return means
+
+
+def draw_accuracy(results: dict[str, Any], file: IO[bytes]) -> None:
+    """Draws a panel a task into a PNG file: accuracy over size, a line a model; dashed: what the training reached."""
+    shown = [name for name in results["settings"]["tasks"] if any(c["task"] == name for c in results["cells"])]
+    columns = min(2, max(1, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    figure = Figure(figsize=(5 * columns, 3.4 * rows + 0.8), layout="constrained")
+    for index, name in enumerate(shown):
+        _draw_task(figure.add_subplot(rows, columns, index + 1), name, results)
+    handles = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(file, format="png", dpi=120)
+
+
+def _draw_task(axes: Axes, name: str, results: dict[str, Any]) -> None:
+    task = TASKS[name]
+    for index, model in enumerate(results["settings"]["models"]):
+        cells = [cell for cell in results["cells"] if (cell["task"], cell["model"]) == (name, model)]
+        if cells:
+            means = [statistics.mean(cell["accuracy"][str(size)] for cell in cells) for size in task.test]
+            axes.plot(task.test, means, "o-", color=f"C{index}", markersize=3, label=model)
+    axes.axvline(max(task.train), color="gray", linestyle="--", linewidth=0.8)
+    axes.axhline(task.chance, color="gray", linestyle=":", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(task.test, [str(size) for size in task.test])
+    axes.set(ylim=(-0.03, 1.03), xlabel=task.unit, ylabel="accuracy")
+    axes.set_title(task.title, fontsize=9)
+    axes.grid(alpha=0.3)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flashmix
-from flashmix.models import Decoder, DecoderConfig, preset
+from flashmix.models import Acceptance, Decoder, DecoderConfig, preset, stream_speculatively
 from flashmix.models import stream as stream_tokens
 from flashmix.train import checkpoint, data
 from flashmix.train.loop import Trainer
@@ -76,7 +76,7 @@ def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
 def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]:
     """The model of a run as of its last checkpoint, and its tokens."""
     device = device or default_device()
-    _check_device(device)
+    check_device(device)
     model = _model_of(folder, folder.read_config())
     state = checkpoint.load(folder.checkpoint)
     try:
@@ -84,6 +84,14 @@ def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]
     except RuntimeError as error:
         raise RunError(f"{folder.checkpoint} does not fit the model in {folder.config}") from error
     return model.to(device).eval(), _tokens_of(folder)
+
+
+def load_draft(folder: RunFolder, device: str | None, tokens: Tokens) -> Decoder:
+    """The model of a run that is to draft for one with `tokens`. Raises RunError: its tokens are others."""
+    draft, others = load(folder, device)
+    if others.definition != tokens.definition:
+        raise RunError(f"--draft {folder.path} must have the tokenizer of the run, got another one")
+    return draft
 
 
 def write_text(
@@ -96,25 +104,25 @@ def write_text(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    draft: Decoder | None = None,
+    draft_tokens: int = 4,
+    acceptance: Acceptance | None = None,
 ) -> Iterator[str]:
     """Continues `prompt` as the model was trained to read it, behind a separator; yields text as it is sure of it.
 
-    Ends after `length` tokens, or where the model ends the document. Raises RunError for an option out of its range.
+    Ends after `length` tokens, or where the model ends the document. With a `draft` the text is drafted by that model,
+    `draft_tokens` at a time, and `acceptance` counts. Raises RunError for an option out of its range.
     """
     device = model.embedding.weight.device
     ids = torch.tensor([[tokens.separator, *tokens.encode(prompt.encode())]], device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options |= {"stop": tokens.separator, "generator": torch.Generator(device).manual_seed(seed)}
     try:
-        steps = stream_tokens(
-            model,
-            ids,
-            length,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=tokens.separator,
-            generator=generator,
-        )
+        if draft is None:
+            steps = stream_tokens(model, ids, length, **options)
+        else:
+            options |= {"draft_tokens": draft_tokens, "acceptance": acceptance}
+            steps = stream_speculatively(model, draft, ids, length, **options)
     except ValueError as error:
         raise RunError(str(error)) from error
     written: list[int] = []
@@ -133,7 +141,7 @@ def default_device() -> str:
 
 
 def _set_up(config: TrainConfig) -> None:
-    _check_device(str(config.device))
+    check_device(str(config.device))
     torch.set_num_threads(config.threads or torch.get_num_threads())
     torch.manual_seed(config.seed)
 
@@ -149,7 +157,8 @@ def _model_of(folder: RunFolder, settings: dict[str, Any]) -> Decoder:
         raise RunError(f"{folder.config} describes no model of this version: {error}") from error
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
+    """Raises RunError unless tensors can be made on the device of this name."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

@@ -16,6 +16,7 @@ class Tokens:
 
     def __init__(self, tokenizer: Any | None = None) -> None:
         self.tokenizer = tokenizer
+        self.definition: str | None = None if tokenizer is None else tokenizer.to_str()  # None: bytes
         self.separator: int = BYTES if tokenizer is None else tokenizer.get_vocab_size()
         self.vocabulary = self.separator + 1
         self.dtype = "uint16" if self.vocabulary <= 1 << 16 else "uint32"

@@ -1,0 +1,182 @@
+"""Small synthetic tasks that tell mixers apart: recall, counting, permutations, a needle in a haystack.
+
+A task draws sequences of any size: `tokens` `[B, T]` and `targets` `[B, T]`, -100 where nothing is asked. It is trained on some
+sizes and scored on others as well, longer or fuller ones, which tells a rule that was learnt from one that was memorised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+KEYS, VALUES, FILLERS = 64, 16, 16
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, on which sizes it is trained and on which scored.
+
+    Attributes:
+        title: one line about it.
+        unit: what a size counts.
+        draw: `(size, batch, generator) -> (tokens, targets)`.
+        tokens_per_unit: a sequence of a size has that many times as many tokens.
+        vocab_size: number of tokens.
+        chance: accuracy of a guess.
+        train: sizes to train on, from easy to hard.
+        test: sizes to score on.
+        running: whether every token asks; then only the second half of a sequence is scored, so that no size counts what a
+            smaller one has counted.
+        steps, lr: training steps and the highest learning rate, by default.
+    """
+
+    title: str
+    unit: str
+    draw: Callable[[int, int, torch.Generator], Batch]
+    tokens_per_unit: int
+    vocab_size: int
+    chance: float
+    train: tuple[int, ...]
+    test: tuple[int, ...]
+    running: bool
+    steps: int
+    lr: float
+
+    def batch(self, size: int, batch_tokens: int, generator: torch.Generator) -> Batch:
+        """As many sequences as `batch_tokens` hold, at least one and at most 256 (short ones are easy, and no cheaper)."""
+        rows = batch_tokens // (size * self.tokens_per_unit)
+        return self.draw(size, min(max(1, rows), 256), generator)
+
+    def scored(self, targets: Tensor) -> Tensor:
+        """Which of the targets `[B, T]` count."""
+        asked = targets != IGNORED
+        return asked & (torch.arange(targets.shape[1]) >= targets.shape[1] // 2) if self.running else asked
+
+
+def recall(size: int, batch: int, generator: torch.Generator) -> Batch:
+    """Multi-query associative recall: `size` pairs of key and value, then each key once more in another order: its value?
+
+    Keys (tokens 0 to 63) are distinct within a sequence; values are tokens 64 to 79.
+
+    Source: Arora et al., arXiv:2312.04927, section 3.
+
+    Example:
+        >>> tokens, targets = recall(2, 1, torch.Generator().manual_seed(0))
+        >>> key, value, other_key, other_value, *asked = tokens[0].tolist()
+        >>> {key: value, other_key: other_value} == dict(zip(asked, targets[0, 4:].tolist()))
+        True
+    """
+    keys = _orders(batch, KEYS, generator)[:, :size]
+    values = KEYS + torch.randint(VALUES, (batch, size), generator=generator)
+    asked = _orders(batch, size, generator)
+    pairs = torch.stack([keys, values], dim=2).flatten(1)
+    tokens = torch.cat([pairs, keys.gather(1, asked)], dim=1)
+    targets = torch.cat([torch.full_like(pairs, IGNORED), values.gather(1, asked)], dim=1)
+    return tokens, targets
+
+
+def needle(size: int, batch: int, generator: torch.Generator) -> Batch:
+    """A haystack of `size` tokens: up to eight pairs of key and value in random filler; at the end each key again: its value?
+
+    Keys are tokens 0 to 63, values 64 to 79, filler 80 to 95. There is a pair for each 4 tokens, at least one and at most eight.
+    `size` is at least 3.
+
+    Example:
+        >>> tokens, targets = needle(8, 1, torch.Generator().manual_seed(0))
+        >>> place = tokens[0].tolist().index(tokens[0, -1])
+        >>> tokens[0, place + 1] == targets[0, -1], int((targets != IGNORED).sum())
+        (tensor(True), 2)
+    """
+    pairs = min(8, max(1, size // 4))
+    hay = size - pairs  # before the questions
+    tokens = KEYS + VALUES + torch.randint(FILLERS, (batch, hay), generator=generator)
+    keys = _orders(batch, KEYS, generator)[:, :pairs]
+    values = KEYS + torch.randint(VALUES, (batch, pairs), generator=generator)
+    # Distinct places as if each pair were one token, then one further for each pair before it.
+    places = _orders(batch, hay - pairs, generator)[:, :pairs].sort(dim=1).values + torch.arange(pairs)
+    tokens.scatter_(1, places, keys).scatter_(1, places + 1, values)
+    asked = _orders(batch, pairs, generator)
+    targets = torch.cat([torch.full_like(tokens, IGNORED), values.gather(1, asked)], dim=1)
+    return torch.cat([tokens, keys.gather(1, asked)], dim=1), targets
+
+
+def parity(size: int, batch: int, generator: torch.Generator) -> Batch:
+    """Bits; after each of them, is the number of ones so far odd?
+
+    Source: Grazzi et al., arXiv:2411.12537, section 5.1.
+
+    Example:
+        >>> tokens, targets = parity(4, 1, torch.Generator().manual_seed(0))
+        >>> [sum(tokens[0].tolist()[: t + 1]) % 2 for t in range(4)] == targets[0].tolist()
+        True
+    """
+    bits = torch.randint(2, (batch, size), generator=generator)
+    return bits, bits.cumsum(1) % 2
+
+
+def compose(size: int, batch: int, generator: torch.Generator) -> Batch:
+    """Swaps of two of five things; after each of them, which of the 120 permutations have they made so far?
+
+    The ten swaps (tokens 0 to 9) generate the group S5, whose word problem is complete for NC1.
+
+    Source: Merrill et al., arXiv:2404.08819, section 5; swaps as in Grazzi et al., arXiv:2411.12537, section 5.2.
+
+    Example:
+        >>> tokens, targets = compose(3, 1, torch.Generator().manual_seed(0))
+        >>> bool((swaps()[tokens[0, 0]] == targets[0, 0]) & (targets < 120).all())
+        True
+    """
+    tokens = torch.randint(10, (batch, size), generator=generator)
+    steps = permutations()[swaps()[tokens]]  # [B, T, 5]
+    digits = torch.tensor([625, 125, 25, 5, 1])
+    numbers = torch.zeros(3125, dtype=torch.int64)
+    numbers[(permutations() * digits).sum(1)] = torch.arange(120)
+    made, targets = torch.arange(5).expand(batch, 5), torch.empty_like(tokens)
+    for t in range(size):
+        made = made.gather(1, steps[:, t])
+        targets[:, t] = numbers[(made * digits).sum(1)]
+    return tokens, targets
+
+
+@lru_cache(maxsize=1)
+def permutations() -> Tensor:
+    """`[120, 5]`: the permutations of five things, in alphabetical order."""
+    return torch.tensor(list(itertools.permutations(range(5))))
+
+
+@lru_cache(maxsize=1)
+def swaps() -> Tensor:
+    """`[10]`: which of the permutations exchange two things and leave the others."""
+    return ((permutations() != torch.arange(5)).sum(1) == 2).nonzero().squeeze(1)
+
+
+def _orders(batch: int, count: int, generator: torch.Generator) -> Tensor:
+    """`[batch, count]`: a random order of `count` things for each sequence."""
+    return torch.rand(batch, count, generator=generator).argsort(dim=1)
+
+
+TASKS = {
+    "recall": Task(
+        "associative recall: the values of all keys", "keys", recall, 3, KEYS + VALUES, 1 / VALUES,
+        train=(1, 2, 4, 8, 16, 32), test=(4, 8, 16, 32, 64), running=False, steps=800, lr=3e-3,
+    ),
+    "parity": Task(
+        "parity: is the number of ones odd?", "tokens", parity, 1, 2, 1 / 2,
+        train=(4, 8, 16, 32), test=(16, 32, 64, 128, 256), running=True, steps=300, lr=5e-3,
+    ),
+    "s5": Task(
+        "S5: which permutation have the swaps made?", "tokens", compose, 1, 120, 1 / 120,
+        train=(4, 8, 16), test=(8, 16, 32, 64, 128), running=True, steps=800, lr=5e-3,
+    ),
+    "needle": Task(
+        "needle in a haystack: up to eight facts in noise", "tokens", needle, 1, KEYS + VALUES + FILLERS, 1 / VALUES,
+        train=(4, 8, 16, 32, 64), test=(32, 64, 128, 256, 512, 1024), running=False, steps=800, lr=2e-3,
+    ),
+}  # fmt: skip
