@@ -174,7 +174,9 @@ def test_the_other_presets(name: str) -> None:
     model, tokens = make_model(name), some_tokens(1, sum(LENGTHS))
     model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
     for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.any(), parameter_name
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.any(), (
+            parameter_name
+        )
     one_by_one = torch.cat([model(part) for part in tokens.split(LENGTHS, dim=1)], dim=1)
     assert_same(model(tokens, cu_seqlens=Packing.from_lengths(LENGTHS)), one_by_one)
     tokens = some_tokens(2, 9)

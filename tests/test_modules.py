@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, silu, softplus
 
 from flashmix.modules import (
     BoundedDecay,
+    ForgetGate,
     GatedRMSNorm,
     LinearCrossEntropy,
     LogSigmoidDecay,
@@ -18,6 +19,7 @@ from flashmix.modules import (
     MambaDecay,
     RMSNorm,
     RotaryEmbedding,
+    RWKV6Decay,
     RWKV7Decay,
     ShortConvolution,
     SwiGLU,
@@ -142,15 +144,23 @@ def test_decays_are_their_formulas() -> None:
     assert_same(bounded(x), -3.0 * torch.sigmoid(bounded.A_log.exp()[:, None] * (x + bounded.dt_bias)))
     assert_same(LogSigmoidDecay()(x), logsigmoid(x) / 16)
     assert_same(RWKV7Decay()(x), -0.6065306597126334 * torch.sigmoid(x))
+    assert_same(RWKV6Decay()(x.clamp(max=7)), -x.clamp(max=7).exp())
+    assert_same(ForgetGate()(x), torch.sigmoid(x).log())
+    assert_same(ForgetGate(0.4)(x), (0.4 + 0.6 * torch.sigmoid(x)).log())
+    with pytest.raises(ValueError, match="lower must be between 0.0 and 0.999999, got 1.0"):
+        ForgetGate(1.0)
     assert_same(WriteStrength()(x), torch.sigmoid(x))
     assert_same(WriteStrength(negative_eigenvalues=True)(x), 2 * torch.sigmoid(x))
 
 
 def test_decays_are_float32_negative_and_finite_for_any_input() -> None:
     x = torch.tensor([-1e4, -80.0, 0.0, 80.0, 1e4], dtype=torch.bfloat16)[:, None].expand(5, 4)
-    for module in (MambaDecay(4), BoundedDecay(4), LogSigmoidDecay(), RWKV7Decay()):
-        g = module.to(torch.bfloat16)(x)
+    others = LogSigmoidDecay(), RWKV6Decay(), RWKV7Decay(), ForgetGate(), ForgetGate(0.5)
+    for module in (MambaDecay(4), BoundedDecay(4), *others):
+        leaf = x.clone().requires_grad_()
+        g = module.to(torch.bfloat16)(leaf)
         assert g.dtype == torch.float32 and torch.isfinite(g).all() and (g <= 0).all()
+        assert torch.isfinite(torch.autograd.grad(g.sum(), leaf)[0]).all()
     assert BoundedDecay(4)(x).min() >= -5
 
 

@@ -165,7 +165,7 @@ class RWKV7Decay(nn.Module):
 
 
 class RWKV6Decay(nn.Module):
-    """The decay of RWKV-6: `w = -e^x`.
+    """The decay of RWKV-6: `w = -e^x`, with `x` bounded at 8, where nothing is left of a state (`e^{-e^8} = 0` in float32).
 
     Source: Peng et al., arXiv:2404.05892, section 4 (Finch).
 
@@ -176,7 +176,7 @@ class RWKV6Decay(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return -at_least_float32(x).exp()
+        return -at_least_float32(x).clamp(max=8.0).exp()
 
 
 class ForgetGate(nn.Module):

@@ -83,7 +83,8 @@ def abc(
         *pair, start = initial_state
         slots = (pair[0], pair[1])
     before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
-    ahead = s.to(start.dtype) - before  # inf for the first token; s_t - z_t = -softplus(-ahead), z_{t-1} - z_t = -softplus(ahead)
+    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); the first token is infinitely ahead
+    ahead = s.to(start.dtype) - before
     weight = torch.exp(-_softplus(-ahead)).to(q.dtype)
     o, states = _two_passes(q, k, v, weight, -_softplus(ahead), scale, slots, return_state, packing, impl)
     return o, None if states is None else (*states, z)
