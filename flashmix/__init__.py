@@ -20,12 +20,14 @@ from flashmix.ops.named import (
     kda,
     lightning,
     mamba2,
+    normalised_linear_attention,
     oja,
     preconditioned_gated_deltanet,
     preconditioned_kda,
     retnet,
     rwkv6,
     rwkv7,
+    simple_gla,
 )
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.packing import Packing
@@ -79,6 +81,7 @@ __all__ = [
     "linear_grpo",
     "linear_kl_divergence",
     "mamba2",
+    "normalised_linear_attention",
     "oja",
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
@@ -90,6 +93,7 @@ __all__ = [
     "rwkv6",
     "rwkv7",
     "short_conv",
+    "simple_gla",
     "softmax_attention",
     "swiglu",
     "token_shift",

@@ -30,6 +30,8 @@ _CALLS = {
     "retnet": "q:BTHK k:BTHK v:BTHK",
     "lightning": "q:BTHK k:BTHK v:BTHK",
     "mamba2": "x:BTHK dt:BTH A_log:H B:BTHK C:BTHK",
+    "normalised_linear_attention": "q:BTHK k:BTHK v:BTHK",
+    "simple_gla": "q:BTHK k:BTHK v:BTHK log_decay:BTH",
     "gla": "q:BTHK k:BTHK v:BTHK log_decay:BTHK",
     "hgrn2": "q:BTHK log_forget:BTHK v:BTHK",
     "rwkv6": "r:BTHK k:BTHK v:BTHK log_decay:BTHK bonus:HK",

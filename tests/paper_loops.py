@@ -50,6 +50,27 @@ def mamba2(
     return rows(y, x), S
 
 
+def normalised_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, S: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """2006.16236, equations 10 to 12: s_i = s_{i-1} + phi(k_i) v_i^T, z_i = z_{i-1} + phi(k_i), phi(q_i)^T s_i / phi(q_i)^T z_i."""
+    s, z = S
+    o = []
+    for t in range(len(v)):
+        s, z = s + torch.outer(k[t], v[t]), z + k[t]
+        o.append((q[t] @ s) / (q[t] @ z))
+    return rows(o, v), (s, z)
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """2405.21060, equation 1 with scalar A: h_t = a_t h_{t-1} + B_t x_t^T, y_t = C_t^T h_t."""
+    o = []
+    for t in range(len(v)):
+        S = torch.exp(log_decay[t]) * S + torch.outer(k[t], v[t])
+        o.append(scale * q[t] @ S)
+    return rows(o, v), S
+
+
 def gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, S: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """2312.06635, equation 3: S_t = (alpha_t^T 1) * S_{t-1} + k_t^T v_t, o_t = q_t S_t."""
     o = []
@@ -277,6 +298,7 @@ class Mechanism:
     unit: tuple[str, ...] = ("k",)  # of length 1 where there is a beta
     draw: dict[str, float] = field(default_factory=dict)  # arguments of unit length times this number
     weak: bool = False  # beta up to 1 instead of 2
+    positive: tuple[str, ...] = ()  # between 0 and 1; such an op has no scale
 
 
 _QKV = {"q": "B T H K", "k": "B T H K", "v": "B T HV V"}
@@ -291,6 +313,10 @@ MECHANISMS = {
     "retnet": Mechanism(retnet, _QKV, by_head=True),
     "lightning": Mechanism(lightning, _QKV, options={"layer": 1, "layers": 7}, by_head=True),
     "mamba2": Mechanism(mamba2, _MAMBA, ("D",), scale=1.0),
+    "normalised_linear_attention": Mechanism(
+        normalised_linear_attention, _QKV, states=("N HV K V", "N H K"), positive=("q", "k")
+    ),
+    "simple_gla": Mechanism(simple_gla, _QKV | BY_TOKEN),
     "gla": Mechanism(gla, _QKV | BY_CHANNEL),
     "hgrn2": Mechanism(
         hgrn2, {"q": "B T H K", "log_forget": "B T H K", "v": "B T HV V"}, scale=1.0, values_first=True, grouped=False

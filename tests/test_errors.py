@@ -50,6 +50,7 @@ STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).pa
 SEVERAL = {  # the shapes of several states
     "gsa": ((1, H, K, K), (1, H, K, K)),
     "abc": ((1, H, K, K), (1, H, K, K), (1, H, K)),
+    "normalised_linear_attention": ((1, H, K, K), (1, H, K)),
     "preconditioned_gated_deltanet": ((1, H, K, K), (1, H, K)),
     "preconditioned_kda": ((1, H, K, K), (1, H, K)),
 }
@@ -63,7 +64,7 @@ FREE = {
     ("rotary", "x", 0), ("rotary", "x", 1), ("rotary", "x", 2), ("rotary", "x", 3),
 ("l2_norm", "x", 0), ("l2_norm", "x", 1), ("l2_norm", "x", 2),
     ("short_conv", "x", 1), ("token_shift", "x", 1), ("cross_entropy", "logits", 2), ("abc", "s", 3), ("abc", "v", 3), ("gsa", "v", 3),
-    ("preconditioned_gated_deltanet", "v", 3), ("preconditioned_kda", "v", 3),
+    ("normalised_linear_attention", "v", 3), ("preconditioned_gated_deltanet", "v", 3), ("preconditioned_kda", "v", 3),
 }  # fmt: skip
 # Arguments of any number of axes, without another argument that would tell.
 ANY_AXES = {("l2_norm", "x")}

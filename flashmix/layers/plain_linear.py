@@ -11,21 +11,18 @@ from flashmix.layers.linear_attention import head_size
 from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
-from flashmix.ops.named import hgrn2, lightning
+from flashmix.ops.named import hgrn2, lightning, normalised_linear_attention
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import linear_attention
 
 
 class LinearAttention(Mixer[RecurrentCache]):
     """The first linear attention: features `elu(x) + 1`, and the output divided by the sum of its weights.
 
-    The sum is one more channel of the values, so the state is `[N, H, K, V + 1]`.
-
     Args:
         width: channels of the input and output.
         heads: number of heads.
         head_dim: channels of a query and key; default `width / heads`.
-        value_dim: channels of a value, at most 255; default `width / heads`.
+        value_dim: channels of a value; default `width / heads`.
 
     Source: Katharopoulos et al., arXiv:2006.16236, equations 7 and 10 to 12.
 
@@ -55,17 +52,17 @@ class LinearAttention(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).split(self.sizes, dim=-1))
-        o, state = linear_attention(
+        o, state = normalised_linear_attention(
             elu(q) + 1,
             elu(k) + 1,
-            torch.cat([v, torch.ones_like(v[..., :1])], -1),
+            v,
             initial_state=None if cache is None else cache.state,
             return_state=cache is not None,
             cu_seqlens=packing,
         )
         if cache is not None:
             cache.state = state
-        return self.output((o[..., :-1] / o[..., -1:]).flatten(2))
+        return self.output(o.flatten(2))
 
 
 class Lightning(Mixer[RecurrentCache]):

@@ -9,7 +9,16 @@ from flashmix.ops.named.delta import comba, deltanet, deltaproduct, gated_deltan
 from flashmix.ops.named.low_rank import iplr, rwkv7
 from flashmix.ops.named.oja import oja
 from flashmix.ops.named.preconditioned import preconditioned_gated_deltanet, preconditioned_kda
-from flashmix.ops.named.raw import gla, hgrn2, lightning, mamba2, retnet, rwkv6
+from flashmix.ops.named.raw import (
+    gla,
+    hgrn2,
+    lightning,
+    mamba2,
+    normalised_linear_attention,
+    retnet,
+    rwkv6,
+    simple_gla,
+)
 from flashmix.ops.named.slots import abc, gsa
 
 __all__ = [
@@ -26,10 +35,12 @@ __all__ = [
     "kda",
     "lightning",
     "mamba2",
+    "normalised_linear_attention",
     "oja",
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
     "retnet",
     "rwkv6",
     "rwkv7",
+    "simple_gla",
 ]

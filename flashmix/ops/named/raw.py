@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flashmix._checks import check_range, check_shape, dims
-from flashmix.ops.named._common import Result, check_per_head, check_same_heads
-from flashmix.ops.packing import Packing
+from flashmix.ops.named._common import Result, check_per_head, check_same_heads, check_states
+from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.engine import state_dtype
 from flashmix.ops.recurrence.problem import check_operands
@@ -100,6 +100,67 @@ def mamba2(
         C, B, v, decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl
     )  # fmt: skip
     return (y if D is None else (y + D[:, None] * x).to(y.dtype)), state
+
+
+def normalised_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, initial_state: tuple[Tensor, Tensor] | None = None, return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """The first linear attention: the output is an average of the values, its weights divided by their sum.
+
+        S_t = S_{t-1} + k_t v_t^T;  z_t = z_{t-1} + k_t;  o_t = S_t^T q_t / (q_t . z_t)
+
+    Queries and keys are features, positive so that no sum is 0 (the paper's are `elu(x) + 1`); a scale would cancel.
+
+    Args:
+        q, k: features of queries and keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
+        initial_state: `(S, z)`, `([N, HV, K, V], [N, H, K])`, float32 (float64 for float64 inputs).
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 10 to 12.
+
+    Example:
+        >>> q, k, v = torch.rand(3, 1, 10, 4, 16)
+        >>> o, (S, z) = normalised_linear_attention(q, k, v, return_state=True)
+        >>> o.shape, z.shape
+        (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
+    """
+    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
+    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    N = q.shape[0] if packing is None else packing.count
+    check_states(initial_state, q, (N, v.shape[2], q.shape[3], v.shape[3]), (N, *q.shape[2:]))
+    S, z = (None, None) if initial_state is None else initial_state
+    one = v.new_ones(1, 1, 1, 1).expand(*q.shape[:3], 1)
+    o, S = linear_attention(
+        q, k, v, scale=1.0, initial_state=S, return_state=return_state, cu_seqlens=packing, impl=impl
+    )
+    weight, z = linear_attention(
+        q, k, one, scale=1.0, initial_state=None if z is None else z.unsqueeze(-1), return_state=return_state, cu_seqlens=packing,
+        impl=impl,
+    )  # fmt: skip
+    o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)
+    return o, None if S is None or z is None else (S, z.squeeze(-1))
+
+
+def simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, scale: float | None = None, initial_state: Tensor | None = None,
+    return_state: bool = False, cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
+) -> Result:  # fmt: skip
+    """Simple gated linear attention: one decay a token and head, `[B, T, HV]`; `mamba2` without its step size.
+
+        S_t = e^{g_t} S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
+
+    Source: Dao and Gu 2024 (arXiv 2405.21060), equation 1.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> simple_gla(q, k, v, -torch.rand(1, 10, 4))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T HV")
+    return linear_attention(
+        q, k, v, log_decay, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens, impl=impl
+    )  # fmt: skip
 
 
 def gla(
