@@ -10,6 +10,7 @@ from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
 
 import flashmix
+from flashmix.ops.recurrence import step_engine
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)
@@ -121,10 +122,6 @@ def test_a_pool_of_more_than_two_to_the_31_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_indices_that_are_no_slots_are_idle(dtype: torch.dtype) -> None:
-    for run, index in zip(both(4, (3, -1, 0, 1)), (0, 1), strict=True):
-        wanted = [t.clone() for t in run()]
-        del index
-        assert not wanted[0][1].any()
     case = StepCase("", "delta", "token", B=6, slots=(0, 1, 2, 3, 4, -1))
     x = on_gpu(make_inputs(case, torch.float32))
     limits = torch.iinfo(dtype)
@@ -136,21 +133,18 @@ def test_indices_that_are_no_slots_are_idle(dtype: torch.dtype) -> None:
 
 
 def test_calls_after_the_first_take_the_short_way_and_give_the_same() -> None:
-    from flashmix.ops.recurrence import delta_net_step, step_engine
-
     step_engine._known.clear()
-    first = both(2)
-    expected = [[t.clone() for t in run()] for run in first]
-    assert len(step_engine._known) == 1 and delta_net_step  # the ops remember, each its own
+    expected = [[t.clone() for t in run()] for run in both(2)]
+    assert len(step_engine._known) == 1
     for run, wanted in zip(both(2), expected, strict=True):
         for t, w in zip(run(), wanted, strict=True):
             assert torch.equal(t, w)
     x = on_gpu(make_inputs(StepCase("", "delta", "channel", K=64, V=64, T=2), torch.bfloat16))
     odd = torch.empty(x["state"].numel() + 1, device="cuda")[1:].view_as(x["state"]).copy_(x["state"])
-    again = x | {"state": odd}  # four bytes off: not what was compiled
     case = StepCase("", "delta", "channel", K=64, V=64, T=2)
-    for _ in range(2):
-        assert torch.equal(run_op(case, again), run_op(case, x)) and torch.equal(odd, x["state"])
+    for _ in range(2):  # four bytes off: not what was compiled
+        torch.testing.assert_close(run_op(case, x | {"state": odd}), run_op(case, x))
+        torch.testing.assert_close(odd, x["state"])
     with pytest.raises(ValueError, match="state must be on"):
         run_op(case, x | {"state": x["state"].cpu()})
 

@@ -18,7 +18,6 @@ from kernels import TARGETS, compile_launch, recording
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 SIZES = ((128, 128), (256, 256), (64, 64), (96, 80), (7, 5), (1, 1)) if EVERYTHING else ((128, 128), (256, 256), (7, 5))
 STACK = 0  # bytes: nothing is spilled
-LAYER_STACK = 64  # of a layer's step with 256 channels, where registers are short
 
 
 def launches(case: StepCase, capability: tuple[int, int], state: torch.dtype = torch.float32) -> list:
@@ -28,11 +27,11 @@ def launches(case: StepCase, capability: tuple[int, int], state: torch.dtype = t
     return found
 
 
-def assert_fits(found: list, count: int, stack: int = STACK) -> None:
+def assert_fits(found: list, count: int) -> None:
     assert len(found) == count
     for launch in found:
         made = compile_launch(launch)
-        assert made.shared <= 48 * 1024 and made.stack <= stack, (launch.key, made.shared, made.stack)
+        assert made.shared <= 48 * 1024 and made.stack <= STACK, (launch.key, made.shared, made.stack)
 
 
 @pytest.mark.parametrize("capability", TARGETS, ids=str)
@@ -71,15 +70,14 @@ def layer_launches(case: Case, capability: tuple[int, int]) -> list:
 @pytest.mark.parametrize("capability", TARGETS, ids=str)
 def test_the_step_of_a_layer_compiles_for_every_target(capability: tuple[int, int]) -> None:
     for K, V in SIZES:
-        assert_fits(layer_launches(Case("", "channel", "sigmoid", B=1, HV=4, K=K, V=V), capability), 1, LAYER_STACK)
+        assert_fits(layer_launches(Case("", "channel", "sigmoid", B=1, HV=4, K=K, V=V), capability), 2)
 
 
 def test_every_form_of_a_layer_compiles() -> None:
     for decay, gate in (("none", None), ("token", "silu"), ("bounded", "sigmoid")):
-        assert_fits(layer_launches(Case("", decay, gate, B=1, K=64, V=64, bias=True, slots=(0,)), (9, 0)), 1)
-    assert_fits(layer_launches(Case("", "token", "silu", HV=10, K=64, V=64, slots=(0, 1)), (9, 0)), 2)
+        assert_fits(layer_launches(Case("", decay, gate, B=1, K=64, V=64, bias=True, slots=(0,)), (9, 0)), 2)
 
 
 def test_the_batch_of_a_layer_does_not_recompile() -> None:
     cases = [Case("", "token", "silu", B=B, slots=tuple(range(B)), pool=pool) for B, pool in ((1, 1), (2, 7), (16, 16))]
-    assert len({launch.key for case in cases for launch in layer_launches(case, (9, 0))}) == 1
+    assert len({launch.key for case in cases for launch in layer_launches(case, (9, 0))}) == 2

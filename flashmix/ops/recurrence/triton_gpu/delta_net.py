@@ -1,15 +1,15 @@
-"""All that a delta net layer does to one token between its projections, in one launch.
+"""All that a delta net layer does to one token between its projections, in two launches.
 
-    q, k, v = silu(conv)    q, k of length 1    beta = sigmoid(.), g = decay(.)    S <- delta rule    y = norm(scale S^T q) act(gate)
+    q, k, v = silu(conv)    q, k of length 1    beta = sigmoid(.), g = decay(.)    S <- delta rule    o = scale S^T q
 
-A program has one head of keys and the value heads that read it, so that it alone moves the convolution's past of its
-channels on. Where very many value heads share a key head, a program has one of them, and a second launch moves the keys' past.
+A program of the first has `BV` columns of the state of one value head, and works out its keys anew: that is little beside
+the state, and columns are many enough to keep a GPU busy with one sequence. What needs a whole head, or that all programs have
+read the convolution's past, is left to the second: `y = norm(o) act(gate)`, and the past moves on by one token.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +19,15 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.problem import DeltaNetOptions
 from flashmix.ops.recurrence.triton_gpu.launch import Launch
+from flashmix.ops.recurrence.triton_gpu.step import tile
 
-MOST_HEADS = 4  # value heads that one program does in turn
 L2_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 # qkv, strength, state, conv_state, conv_weight, conv_bias, decay, A_log, dt_bias, norm_weight, gate, state_indices
 Tensors = tuple[Tensor | None, ...]
 
-_VECTORS = [
-    "qkv",
-    "strength",
-    "past",
-    "weight",
-    "bias",
-    "decay",
-    "A_log",
-    "dt_bias",
-    "norm_weight",
-    "gate",
-    "slots",
-    "o",
-]
-_VARYING = ["pool", "slots_n", "past_w", *(f"{t}_n" for t in ("qkv", "strength", "past", "decay", "gate"))]
-_VARYING += ["strength_h", "decay_h", "gate_h"]
+_VECTORS = ["qkv", "strength", "past", "weight", "bias", "decay", "A_log", "dt_bias", "slots", "o"]
+_VARYING = ["pool", "qkv_n", "strength_n", "strength_h", "past_n", "past_w", "decay_n", "decay_h", "slots_n"]
 
 
 @triton.jit
@@ -71,10 +57,15 @@ def convolve(window, taps, bias, channel, inside):
 
 
 @triton.jit
-def move_window(window, past, channel, inside, past_w, W: tl.constexpr, BW: tl.constexpr):
-    """Writes all inputs but the oldest as the past of the next token; all threads must have read the window before."""
-    i = tl.arange(0, BW)[None, :]
-    tl.store(past + (i - 1) * past_w + channel[:, None], window, mask=(i > 0) & (i < W) & inside[:, None])
+def find_slot(slots, n, slots_n, pool):
+    """The slot of sequence n and whether it is one of the pool's."""
+    slot = n
+    live = n >= 0
+    if slots is not None:
+        slot = tl.load(slots + n * slots_n).to(tl.int64)
+        live = (slot >= 0) & (slot < pool)
+        slot = tl.where(live, slot, 0)
+    return slot, live
 
 
 @triton.jit
@@ -93,156 +84,111 @@ def decay_factor(
     return tl.exp(-rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))))
 
 
-@triton.jit
-def state_tile(state, state_h, h, i: tl.constexpr, d, live, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Where block i of the columns of head h is, [BK, BV], and what of it there is."""
-    c = i * BV + tl.arange(0, BV)
-    at = state + h.to(tl.int64) * state_h + (d[:, None] * V + c[None, :])
-    return at, (d < K)[:, None] & (c < V)[None, :] & live
-
-
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VECTORS)
 def delta_net_kernel(
-    qkv, strength, state, past, weight, bias, decay, A_log, dt_bias, norm_weight, gate, slots, o,
+    qkv, strength, state, past, weight, bias, decay, A_log, dt_bias, slots, o,
     pool, qkv_n, strength_n, strength_h, state_n, state_h, past_n, past_w, weight_d, weight_w,
-    decay_n, decay_h, gate_n, gate_h, slots_n, scale, eps, lower,
-    H: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, NV: tl.constexpr, BW: tl.constexpr,
-    CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, STRONGEST: tl.constexpr, SIGMOID: tl.constexpr,
+    decay_n, decay_h, slots_n, scale, lower,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, STRONGEST: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence, HEADS value heads of one key head. A slot outside [0, pool) is idle: o = 0."""
-    GROUP: tl.constexpr = HV // H
-    n = (tl.program_id(0) // (HV // HEADS)).to(tl.int64)
-    first = (tl.program_id(0) % (HV // HEADS)) * HEADS
-    d, in_k = tl.arange(0, BK), tl.arange(0, BK) < K  # [BK]
-    slot, live = n, True
-    if slots is not None:
-        slot = tl.load(slots + n * slots_n).to(tl.int64)
-        live = (slot >= 0) & (slot < pool)
-        slot = tl.where(live, slot, 0)
+    """One token of one sequence and value head, BV columns: the state and the output `[B, HV, V]` before its norm."""
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    row = tl.program_id(0) // COLUMNS
+    n, h = (row // HV).to(tl.int64), row % HV
+    d = tl.arange(0, BK)  # [BK]
+    c = (tl.program_id(0) % COLUMNS) * BV + tl.arange(0, BV)  # [BV]
+    slot, live = find_slot(slots, n, slots_n, pool)
+    in_k, in_v = (d < K) & live, (c < V) & live
+    at = state + slot * state_n + h.to(tl.int64) * state_h + (d[:, None] * V + c[None, :])  # [BK, BV]
+    inside = in_k[:, None] & in_v[None, :]
     qkv += n * qkv_n
     past += slot * past_n
-    key = (first // GROUP) * K + d
-    qs = load_window(qkv, past, key, in_k & live, past_w, W, BW)  # [BK, BW]
-    ks = load_window(qkv, past, H * K + key, in_k & live, past_w, W, BW)  # [BK, BW]
-    q_taps = load_taps(weight, key, in_k, weight_d, weight_w, W, BW)  # [BK, BW]
-    k_taps = load_taps(weight, H * K + key, in_k, weight_d, weight_w, W, BW)  # [BK, BW]
-    start, here = state_tile(state + slot * state_n, state_h, first, 0, d, live, K, V, BV)
-    S = tl.load(start, mask=here, other=0.0).to(tl.float32)  # [BK, BV], while the rest is worked on
+    key = (h // (HV // H)) * K + d
+    value = 2 * H * K + h * V + c
+    # Everything is asked for first, the state last: Triton lays out the tile by the load that is nearest to its use.
+    qs = load_window(qkv, past, key, in_k, past_w, W, BW)  # [BK, BW]
+    ks = load_window(qkv, past, H * K + key, in_k, past_w, W, BW)  # [BK, BW]
+    vs = load_window(qkv, past, value, in_v, past_w, W, BW)  # [BV, BW]
+    q_taps = load_taps(weight, key, in_k, weight_d, weight_w, W, BW)
+    k_taps = load_taps(weight, H * K + key, in_k, weight_d, weight_w, W, BW)
+    v_taps = load_taps(weight, value, in_v, weight_d, weight_w, W, BW)
+    S = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # [BK, BV]
     q = convolve(qs, q_taps, bias, key, in_k)  # [BK]
     k = convolve(ks, k_taps, bias, H * K + key, in_k)  # [BK]
+    v = convolve(vs, v_taps, bias, value, in_v)  # [BV]
     q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + L2_EPS))
     k = k / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
-    columns = tl.arange(0, NV)[:, None] * BV + tl.arange(0, BV)[None, :]  # [NV, BV]
-    if norm_weight is not None:
-        w = tl.load(norm_weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-    for j in range(HEADS):
-        h = first + j
-        if gate is not None:
-            z = tl.load(gate + n * gate_n + h * gate_h + columns, mask=columns < V, other=0.0).to(tl.float32)
-        beta = STRONGEST * tl.sigmoid(tl.load(strength + n * strength_n + h * strength_h).to(tl.float32))
-        if decay is not None:
-            factor = decay_factor(
-                decay + n * decay_n + h * decay_h, A_log, dt_bias, h, d, in_k, lower, K, CHANNEL, BOUNDED
-            )
-        out = tl.zeros([NV, BV], tl.float32)
-        for i in tl.static_range(NV):
-            c = i * BV + tl.arange(0, BV)  # [BV]
-            value, in_v = 2 * H * K + h * V + c, (c < V) & live
-            vs = load_window(qkv, past, value, in_v, past_w, W, BW)  # [BV, BW]
-            v_taps = load_taps(weight, value, in_v, weight_d, weight_w, W, BW)  # [BV, BW]
-            v = convolve(vs, v_taps, bias, value, in_v)  # [BV]
-            if decay is not None:
-                S = S * factor[:, None] if CHANNEL else S * factor
-            u = beta * (v - tl.sum(S * k[:, None], 0))  # [BV]
-            S += k[:, None] * u[None, :]
-            at, inside = state_tile(state + slot * state_n, state_h, h, i, d, live, K, V, BV)
-            tl.store(at, S.to(state.dtype.element_ty), mask=inside)
-            y = tl.sum(S * q[:, None], 0)  # [BV]
-            out = tl.where(tl.arange(0, NV)[:, None] == i, y[None, :], out)
-            if i + 1 < NV:
-                at, inside = state_tile(state + slot * state_n, state_h, h, i + 1, d, live, K, V, BV)
-                S = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            elif HEADS > 1:
-                at, inside = state_tile(state + slot * state_n, state_h, h + 1, 0, d, live, K, V, BV)
-                S = tl.load(at, mask=inside & (j + 1 < HEADS), other=0.0).to(tl.float32)
-            tl.debug_barrier()  # all threads have read the past
-            move_window(vs, past, value, in_v, past_w, W, BW)
-        out = out / tl.sqrt(tl.sum(tl.sum(out * out, 1), 0) / V + eps)
-        if norm_weight is not None:
-            out *= w
-        if gate is not None:
-            out *= tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
-        tl.store(o + (n * HV + h) * V + columns, tl.where(live, out, 0.0).to(o.dtype.element_ty), mask=columns < V)
-    if HEADS == GROUP:
-        move_window(qs, past, key, in_k & live, past_w, W, BW)
-        move_window(ks, past, H * K + key, in_k & live, past_w, W, BW)
+    if decay is not None:
+        factor = decay_factor(
+            decay + n * decay_n + h * decay_h, A_log, dt_bias, h, d, d < K, lower, K, CHANNEL, BOUNDED
+        )
+        S = S * factor[:, None] if CHANNEL else S * factor
+    beta = STRONGEST * tl.sigmoid(tl.load(strength + n * strength_n + h * strength_h).to(tl.float32))
+    u = beta * (v - tl.sum(S * k[:, None], 0))  # [BV]
+    S += k[:, None] * u[None, :]
+    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
+    tl.store(o + (n * HV + h) * V + c, tl.sum(S * q[:, None], 0), mask=c < V)
 
 
 @triton.jit(
-    do_not_specialize=["pool", "qkv_n", "past_n", "past_w", "slots_n"],
-    do_not_specialize_on_alignment=["qkv", "past", "slots"],
+    do_not_specialize=["pool", "qkv_n", "past_n", "past_w", "gate_n", "gate_h", "slots_n"],
+    do_not_specialize_on_alignment=["qkv", "past", "norm_weight", "gate", "slots", "o", "y"],
 )
-def move_keys_kernel(
-    qkv, past, slots, pool, qkv_n, past_n, past_w, slots_n,
-    CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+def finish_kernel(
+    qkv, past, norm_weight, gate, slots, o, y,
+    pool, qkv_n, past_n, past_w, gate_n, gate_h, slots_n, eps,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Moves the past of the first CHANNELS channels, BC of them in a program, on by one token."""
-    BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
-    n = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    channel = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
-    inside = channel < CHANNELS
-    slot = n
-    if slots is not None:
-        slot = tl.load(slots + n * slots_n).to(tl.int64)
-        inside = inside & (slot >= 0) & (slot < pool)
-        slot = tl.where((slot >= 0) & (slot < pool), slot, 0)
+    """The norm and the gate of one value head, and a share of the channels whose past moves on by one token."""
+    SHARE: tl.constexpr = (C + HV - 1) // HV
+    n, h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    slot, live = find_slot(slots, n, slots_n, pool)
     past += slot * past_n
-    window = load_window(qkv + n * qkv_n, past, channel, inside, past_w, W, BW)
-    tl.debug_barrier()  # all threads have read it
-    move_window(window, past, channel, inside, past_w, W, BW)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The tile of the state that is worked on at a time, `BK` by `BV`, and warps."""
-
-    BK: int
-    BV: int
-    warps: int
-
-
-def tile(K: int, V: int) -> Tile:
-    """A table, measured on an H200 (`benchmarks/decode.py --tiles`): at most 16,384 numbers in registers."""
-    BK = max(16, triton.next_power_of_2(K))
-    BV = min(max(16, 16384 // BK), max(16, triton.next_power_of_2(V)))
-    return Tile(BK, BV, 8 if BK * BV >= 8192 else 4)
+    channel = h * SHARE + tl.arange(0, BC)  # [BC]
+    mine = (channel < C) & (tl.arange(0, BC) < SHARE) & live
+    window = load_window(qkv + n * qkv_n, past, channel, mine, past_w, W, BW)  # [BC, BW]
+    c = tl.arange(0, BV)  # [BV]
+    out = tl.load(o + (n * HV + h) * V + c, mask=c < V, other=0.0)
+    out = out / tl.sqrt(tl.sum(out * out, 0) / V + eps)
+    if norm_weight is not None:
+        out *= tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)
+    if gate is not None:
+        z = tl.load(gate + n * gate_n + h * gate_h + c, mask=c < V, other=0.0).to(tl.float32)
+        out *= tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
+    tl.store(y + (n * HV + h) * V + c, tl.where(live, out, 0.0).to(y.dtype.element_ty), mask=c < V)
+    tl.debug_barrier()  # all threads have read the past
+    i = tl.arange(0, BW)[None, :]
+    tl.store(past + (i - 1) * past_w + channel[:, None], window, mask=(i > 0) & (i < W) & mine[:, None])
 
 
 def delta_net_step(tensors: Tensors, options: DeltaNetOptions) -> Tensor:
     """The output `[B, HV, V]`; states are written."""
     ready, back = _ready(tensors)
-    o = prepare(ready, options)(ready)
+    y = prepare(ready, options)(ready)
     for t, copy in back:
         t.copy_(copy)
-    return o
+    return y
 
 
 def prepare(tensors: Tensors, options: DeltaNetOptions) -> Any:
     """A function of tensors like these that does as `delta_net_step`, its choices made; None if they must be copied first."""
     if any(copy is not t for t, copy in zip(tensors, _ready(tensors)[0], strict=True)):
         return None
-    launches = _launches(tensors, options)
+    advance, finish = _launches(tensors, options)
     qkv, state = tensors[0], tensors[2]
     assert qkv is not None and state is not None
     shape, dtype, device = (qkv.shape[0], state.shape[1], state.shape[3]), qkv.dtype, qkv.device
 
     def run(tensors: Tensors) -> Tensor:
-        o = torch.empty(shape, dtype=dtype, device=device)
-        launches[0](device, (*tensors, o))
-        for launch in launches[1:]:
-            launch(device, (tensors[0], tensors[3], tensors[11]))
-        return o
+        qkv, *_, norm_weight, gate, slots = tensors
+        o = torch.empty(shape, dtype=torch.float32, device=device)
+        y = torch.empty(shape, dtype=dtype, device=device)
+        advance(device, (*tensors[:9], slots, o))
+        finish(device, (qkv, tensors[3], norm_weight, gate, slots, o, y))
+        return y
 
     return run
 
@@ -272,29 +218,28 @@ def _has_unit_stride(t: Tensor) -> bool:
     return t.stride(-1) == 1 or t.shape[-1] == 1
 
 
-def _launches(tensors: Tensors, options: DeltaNetOptions) -> list[Launch]:
-    """The launch for tensors of these sizes, and that of the keys' past where there is one."""
+def _launches(tensors: Tensors, options: DeltaNetOptions) -> tuple[Launch, Launch]:
+    """The two launches for tensors of these sizes."""
     qkv, strength, state, past, weight, _, decay, _, _, _, gate, slots = tensors
     assert qkv is not None and strength is not None and state is not None and past is not None and weight is not None
-    (B, _), (P, HV, K, V), (_, W), H = qkv.shape, state.shape, weight.shape, options.heads
-    chosen, group = tile(K, V), HV // H
-    heads = group if group <= MOST_HEADS else 1
+    (B, C), (P, HV, K, V), W = qkv.shape, state.shape, weight.shape[1]
+    BK, BV, warps = tile(K, V, state.element_size())
     slots_n = 0 if slots is None else slots.stride(0)
     numbers = (
         P, qkv.stride(0), *strength.stride(), *state.stride()[:2], *past.stride()[:2], *weight.stride(),
-        *((0, 0) if decay is None else decay.stride()[:2]), *((0, 0) if gate is None else gate.stride()[:2]),
-        slots_n, K**-0.5, options.eps, options.lower or 0.0,
+        *((0, 0) if decay is None else decay.stride()[:2]), slots_n, K**-0.5, options.lower or 0.0,
     )  # fmt: skip
     BW = triton.next_power_of_2(W)
     constants = {
-        "H": H, "HV": HV, "HEADS": heads, "K": K, "V": V, "W": W, "BK": chosen.BK, "BV": chosen.BV,
-        "NV": triton.next_power_of_2(triton.cdiv(V, chosen.BV)), "BW": BW,
+        "H": options.heads, "HV": HV, "K": K, "V": V, "W": W, "BK": BK, "BV": BV, "BW": BW,
         "CHANNEL": decay is not None and decay.dim() == 3, "BOUNDED": options.lower is not None,
-        "STRONGEST": 2.0 if options.negative_eigenvalues else 1.0, "SIGMOID": options.gate_activation == "sigmoid",
+        "STRONGEST": 2.0 if options.negative_eigenvalues else 1.0,
     }  # fmt: skip
-    found = [Launch(delta_net_kernel, B * (HV // heads), numbers, constants, chosen.warps)]
-    if heads != group:
-        keys = {"CHANNELS": 2 * H * K, "W": W, "BC": 256, "BW": BW}
-        numbers = (P, qkv.stride(0), *past.stride()[:2], slots_n)
-        found.append(Launch(move_keys_kernel, B * triton.cdiv(2 * H * K, 256), numbers, keys, 4))
-    return found
+    advance = Launch(delta_net_kernel, B * HV * triton.cdiv(V, BV), numbers, constants, warps)
+    gates = (0, 0) if gate is None else gate.stride()[:2]
+    constants = {
+        "HV": HV, "V": V, "C": C, "W": W, "BV": triton.next_power_of_2(V),
+        "BC": triton.next_power_of_2(triton.cdiv(C, HV)), "BW": BW, "SIGMOID": options.gate_activation == "sigmoid",
+    }  # fmt: skip
+    numbers = (P, qkv.stride(0), *past.stride()[:2], *gates, slots_n, options.eps)
+    return advance, Launch(finish_kernel, B * HV, numbers, constants, 4)
