@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmix import _gpu, softmax_attention
+from flashmix.ops.attention import KVCache, attention_with_cache
 from flashmix.ops.attention.problem import Score
+from flashmix.ops.rotary import rotary_table
 
 # head dim, tokens, batch, heads, causal
 ROWS = (
@@ -152,19 +154,25 @@ def packed() -> dict[str, float]:
 
 CANDIDATES = {
     "forward": {
-        64: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 3)),
-        128: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
-        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1), (128, 64, 8, 1), (64, 32, 4, 2)),
+        64: ((64, 128, 4, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)),
+        96: ((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3)),
+        128: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2)),
+        192: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 128, 8, 1)),
+        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "keys": {
-        64: ((64, 128, 8, 2), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
-        128: ((64, 128, 8, 1), (64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-        256: ((64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 2), (64, 32, 4, 1)),
+        64: ((64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 3), (64, 64, 4, 1), (128, 64, 4, 2), (32, 128, 4, 2), (32, 128, 8, 3)),
+        96: ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2)),
+        128: ((64, 64, 4, 2), (64, 128, 8, 2), (64, 64, 8, 2)),
+        192: ((64, 64, 8, 1), (64, 64, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1)),
+        256: ((64, 64, 8, 2), (32, 64, 8, 3), (64, 32, 4, 2), (64, 32, 8, 2)),
     },
     "queries": {
-        64: ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)),
-        128: ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (128, 32, 8, 3)),
-        256: ((128, 64, 8, 1), (64, 64, 4, 1), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+        64: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2)),
+        96: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+        128: ((64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)),
+        192: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)),
+        256: ((64, 64, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
     },
 }  # fmt: skip
 
@@ -172,7 +180,8 @@ CANDIDATES = {
 def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Callable[[], Any]:
     """One launch of a phase with these tiles at 4 x tokens x 16, causal."""
     from flashmix.ops.attention.triton_gpu import launch
-    from flashmix.ops.attention.triton_gpu.backward import _backward_keys, _backward_queries
+    from flashmix.ops.attention.triton_gpu.backward_keys import attention_backward_keys
+    from flashmix.ops.attention.triton_gpu.backward_queries import attention_backward_queries
     from flashmix.ops.attention.triton_gpu.forward import attention_forward
     from flashmix.ops.attention.triton_gpu.table import Tiles
 
@@ -186,9 +195,9 @@ def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Call
             if phase == "forward":
                 attention_forward(call, None)
             elif phase == "keys":
-                _backward_keys(call, flow, (level, None, delta), None, None)
+                attention_backward_keys(call, flow, (level, None, delta), None, None)
             else:
-                _backward_queries(call, flow, (level, None, delta), (None, None), None)
+                attention_backward_queries(call, flow, (level, None, delta), (None, None), None)
 
     return run
 
@@ -227,6 +236,48 @@ def tune(phases: list[str], dims: list[int], processes: int) -> list[dict[str, A
     return rows
 
 
+def decode(batch: int, tokens: int, rotary: bool = False, page_size: int = 0) -> float:
+    """Microseconds of one new token a sequence, 32 query heads on 8, head dim 128, after `tokens` in the cache; CUDA graph."""
+    heads = {"heads": 8, "dim_qk": 128, "device": "cuda", "dtype": torch.bfloat16}
+    cache = KVCache.contiguous(batch, tokens + 128, **heads)
+    if page_size:
+        table = torch.randperm(batch * (tokens // page_size + 1), device="cuda").view(batch, -1).int()
+        cache = KVCache.paged(table.numel(), page_size, table, **heads)
+    for held in (cache.keys, cache.values):
+        held.normal_()
+    q, k, v = (torch.randn(batch, 1, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
+    table = rotary_table(tokens + 256, 128, device="cuda") if rotary else None
+
+    def step() -> None:
+        cache.lengths.fill_(tokens - 1)
+        attention_with_cache(q, cache, k, v, rotary=table, impl="triton")
+
+    with torch.no_grad():
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    return timing.cuda_medians({"step": graph.replay}, repeats=11)["step"] * 1e3
+
+
+def decoding() -> dict[str, float]:
+    """Share of the card's copy rate that decoding reaches on the cache's bytes, and its microseconds."""
+    x = torch.empty(1 << 30, device="cuda", dtype=torch.int8)
+    y = torch.empty_like(x)
+    rate = 2 * x.numel() / timing.cuda_medians({"copy": lambda: y.copy_(x)})["copy"] / 1e3  # bytes a microsecond
+    found = {"copy TB/s": rate / 1e6}
+    for batch in (1, 16, 128):
+        for tokens in (8192, 65536):
+            us = decode(batch, tokens)
+            found[f"decode {batch} x {tokens} us"] = us
+            found[f"decode {batch} x {tokens} share of copy"] = batch * tokens * 8 * 128 * 4 / us / rate
+    found["decode 16 x 8192 with rotary us"] = decode(16, 8192, rotary=True)
+    for page_size in (16, 128):
+        found[f"decode 16 x 65536 pages of {page_size} us"] = decode(16, 65536, page_size=page_size)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the results as dated JSON")
@@ -234,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", help="only these rows of the table")
     parser.add_argument("--extras", action="store_true", help="features and packing too")
     parser.add_argument("--processes", type=int, default=8, help="how many compile at a time (--tune)")
+    parser.add_argument("--decode", action="store_true", help="decoding too")
     chosen = parser.parse_args()
     if chosen.tune:
         tune(chosen.tune[0].split(","), [int(dim) for dim in chosen.tune[1:]], chosen.processes)
@@ -243,8 +295,10 @@ def main() -> None:
     for row in ROWS if chosen.rows is None else [ROWS[i] for i in chosen.rows]:
         rows.append(compare(row))
         print(*(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    if chosen.extras:
-        found: dict[str, float] = features() | packed()
+    if chosen.extras or chosen.decode:
+        found: dict[str, float] = (features() | packed() if chosen.extras else {}) | (
+            decoding() if chosen.decode else {}
+        )
         print(*(f"{name}: {value:.3f}" for name, value in found.items()), sep="\n", flush=True)
         rows += [{"what": name, "value": value} for name, value in found.items()]
     if chosen.write:

@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
 from flashmix.ops.attention.problem import CacheProblem, Score
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]  # keys, values, page table, lengths
 
 IMPLEMENTATIONS: tuple[Implementation[CacheProblem], ...] = (
+    Implementation(
+        "triton",
+        "flashmix.ops.attention.triton_gpu.decode",
+        lambda problem: _gpu.refuses(torch.device(problem.device), problem.dtype),
+    ),
     Implementation("portable", "flashmix.ops.attention.portable_cache", lambda problem: None),
 )
 

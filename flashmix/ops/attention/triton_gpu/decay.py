@@ -7,6 +7,7 @@ gets the same bits whatever is packed beside it. G is kept in two float32 parts:
 exact to float32, however long the sequence is.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import torch

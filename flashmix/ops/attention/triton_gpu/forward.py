@@ -6,6 +6,9 @@ In units of log 2, with the running maximum m and sum l of each row:
     o = a / l;  lse = (m + log2 l) / log2 e;  a sink is where m and l start: m = sink, l = 1
 """
 
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -1,5 +1,6 @@
 """What every launch of attention needs: the call's sizes and flags, descriptors, and which block belongs to which sequence."""
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import math
@@ -21,6 +22,7 @@ from flashmix.ops.attention.triton_gpu.tiles import bounded
 LOG2_E = math.log2(math.e)
 CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
 UNBOUNDED = 1 << 30
+Stats = tuple[Tensor, Tensor | None, Tensor]  # what is taken off a row's scores, 1 / l, delta
 
 
 class Form(NamedTuple):
@@ -149,9 +151,9 @@ class Call:
 
     def strides(self, form: Form, *tensors: Tensor) -> list[int]:
         """Strides of batch, token and head of each tensor, in units of the form."""
-        return [stride // form.UNIT for x in tensors for stride in _steps(x)]
+        return [stride // form.UNIT for x in tensors for stride in steps_of(x)]
 
-    def numbers(self, form: Form) -> tuple[float, float, int, int, int, float]:
+    def numbers(self, form: Form) -> tuple[float | int, ...]:
         """Factor of `q k^T` and of tanh, the window, dropout's threshold and the factor of what it keeps."""
         score = self.score
         bounds = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (score.left, score.right))
@@ -173,7 +175,7 @@ def aligned(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _steps(x: Tensor) -> list[int]:
+def steps_of(x: Tensor) -> list[int]:
     """Strides of batch, token and head; of an axis of one entry, which may have any, a harmless one."""
     unit = 16 // x.element_size()
     return [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
@@ -183,7 +185,7 @@ def descriptors(x: Tensor, form: Form, rows: int, first: int, second: int) -> tu
     """Descriptors of x `[B, T, H, D]` that read `[rows, first]` and `[rows, second]` tiles of a head; None without TMA."""
     if not form.TMA:
         return None, None
-    batch, token, head = _steps(x)
+    batch, token, head = steps_of(x)
     shape, strides = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]], [batch, head, token, 1]
     tiles = [TensorDescriptor(x, shape, strides, [1, 1, rows, width or first]) for width in (first, second)]
     return tiles[0], tiles[1] if second else None

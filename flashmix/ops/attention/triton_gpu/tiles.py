@@ -4,6 +4,9 @@ A tile of scores has a position (of a query) on one axis and a key on the other.
 broadcast, `[BM, 1]` and `[1, BN]` or the other way round, and so serve `q k^T` as well as `k q^T`.
 """
 
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
@@ -71,7 +74,7 @@ def load_head(x, descriptor, rest, place, start, limit, stride, DIM: tl.constexp
     Through descriptors `[B, H, T, D]` at `place` (batch, head, first row of the sequence) with TMA. These read zeros past T,
     but not past a packed sequence.
     """
-    if C.TMA and descriptor is not None and not (MASK and C.PACKED):
+    if descriptor is not None and not (MASK and C.PACKED):
         batch, head, first = place
         a = descriptor.load([batch, head, first + start, FIRST]).reshape([ROWS, WIDTH])
         if WIDTH_2 > 0:
@@ -242,3 +245,38 @@ def rows_of_keys(first, shift, tokens_q, left, right, C: tl.constexpr):
     inner = tl.cdiv(tl.maximum(inner, 0), C.BM) * C.BM
     inner = tl.maximum(tl.minimum(inner, tl.cdiv(tl.maximum(high, 0), C.BM) * C.BM), low)
     return low, inner, tl.maximum(tl.maximum(outer, 0) // C.BM * C.BM, inner), high
+
+
+@triton.jit
+def probabilities(s, position, key, rows, decay_q, decay_k, numbers, MASK: tl.constexpr, C: tl.constexpr):
+    """P of a tile from `q k^T`, and tanh(scores / softcap)."""
+    tokens_k, scale, softcap, left, right, slope, _, _ = numbers
+    level, share = rows
+    squashed = s
+    if C.RAW:
+        x = s * scale - level
+    else:
+        if C.SOFTCAP:
+            squashed = tanh(s * scale, C)
+            x = squashed * softcap
+        else:
+            x = s * scale
+        x = biased(x, position, key, slope, decay_q, decay_k, MASK, C) - level
+    if MASK:
+        x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
+    p = tl.exp2(x)
+    if C.EXACT:
+        p *= share
+    return p, squashed
+
+
+@triton.jit
+def score_gradients(p, d_p, squashed, delta, keeps, keep_scale, C: tl.constexpr):
+    """dS of the whole score, and of `scale q k^T`, from P and `dO V^T`."""
+    if C.DROPOUT:
+        d_p = tl.where(keeps, d_p * keep_scale, 0.0)
+    d_s = p * (d_p - delta)
+    if C.SOFTCAP:
+        return d_s, d_s * (1.0 - squashed * squashed)
+    else:
+        return d_s, d_s

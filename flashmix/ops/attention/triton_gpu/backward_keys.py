@@ -1,0 +1,184 @@
+"""dK and dV of softmax attention: a program has BN keys and walks over the queries that see them, head by head in order."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
+from flashmix.ops.attention.triton_gpu.tiles import (
+    LOG2_E,
+    accumulated,
+    dropout_keeps,
+    dropout_rows,
+    find_place,
+    find_sequence,
+    load_decay,
+    load_head,
+    probabilities,
+    product,
+    rows_of_keys,
+    score_gradients,
+    store_rows,
+)
+
+
+@triton.jit
+def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, columns, stats, numbers,
+                  MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Adds what the queries from `low` to `high` of one head give to `(dK, dK_2, dV, dV_2, sums of dS)` of BN keys."""
+    d_k, d_k2, d_v, d_v2, sums = state
+    q, q_desc, q_desc_2, stride_q = queries
+    d_o, o_desc, o_desc_2, stride_o = flows
+    level, share, delta, seed, head, first_row, shift, tokens_q, high_g, low_g, high_ref, low_ref = stats
+    key, high_k, low_k = columns
+    tokens_k = numbers[0]
+    for start in tl.range(low, high, C.BM, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
+        index = start + tl.arange(0, C.BM)
+        position = (index + shift)[None, :]
+        inside = index < tokens_q
+        # q, dO: [BM, K], [BM, V], in two parts
+        q_1, q_2 = load_head(q, q_desc, q_desc_2, place, start, tokens_q, stride_q, C.D, 0, C.D1, C.D2, C.BM, MASK, C)
+        s = product(k_1, k_2, q_1, q_2, C.D2, C)  # [BN, BM]
+        at_rows = tl.load(level + index, mask=inside, other=float("inf"))[None, :]
+        of_rows = at_rows
+        if C.EXACT:
+            of_rows = tl.load(share + index, mask=inside, other=0.0)[None, :]
+        decay_q, decay_k = (0.0, 0.0), (0.0, 0.0)
+        if C.DECAY:
+            high_q, low_q = load_decay(high_g, low_g, index + shift, tokens_k)
+            decay_k = (high_k, low_k)
+            if MASK:
+                decay_q = (high_q[None, :], low_q[None, :])
+            else:
+                decay_q = (((high_q - high_ref) + (low_q - low_ref))[None, :], 0.0)
+                decay_k = ((high_ref - high_k) + (low_ref - low_k), 0.0)
+        p, squashed = probabilities(s, position, key, (at_rows, of_rows), decay_q, decay_k, numbers, MASK, C)
+        o_1, o_2 = load_head(
+            d_o, o_desc, o_desc_2, place, start, tokens_q, stride_o, C.DV, 0, C.V1, C.V2, C.BM, MASK, C
+        )
+        kept, keeps = p, 0
+        if C.DROPOUT:
+            keeps = dropout_keeps(dropout_rows(seed, head, first_row + index)[None, :], key, numbers[6])
+            kept = tl.where(keeps, p, 0.0)
+        kept = kept.to(o_1.dtype)
+        d_v = accumulated(d_v, kept, o_1, C)
+        if C.V2 > 0:
+            d_v2 = accumulated(d_v2, kept, o_2, C)
+        d_p = product(v_1, v_2, o_1, o_2, C.V2, C)
+        found = tl.load(delta + index, mask=inside, other=0.0)[None, :]
+        d_s, d_raw = score_gradients(p, d_p, squashed, found, keeps, numbers[7], C)
+        if C.DECAY:
+            sums += tl.sum(d_s, 1)
+        d_raw = d_raw.to(q_1.dtype)
+        d_k = accumulated(d_k, d_raw, q_1, C)
+        if C.D2 > 0:
+            d_k2 = accumulated(d_k2, d_raw, q_2, C)
+    return d_k, d_k2, d_v, d_v2, sums
+
+
+@triton.jit(
+    do_not_specialize=["tokens_q", "tokens_k", "heads", "group", "batches", "blocks", "at_once", "count", "left", "right",
+                       "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh", "sob", "sot", "soh"]
+)  # fmt: skip
+def attention_backward_keys_kernel(
+    q, k, v, d_o, q_desc, q_desc_2, o_desc, o_desc_2, d_k, d_v, level, share, delta, at_keys, slopes, decay, seed,
+    cu_q, cu_k, table, sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    tokens_q, tokens_k, heads, group, batches, blocks, at_once, count,
+    scale, softcap, left, right, threshold, keep_scale, d_scale, C: tl.constexpr,
+):  # fmt: skip
+    """dK `[B, Tk, H, K]` and dV `[B, Tk, H, V]` of BN keys; with a decay also the sums of dS over rows, `[B, HQ, Tk]`."""
+    bh, block = find_place(tl.program_id(0), blocks, batches * heads, at_once)
+    batch, head_k = bh // heads, bh % heads
+    start_q, start_k, len_q, len_k = tokens_q * 0, tokens_k * 0, tokens_q, tokens_k
+    if C.PACKED:
+        start_k, len_k, start_q, len_q, block = find_sequence(block, cu_k, cu_q, table, count, tokens_k, tokens_q, C.BN)
+    first = block * C.BN
+    if first < 0 or first >= len_k:
+        return
+    heads_q = heads * group
+    shift = len_k - len_q
+    k += batch.to(tl.int64) * skb * C.UNIT + head_k.to(tl.int64) * skh * C.UNIT + start_k.to(tl.int64) * skt * C.UNIT
+    v += batch.to(tl.int64) * svb * C.UNIT + head_k.to(tl.int64) * svh * C.UNIT + start_k.to(tl.int64) * svt * C.UNIT
+    k_1, k_2 = load_head(k, None, None, None, first, len_k, skt * C.UNIT, C.D, 0, C.D1, C.D2, C.BN, True, C)  # [BN, K]
+    v_1, v_2 = load_head(v, None, None, None, first, len_k, svt * C.UNIT, C.DV, 0, C.V1, C.V2, C.BN, True, C)  # [BN, V]
+    index = first + tl.arange(0, C.BN)
+    zeros = tl.full([C.BN], 0.0, tl.float32)
+    d_k1, d_v1 = tl.full([C.BN, C.D1], 0.0, tl.float32), tl.full([C.BN, C.V1], 0.0, tl.float32)
+    d_k2 = tl.full([C.BN, C.D2], 0.0, tl.float32) if C.D2 > 0 else zeros
+    d_v2 = tl.full([C.BN, C.V2], 0.0, tl.float32) if C.V2 > 0 else zeros
+    low, inner, outer, high = rows_of_keys(first, shift, len_q, left, right, C)
+    for turn in range(group):
+        head = head_k * group + turn
+        row = (batch * heads_q + head).to(tl.int64)
+        slope = 0.0
+        if C.ALIBI:
+            slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
+        numbers = (len_k, scale, softcap, left, right, slope, threshold, keep_scale)
+        high_g, low_g, high_ref, low_ref, columns = decay, decay, 0.0, 0.0, (index[:, None], 0.0, 0.0)
+        if C.DECAY:
+            high_g = decay + row * tokens_k + start_k
+            low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
+            high_k, low_k = load_decay(high_g, low_g, index, len_k)
+            columns = (index[:, None], high_k[:, None], low_k[:, None])
+            high_ref, low_ref = load_decay(high_g, low_g, first + C.BN - 1, len_k)
+        at = row * tokens_q + start_q
+        stats = (level + at, share + at if C.EXACT else share, delta + at, seed, head, batch * tokens_q + start_q, shift, len_q,
+                 high_g, low_g, high_ref, low_ref)  # fmt: skip
+        of_q = (
+            q
+            + batch.to(tl.int64) * sqb * C.UNIT
+            + head.to(tl.int64) * sqh * C.UNIT
+            + start_q.to(tl.int64) * sqt * C.UNIT
+        )
+        of_o = (
+            d_o
+            + batch.to(tl.int64) * sob * C.UNIT
+            + head.to(tl.int64) * soh * C.UNIT
+            + start_q.to(tl.int64) * sot * C.UNIT
+        )
+        queries, flows = (of_q, q_desc, q_desc_2, sqt * C.UNIT), (of_o, o_desc, o_desc_2, sot * C.UNIT)
+        place = (batch, head, start_q)
+        state = (d_k1, d_k2, d_v1, d_v2, zeros)
+        if C.CAUSAL or C.RIGHT:
+            end = tl.minimum(inner, high)
+            state = _walk_queries(
+                state, low, end, k_1, k_2, v_1, v_2, queries, flows, place, columns, stats, numbers, True, C
+            )
+        state = _walk_queries(
+            state, inner, outer, k_1, k_2, v_1, v_2, queries, flows, place, columns, stats, numbers, False, C
+        )
+        state = _walk_queries(
+            state, outer, high, k_1, k_2, v_1, v_2, queries, flows, place, columns, stats, numbers, True, C
+        )
+        d_k1, d_k2, d_v1, d_v2, sums = state
+        if C.DECAY:
+            tl.store(at_keys + row * tokens_k + start_k + index, sums, mask=index < len_k)
+    d_k += (batch.to(tl.int64) * tokens_k + start_k) * heads * C.D + head_k * C.D
+    d_v += (batch.to(tl.int64) * tokens_k + start_k) * heads * C.DV + head_k * C.DV
+    store_rows(d_k, d_k1 * d_scale, first, len_k, heads * C.D, C.D, 0, C.D1, C.BN)
+    if C.D2 > 0:
+        store_rows(d_k, d_k2 * d_scale, first, len_k, heads * C.D, C.D, C.D1, C.D2, C.BN)
+    store_rows(d_v, d_v1 * keep_scale, first, len_k, heads * C.DV, C.DV, 0, C.V1, C.BN)
+    if C.V2 > 0:
+        store_rows(d_v, d_v2 * keep_scale, first, len_k, heads * C.DV, C.DV, C.V1, C.V2, C.BN)
+
+
+def attention_backward_keys(
+    x: Call, d_o: Tensor, stats: Stats, at_keys: Tensor | None, decay: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = x.q, x.k, x.v
+    d_k, d_v = q.new_empty(k.shape), q.new_empty(v.shape)
+    form, launch = x.form("keys", decay is not None)
+    blocks, table = packed_blocks(x.cu_k, x.tokens_k, form.BN)
+    programs = blocks * x.batch * x.heads
+    if programs > 0:
+        attention_backward_keys_kernel[(programs,)](
+            q, k, v, d_o, *descriptors(q, form, form.BM, form.D1, form.D2), *descriptors(d_o, form, form.BM, form.V1, form.V2),
+            d_k, d_v, *stats, at_keys, x.slopes, decay, x.seed, x.cu_q, x.cu_k, table, *x.strides(form, q, k, v, d_o),
+            x.tokens_q, x.tokens_k, x.heads, x.group, x.batch, blocks, max(1, x.at_once(form) // x.group), x.count,
+            *x.numbers(form), x.score.scale, form, **launch,
+        )  # fmt: skip
+    return d_k, d_v

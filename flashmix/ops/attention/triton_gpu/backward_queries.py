@@ -1,0 +1,164 @@
+"""dQ of softmax attention: a program has BM queries and walks over their keys."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
+from flashmix.ops.attention.triton_gpu.tiles import (
+    LOG2_E,
+    accumulated,
+    dropout_keeps,
+    dropout_rows,
+    find_place,
+    find_sequence,
+    keys_of_rows,
+    load_decay,
+    load_head,
+    probabilities,
+    product,
+    score_gradients,
+    store_rows,
+)
+
+
+@triton.jit
+def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, gates, numbers,
+               MASK: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Adds what the keys from `low` to `high` give to `(dQ, dQ_2, slopes' gradient, sums of dS)` of BM queries."""
+    d_q, d_q2, d_slope, sums = state
+    k, k_desc, k_desc_2, stride_k = keys
+    v, v_desc, v_desc_2, stride_v = values
+    position, level, share, delta, of_row = rows
+    decay_q, high_g, low_g, decay_ref = gates
+    tokens_k = numbers[0]
+    row_bias = (0.0, 0.0)
+    if C.DECAY:
+        row_bias = ((decay_q[0] - decay_ref[0]) + (decay_q[1] - decay_ref[1]), 0.0)
+    for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
+        # k, v: [BN, K], [BN, V], in two parts
+        k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
+        s = product(q_1, q_2, k_1, k_2, C.D2, C)
+        key = start + tl.arange(0, C.BN)[None, :]
+        of_row_here, decay_k = row_bias, (0.0, 0.0)
+        if C.DECAY:
+            high_k, low_k = load_decay(high_g, low_g, start + tl.arange(0, C.BN), tokens_k)
+            if MASK:
+                decay_k = (high_k[None, :], low_k[None, :])
+                of_row_here = decay_q
+            else:
+                decay_k = (((decay_ref[0] - high_k) + (decay_ref[1] - low_k))[None, :], 0.0)
+        p, squashed = probabilities(s, position, key, (level, share), of_row_here, decay_k, numbers, MASK, C)
+        v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
+        d_p = product(o_1, o_2, v_1, v_2, C.V2, C)
+        keeps = 0
+        if C.DROPOUT:
+            keeps = dropout_keeps(of_row, key, numbers[6])
+        d_s, d_raw = score_gradients(p, d_p, squashed, delta, keeps, numbers[7], C)
+        if C.ALIBI:
+            d_slope -= tl.sum(d_s * tl.abs(position.to(tl.float32) - key.to(tl.float32)), 1)
+        if C.DECAY:
+            sums += tl.sum(d_s, 1)
+        d_raw = d_raw.to(k_1.dtype)
+        d_q = accumulated(d_q, d_raw, k_1, C)
+        if C.D2 > 0:
+            d_q2 = accumulated(d_q2, d_raw, k_2, C)
+    return d_q, d_q2, d_slope, sums
+
+
+@triton.jit(
+    do_not_specialize=["tokens_q", "tokens_k", "heads_q", "group", "batches", "blocks", "at_once", "count", "left", "right",
+                       "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh", "sob", "sot", "soh"]
+)  # fmt: skip
+def attention_backward_queries_kernel(
+    q, k, v, d_o, k_desc, k_desc_2, v_desc, v_desc_2, d_q, level, share, delta, d_slopes, at_rows, slopes, decay, seed,
+    cu_q, cu_k, table, sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    tokens_q, tokens_k, heads_q, group, batches, blocks, at_once, count,
+    scale, softcap, left, right, threshold, keep_scale, d_scale, C: tl.constexpr,
+):  # fmt: skip
+    """dQ `[B, Tq, HQ, K]` of BM queries; the slopes' gradient and the sums of dS over keys a row, `[B, HQ, Tq]`."""
+    bh, block = find_place(tl.program_id(0), blocks, batches * heads_q, at_once)
+    batch, head = bh // heads_q, bh % heads_q
+    start_q, start_k, len_q, len_k = tokens_q * 0, tokens_k * 0, tokens_q, tokens_k
+    if C.CAUSAL:
+        block = blocks - 1 - block  # the heaviest first
+    if C.PACKED:
+        start_q, len_q, start_k, len_k, block = find_sequence(block, cu_q, cu_k, table, count, tokens_q, tokens_k, C.BM)
+    first = block * C.BM
+    if first < 0 or first >= len_q:
+        return
+    head_k = head // group
+    q += batch.to(tl.int64) * sqb * C.UNIT + head.to(tl.int64) * sqh * C.UNIT + start_q.to(tl.int64) * sqt * C.UNIT
+    d_o += batch.to(tl.int64) * sob * C.UNIT + head.to(tl.int64) * soh * C.UNIT + start_q.to(tl.int64) * sot * C.UNIT
+    k += batch.to(tl.int64) * skb * C.UNIT + head_k.to(tl.int64) * skh * C.UNIT + start_k.to(tl.int64) * skt * C.UNIT
+    v += batch.to(tl.int64) * svb * C.UNIT + head_k.to(tl.int64) * svh * C.UNIT + start_k.to(tl.int64) * svt * C.UNIT
+    q_1, q_2 = load_head(q, None, None, None, first, len_q, sqt * C.UNIT, C.D, 0, C.D1, C.D2, C.BM, True, C)  # [BM, K]
+    o_1, o_2 = load_head(
+        d_o, None, None, None, first, len_q, sot * C.UNIT, C.DV, 0, C.V1, C.V2, C.BM, True, C
+    )  # [BM, V]
+    index = first + tl.arange(0, C.BM)
+    inside = index < len_q
+    at = bh.to(tl.int64) * tokens_q + start_q + index
+    at_row = tl.load(level + at, mask=inside, other=float("inf"))[:, None]
+    of_row = at_row
+    if C.EXACT:
+        of_row = tl.load(share + at, mask=inside, other=0.0)[:, None]
+    shift = len_k - len_q
+    slope, hashes, gates = 0.0, 0, ((0.0, 0.0), decay, decay, (0.0, 0.0))
+    if C.ALIBI:
+        slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
+    if C.DROPOUT:
+        hashes = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
+    if C.DECAY:
+        high_g = decay + bh.to(tl.int64) * tokens_k + start_k
+        low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
+        high_q, low_q = load_decay(high_g, low_g, index + shift, len_k)
+        gates = ((high_q[:, None], low_q[:, None]), high_g, low_g, load_decay(high_g, low_g, first + shift, len_k))
+    found = tl.load(delta + at, mask=inside, other=0.0)[:, None]
+    rows = ((index + shift)[:, None], at_row, of_row, found, hashes)
+    numbers = (len_k, scale, softcap, left, right, slope, threshold, keep_scale)
+    keys, values, place = (
+        (k, k_desc, k_desc_2, skt * C.UNIT),
+        (v, v_desc, v_desc_2, svt * C.UNIT),
+        (batch, head_k, start_k),
+    )
+    zeros = tl.full([C.BM], 0.0, tl.float32)
+    d_q1 = tl.full([C.BM, C.D1], 0.0, tl.float32)
+    d_q2 = tl.full([C.BM, C.D2], 0.0, tl.float32) if C.D2 > 0 else zeros
+    state = (d_q1, d_q2, zeros, zeros)
+    low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)
+    if C.LEFT:
+        end = tl.minimum(inner, high)
+        state = _walk_keys(state, low, end, q_1, q_2, o_1, o_2, keys, values, place, rows, gates, numbers, True, C)
+    state = _walk_keys(state, inner, outer, q_1, q_2, o_1, o_2, keys, values, place, rows, gates, numbers, False, C)
+    state = _walk_keys(state, outer, high, q_1, q_2, o_1, o_2, keys, values, place, rows, gates, numbers, True, C)
+    d_q1, d_q2, d_slope, sums = state
+    d_q += (batch.to(tl.int64) * tokens_q + start_q) * heads_q * C.D + head * C.D
+    store_rows(d_q, d_q1 * d_scale, first, len_q, heads_q * C.D, C.D, 0, C.D1, C.BM)
+    if C.D2 > 0:
+        store_rows(d_q, d_q2 * d_scale, first, len_q, heads_q * C.D, C.D, C.D1, C.D2, C.BM)
+    if C.ALIBI:
+        tl.store(d_slopes + at, d_slope, mask=inside)
+    if C.DECAY:
+        tl.store(at_rows + at, sums, mask=inside)
+
+
+def attention_backward_queries(
+    x: Call, d_o: Tensor, stats: Stats, sums: tuple[Tensor | None, Tensor | None], decay: Tensor | None
+) -> Tensor:
+    q, k, v = x.q, x.k, x.v
+    d_q = q.new_empty(q.shape)
+    form, launch = x.form("queries", decay is not None)
+    blocks, table = packed_blocks(x.cu_q, x.tokens_q, form.BM)
+    programs = blocks * x.batch * x.heads_q
+    if programs > 0:
+        attention_backward_queries_kernel[(programs,)](
+            q, k, v, d_o, *descriptors(k, form, form.BN, form.D1, form.D2), *descriptors(v, form, form.BN, form.V1, form.V2),
+            d_q, *stats, *sums, x.slopes, decay, x.seed, x.cu_q, x.cu_k, table, *x.strides(form, q, k, v, d_o),
+            x.tokens_q, x.tokens_k, x.heads_q, x.group, x.batch, blocks, x.at_once(form), x.count,
+            *x.numbers(form), x.score.scale, form, **launch,
+        )  # fmt: skip
+    return d_q

@@ -1,0 +1,165 @@
+"""The kernels of softmax attention without a GPU: compiled for every target, and a few calls in Triton's interpreter.
+
+Compiling all of `CALLS` for all targets takes half an hour (FLASHMIX_ALL_KERNELS=1); by default only FAST are, for a Hopper card
+and for the card with the least shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attention_cases import CASES, EVERYTHING, Case, make_call
+from budget import assert_within_budget
+from kernels import TARGETS, compile_launch, recording
+
+from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
+
+BF16 = torch.bfloat16
+T = 300
+FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {"causal": True},
+    "window": lambda: {"window": (20, 5), "dropout_p": 0.1},
+    "softcap": lambda: {"causal": True, "softcap": 9.0, "sink": torch.empty(2)},
+    "alibi": lambda: {"causal": True, "alibi_slopes": torch.empty(2)},
+    "decay": lambda: {"causal": True, "log_decay": torch.empty(1, T, 2)},
+    "packed": lambda: {"causal": True, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32)},
+    "everything": lambda: {
+        "window": (20, 0), "causal": True, "softcap": 9.0, "sink": torch.empty(2), "alibi_slopes": torch.empty(2),
+        "log_decay": torch.empty(1, T, 2), "dropout_p": 0.1, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32),
+    },
+}  # fmt: skip
+
+
+def call(dim: int, dim_v: int, feature: str, dtype: torch.dtype, gradient: bool = True) -> Callable[[], None]:
+    def run() -> None:
+        shapes = (dim, dim, dim_v)
+        leaves = [torch.zeros(1, T, 2, d, dtype=dtype, requires_grad=gradient) for d in shapes]
+        o, _ = softmax_attention(*leaves, **FEATURES[feature](), impl="triton")
+        if gradient:
+            torch.autograd.grad(o, leaves, torch.zeros_like(o))
+
+    return run
+
+
+CALLS = {
+    f"{dim}/{dim_v} {feature} {dtype}": call(dim, dim_v, feature, dtype)
+    for dim, dim_v, feature, dtype in (
+        *((dim, dim, feature, BF16) for dim in (64, 128) for feature in FEATURES),
+        *((dim, dim_v, "plain", BF16) for dim, dim_v in ((1, 1), (24, 8), (80, 80), (96, 40), (192, 128), (256, 256))),
+        *((dim, dim, "everything", BF16) for dim in (96, 192, 256)),
+        *((dim, dim, "plain", torch.float16) for dim in (64, 128)),
+        *((dim, dim, feature, torch.float32) for dim in (64, 128, 256) for feature in ("plain", "everything")),
+    )
+}
+CALLS |= {f"512 {dtype}": call(512, 512, "plain", dtype, gradient=False) for dtype in (BF16, torch.float32)}
+
+
+def cached(
+    dim: int, dim_v: int, dtype: torch.dtype, page_size: int, tokens: int, packed: bool = False
+) -> Callable[[], None]:
+    """Append and attend, with a window and a sink; in pages of `page_size`, or in one (0)."""
+
+    def run() -> None:
+        sizes = {"heads": 2, "dim_qk": dim, "dim_v": dim_v, "dtype": dtype}
+        cache = KVCache.contiguous(3, 5000, **sizes)
+        if page_size:
+            cache = KVCache.paged(60, page_size, torch.zeros(3, 5000 // page_size, dtype=torch.int32), **sizes)
+        shape = (1, 3 * tokens) if packed else (3, tokens)
+        q, k, v = (torch.zeros(*shape, h, d, dtype=dtype) for h, d in ((8, dim), (2, dim), (2, dim_v)))
+        options = {"cu_seqlens": torch.arange(4) * tokens} if packed else {}
+        attention_with_cache(
+            q, cache, k, v, window=(4000, 0), sink=torch.zeros(8), return_lse=True, impl="triton", **options
+        )
+
+    return run
+
+
+CALLS |= {
+    f"cache {dim}/{dim_v} {dtype} pages of {page_size}, {tokens} tokens, packed {packed}": cached(
+        dim, dim_v, dtype, page_size, tokens, packed
+    )
+    for dim, dim_v, dtype, page_size, tokens, packed in (
+        *((128, 128, BF16, page_size, tokens, False) for page_size in (0, 16, 128) for tokens in (1, 4, 300)),
+        (64, 64, BF16, 0, 2, True), (192, 128, BF16, 16, 1, False), (256, 256, BF16, 0, 40, False), (100, 24, BF16, 16, 40, True),
+        (128, 128, torch.float32, 16, 3, False), (256, 256, torch.float32, 0, 1, True),
+    )
+}  # fmt: skip
+FAST = (
+    "128/128 plain torch.bfloat16",
+    "80/80 plain torch.bfloat16",
+    "cache 128/128 torch.bfloat16 pages of 16, 1 tokens, packed False",
+)
+COMPILED_EVERYWHERE = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
+MOST_STACK = 1024  # bytes a thread, of what does not fit into registers
+
+
+@pytest.mark.parametrize("name", CALLS if COMPILED_EVERYWHERE else FAST)
+def test_kernels_compile(name: str) -> None:
+    for capability in TARGETS if COMPILED_EVERYWHERE else ((9, 0), (8, 6)):
+        with recording(capability) as launches:
+            CALLS[name]()
+        assert launches
+        for launch in launches:
+            made = compile_launch(launch)
+            where = f"{launch.name} of {name} for {capability}"
+            assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, f"{where}: {made.shared} bytes of shared memory"
+            assert made.stack <= MOST_STACK, f"{where}: {made.stack} bytes of stack"
+
+
+def test_lengths_and_packing_do_not_recompile() -> None:
+    """Fault 11: a new length, batch or packing of the same kind runs what is compiled already."""
+    for feature in ("plain", "packed"):
+        with recording((9, 0)) as launches:
+            for batch, tokens, heads in ((1, 16, 2), (1, 1, 2), (3, 1000, 4), (1, 129, 1)):
+                ends = torch.tensor([0, 1, tokens], dtype=torch.int32)
+                batch, options = (1, {"cu_seqlens": ends}) if feature == "packed" else (batch, {})
+                leaves = [torch.zeros(batch, tokens, heads, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
+                o, _ = softmax_attention(*leaves, causal=True, impl="triton", **options)
+                torch.autograd.grad(o, leaves, torch.zeros_like(o))
+        names = [
+            launch.name for launch in launches if launch.name != "block_table_kernel"
+        ]  # one for each size of blocks
+        assert len(names) == len(set(names)) == 4, names
+
+
+SMALL = [
+    Case("everything", **EVERYTHING, tokens=40, tokens_k=70, heads=4, window=(30, 0), dropout_p=0.2, dim=10, dim_v=5, batch=1),
+    Case("packed", lengths=(33, 0, 5), lengths_k=(40, 2, 0), dim=12, heads_q=4, window=(9, 3), causal=False),
+    Case("two parts", tokens=40, dim=70, dim_v=90, batch=1, heads_q=2, heads=1),
+]  # fmt: skip
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_interpreted_kernels_are_within_budget(case: Case, dtype: torch.dtype) -> None:
+    made = make_call(case, dtype)
+    found, reference, baseline = made.op("triton"), made.definition(torch.float64), made.definition(dtype)
+    for name, wanted in reference.items():
+        seen = wanted != -torch.inf
+        assert torch.equal(found[name] == -torch.inf, ~seen)
+        assert_within_budget(f"{case}, {name}", found[name][seen], wanted[seen], baseline[name][seen], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_are_within_budget(case: Case, dtype: torch.dtype) -> None:
+    """Every case forward and backward against the definition in float64, and the same bits when repeated."""
+    from test_attention import check
+
+    made = make_call(case, dtype)
+    made.drawn_on = "cuda"
+    found, again = (made.on("cuda").op("triton") for _ in range(2))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, again[name]), f"{name} differs from call to call"
+    found = {name: tensor.cpu() for name, tensor in found.items()}
+    check(case, dtype, found, made.definition(torch.float64), made.definition(dtype))
