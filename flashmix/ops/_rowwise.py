@@ -203,9 +203,12 @@ class Operator:
         results, kept = output
         self._setup_context(ctx, inputs[: self._count], results, kept, inputs[self._count + 1 :])
 
-    def _backward_traced(self, ctx: Any, grads: Any, _: Any) -> Tensors:
+    def _backward_traced(self, ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[: self._count]
-        return *self._backward(ctx, grads, needs, traced=True), *(None,) * (1 + len(ctx.options))
+        nothing = (
+            None if option != [] else [] for option in ctx.options
+        )  # torch takes an empty list for one of tensors
+        return *self._backward(ctx, grads, needs, traced=True), None, *nothing
 
     def _backward(self, ctx: Any, grads: Tensors, needs: Sequence[bool], traced: bool) -> Tensors:
         """The gradients of all inputs; None where none is wanted."""

@@ -97,31 +97,47 @@ def row_starts(rows, count, sizes, strides, WIDTH: tl.constexpr, OUTER: tl.const
 
 
 @triton.jit
-def sigmoid(x):
-    """`1 / (1 + e^-x)`, without overflow: the exponential is of a number below 0."""
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+def exp_of_minus(x, PRECISE: tl.constexpr):
+    """`e^-x` of `x >= 0`. PRECISE: to a rounding step of float32, which the product `x log2(e)` alone would lose."""
+    if PRECISE:
+        product = x * -1.4426950216293335
+        lost = tl.fma(x, -1.4426950216293335, -product) - x * 1.925963033e-8  # log2(e) has more digits
+        lost = tl.where(x < 200.0, lost, 0.0)  # e^-200 is 0, and inf has no remainder
+        power = tl.exp2(product)
+        return tl.fma(power, lost * 0.6931471805599453, power)
+    else:
+        return tl.exp(-x)
 
 
 @triton.jit
-def sigmoid_slope(x):
+def sigmoid(x, PRECISE: tl.constexpr):
+    """`1 / (1 + e^-x)`, without overflow: the exponential is of a number below 0."""
+    small = exp_of_minus(tl.abs(x), PRECISE)
+    if PRECISE:
+        return tl.div_rn(tl.where(x >= 0, 1.0, small), 1.0 + small)
+    else:
+        return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def sigmoid_slope(x, PRECISE: tl.constexpr):
     """`s (1 - s)` of `s = sigmoid(x)`, whose second factor would lose its digits where s is near 1."""
-    small = tl.exp(-tl.abs(x))
-    share = 1.0 / (1.0 + small)
+    small = exp_of_minus(tl.abs(x), PRECISE)
+    share = tl.div_rn(1.0, 1.0 + small) if PRECISE else 1.0 / (1.0 + small)
     return small * share * share
 
 
 @triton.jit
-def activation(x, NAME: tl.constexpr):
-    """`flashmix.ops.activation.ACTIVATIONS[NAME]` of float32 numbers."""
+def activation(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
+    """`flashmix.ops.activation.ACTIVATIONS[NAME]` of float32 numbers; PRECISE where they were read as such."""
     if NAME == "silu":
-        return x * sigmoid(x)
+        return x * sigmoid(x, PRECISE)
     elif NAME == "sigmoid":
-        return sigmoid(x)
+        return sigmoid(x, PRECISE)
     elif NAME == "gelu":
         return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif NAME == "gelu_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
-        return x * sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        return x * sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x), PRECISE)
     elif NAME == "relu":
         return tl.where(x <= 0, 0.0, x)  # NaN stays
     else:
@@ -131,19 +147,19 @@ def activation(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def activation_slope(x, NAME: tl.constexpr):
+def activation_slope(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
     """The derivative of `activation`."""
     if NAME == "silu":
-        return sigmoid(x) + x * sigmoid_slope(x)
+        return sigmoid(x, PRECISE) + x * sigmoid_slope(x, PRECISE)
     elif NAME == "sigmoid":
-        return sigmoid_slope(x)
+        return sigmoid_slope(x, PRECISE)
     elif NAME == "gelu":
         share = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
-        return share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return share + x * 0.3989422804014327 * exp_of_minus(0.5 * x * x, PRECISE)
     elif NAME == "gelu_tanh":
         z = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
         inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return sigmoid(z) + x * sigmoid_slope(z) * inner
+        return sigmoid(z, PRECISE) + x * sigmoid_slope(z, PRECISE) * inner
     elif NAME == "relu":
         return tl.where(x > 0, 1.0, 0.0)
     else:

@@ -73,7 +73,7 @@ def norm_forward_kernel(
     if bias_ptr is not None:
         y += tl.load(bias_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)
     if gate_ptr is not None:
-        y *= activation(gate, ACTIVATION)
+        y *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(y_ptr + packed, y.to(y_ptr.dtype.element_ty), mask=there)
 
 
@@ -119,9 +119,9 @@ def norm_backward_kernel(
             if dgate_ptr is not None:
                 affine = n * weight if weight_ptr is not None else n
                 affine = affine + bias if bias_ptr is not None else affine
-                dgate = dy * affine * activation_slope(gate, ACTIVATION)
+                dgate = dy * affine * activation_slope(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
                 tl.store(dgate_ptr + packed, dgate.to(dgate_ptr.dtype.element_ty), mask=there)
-            dy *= activation(gate, ACTIVATION)
+            dy *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
         if dbias_ptr is not None:
             dbias += dy
         if dweight_ptr is not None:
@@ -156,12 +156,12 @@ def forward_tile(block: int) -> Tile:
     """By the width alone: a row's bits must not depend on how many there are."""
     if block >= 4096:
         return Tile(1, 8 if block == 4096 else 16)
-    return Tile(max(1, 4096 // block) if block < 2048 else 1, 4)
+    return Tile(max(1, 2048 // block), 4)
 
 
 def backward_tile(block: int) -> Tile:
     if block >= 2048:
-        return Tile(1, 4 if block == 2048 else 8 if block == 4096 else 16, 4 if block < 8192 else 2)
+        return Tile(1, 4 if block == 2048 else 8 if block == 4096 else 16, {2048: 6, 4096: 3, 8192: 1}[block])
     return Tile(2048 // block, 4, 6)
 
 

@@ -45,13 +45,15 @@ def norm_forward_wide_kernel(
     mean = 0.0
     if CENTER:
         total = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, WIDTH, BLOCK):
+        for block in range((WIDTH + BLOCK - 1) // BLOCK):
+            first = tl.cast(block, tl.int64) * BLOCK
             total += load_sum(x_ptr, residual_ptr, h_ptr, x_start, residual_start, first + column, WIDTH)
         mean = tl.sum(total) / WIDTH
         if mean_ptr is not None:
             tl.store(mean_ptr + row, mean)
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, WIDTH, BLOCK):
+    for block in range((WIDTH + BLOCK - 1) // BLOCK):
+        first = tl.cast(block, tl.int64) * BLOCK
         h = load_sum(x_ptr, residual_ptr, h_ptr, x_start, residual_start, first + column, WIDTH)
         h = tl.where(first + column < WIDTH, h - mean, 0.0)
         total += h * h
@@ -59,7 +61,8 @@ def norm_forward_wide_kernel(
     if scale_ptr is not None:
         tl.store(scale_ptr + row, scale)
     shared = (row % GROUPS) * WIDTH
-    for first in range(0, WIDTH, BLOCK):
+    for block in range((WIDTH + BLOCK - 1) // BLOCK):
+        first = tl.cast(block, tl.int64) * BLOCK
         here = first + column
         there = here < WIDTH
         h = load_sum(x_ptr, residual_ptr, h_ptr, x_start, residual_start, here, WIDTH)
@@ -72,7 +75,7 @@ def norm_forward_wide_kernel(
             y += tl.load(bias_ptr + shared + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + gate_start + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
-            y *= activation(gate, ACTIVATION)
+            y *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + row * WIDTH + here, y.to(y_ptr.dtype.element_ty), mask=there)
 
 
@@ -102,7 +105,8 @@ def norm_backward_wide_kernel(
     column = tl.arange(0, BLOCK)
     along = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, WIDTH, BLOCK):
+    for block in range((WIDTH + BLOCK - 1) // BLOCK):
+        first = tl.cast(block, tl.int64) * BLOCK
         here = first + column
         there = here < WIDTH
         n = load_normalised(h_ptr, h_start + here, there, scale, mean)  # [BLOCK]
@@ -115,9 +119,9 @@ def norm_backward_wide_kernel(
                     affine *= tl.load(weight_ptr + shared + here, mask=there, other=0.0).to(tl.float32)
                 if bias_ptr is not None:
                     affine += tl.load(bias_ptr + shared + here, mask=there, other=0.0).to(tl.float32)
-                dgate = dn * affine * activation_slope(gate, ACTIVATION)
+                dgate = dn * affine * activation_slope(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
                 tl.store(dgate_ptr + row * WIDTH + here, dgate.to(dgate_ptr.dtype.element_ty), mask=there)
-            dn *= activation(gate, ACTIVATION)
+            dn *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
         if weight_ptr is not None:
             dn *= tl.load(weight_ptr + shared + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
         along += dn * n
@@ -127,14 +131,15 @@ def norm_backward_wide_kernel(
         offset = 0.0
         if CENTER:  # the mean of dn - n slope; n has mean 0 but for rounding
             offset = tl.sum(total) / WIDTH
-        for first in range(0, WIDTH, BLOCK):
+        for block in range((WIDTH + BLOCK - 1) // BLOCK):
+            first = tl.cast(block, tl.int64) * BLOCK
             here = first + column
             there = here < WIDTH
             n = load_normalised(h_ptr, h_start + here, there, scale, mean)  # [BLOCK]
             dn = tl.load(dy_ptr + dy_start + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
             if gate_ptr is not None:
                 gate = tl.load(gate_ptr + gate_start + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
-                dn *= activation(gate, ACTIVATION)
+                dn *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
             if weight_ptr is not None:
                 dn *= tl.load(weight_ptr + shared + here, mask=there, other=0.0).to(tl.float32)  # [BLOCK]
             dh = (dn - n * slope - offset) * scale
@@ -153,7 +158,7 @@ def norm_weights_backward_kernel(
     """Program p sums COLUMNS channels over every `parts`-th tile of tokens."""
     tokens = count // GROUPS
     part = tl.program_id(0) % parts
-    channel = (tl.program_id(0) // parts) * COLUMNS + tl.arange(0, COLUMNS)
+    channel = (tl.program_id(0) // parts).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     column = (channel % WIDTH)[None, :]
     group = (channel // WIDTH)[None, :]
     dweight = tl.zeros([LINES, COLUMNS], tl.float32)
@@ -169,7 +174,8 @@ def norm_weights_backward_kernel(
         dy = tl.load(dy_ptr + start + column, mask=there, other=0.0).to(tl.float32)  # [LINES, COLUMNS]
         if gate_ptr is not None:
             start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
-            dy *= activation(tl.load(gate_ptr + start + column, mask=there, other=0.0).to(tl.float32), ACTIVATION)
+            gate = tl.load(gate_ptr + start + column, mask=there, other=0.0).to(tl.float32)  # [LINES, COLUMNS]
+            dy *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
         dweight += dy * n
         dbias += dy
     place = part.to(tl.int64) * GROUPS * WIDTH + channel

@@ -17,7 +17,7 @@ from torch import Tensor
 from flashmix.ops._rowwise import Options, Tensors
 from flashmix.ops._rowwise_triton import numbers_on, power_of_two
 
-PAIRS, WARPS = 2048, 4  # pairs of channels of a program
+PAIRS, WARPS = 1024, 4  # pairs of channels of a program
 
 
 @triton.jit

@@ -1,0 +1,398 @@
+"""The row-wise kernels against their definitions: every case on a GPU, some in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from rowwise_cases import assert_matches, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+from test_rotary import counted, halves_to_pairs, pairs_to_halves
+from torch import Tensor
+
+from flashmix.ops import rowwise_definitions as definitions
+from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
+from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op, its definition, and the shapes of its inputs; `factor` scales the first."""
+
+    name: str
+    op: Op
+    definition: Op
+    shapes: tuple[tuple[int, ...], ...]
+    tiny: bool = False  # runs in the interpreter too
+    factor: float = 1.0
+
+    def inputs(self, dtype: torch.dtype) -> list[Tensor]:
+        first, *rest = (random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(self.shapes))
+        return [first * self.factor, *rest]
+
+
+def on_gpu(op: Op) -> Op:
+    """`op` of CPU tensors, computed on the GPU by the Triton kernels."""
+
+    def call(*inputs: Tensor) -> Any:
+        got = op(*(value.cuda() for value in inputs))
+        return got.cpu() if isinstance(got, Tensor) else tuple(t if t is None else t.cpu() for t in got)
+
+    return call
+
+
+def norm_cases() -> list[Case]:
+    cases = []
+    shapes = [(2, 5, 24), (1, 1, 7), (2, 0, 8), (160,), (3, 1), (2, 3, 4, 64), (70, 100), (5, 1000), (33, 4096)]
+    shapes += [(3, 8192), (2, 8193), (2, 65536), (2, 70001), (2100, 128)]
+    for shape in shapes:
+        tiny, width = len(shape) == 1 or shape[1:] in ((5, 24), (0, 8)), shape[-1]
+        plain = [
+            ("rms_norm", rms_norm, definitions.rms_norm, (shape,)),
+            ("rms_norm weight", rms_norm, definitions.rms_norm, (shape, (width,))),
+            (
+                "rms_norm gate",
+                lambda x, w, g: rms_norm(x, w, gate=g),
+                definitions.rms_norm,
+                (shape, (width,), shape),
+            ),
+            (
+                "rms_norm sigmoid gate",
+                lambda x, g: rms_norm(x, gate=g, gate_activation="sigmoid"),
+                lambda x, g: definitions.rms_norm(x) * torch.sigmoid(g),
+                (shape, shape),
+            ),
+            (
+                "rms_norm residual",
+                lambda x, w, r: rms_norm(x, w, residual=r, return_residual=True),
+                lambda x, w, r: (definitions.rms_norm(x + r, w), x + r),
+                (shape, (width,), shape),
+            ),
+            ("l2_norm", l2_norm, definitions.l2_norm, (shape,)),
+            ("layer_norm", layer_norm, definitions.layer_norm, (shape, (width,), (width,))),
+            (
+                "layer_norm gate",
+                lambda x, w, b, g: layer_norm(x + 1, w, b, gate=g),
+                lambda x, w, b, g: definitions.layer_norm(x + 1, w, b) * definitions.silu(g),
+                (shape, (width,), (width,), shape),
+            ),
+        ]
+        if width == 1:  # the norm of one number is its sign, whose gradient is rounding alone
+            sign = ("rms_norm", lambda x: rms_norm(x.detach()) + x, lambda x: definitions.rms_norm(x.detach()) + x)
+            plain = [(*sign, (shape,))]
+        cases += [Case(f"{name} {shape}", op, d, shapes, tiny) for name, op, d, shapes in plain]
+    for groups in (1, 2, 6):
+        for center in (True, False):
+            cases.append(
+                Case(
+                    f"group_norm {groups} {center}",
+                    lambda x, w, b, g, r, n=groups, c=center: group_norm(
+                        x + 1, n, w, b, center=c, gate=g, residual=r, return_residual=True
+                    ),
+                    lambda x, w, b, g, r, n=groups, c=center: (
+                        definitions.group_norm(x + 1 + r, n, w, b, c) * definitions.silu(g),
+                        x + 1 + r,
+                    ),
+                    ((2, 9, 24), (24,), (24,), (2, 9, 24), (2, 9, 24)),
+                    tiny=groups == 2,
+                )
+            )
+    return cases
+
+
+def rotary_case(rotated: int, channels: int, interleaved: bool, inverse: bool) -> Case:
+    table = rotary_table(32, rotated)
+    sign = -1 if inverse else 1
+
+    def one(x: Tensor) -> Tensor:
+        cos, sin = (t.to(x.dtype) for t in table)
+        x = pairs_to_halves(x, rotated) if interleaved else x
+        y = definitions.rotary(x, cos, sign * sin, counted(2, 9, 4))
+        return halves_to_pairs(y, rotated) if interleaved else y
+
+    def op(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = (t.to(q.device) for t in table)
+        options: dict[str, Any] = {"positions": 4, "interleaved": interleaved, "inverse": inverse}
+        return *rotary_qk(q, k, cos, sin, **options), rotary(q, cos, sin, **options)
+
+    name = f"rotary {rotated} of {channels}{' interleaved' * interleaved}{' inverse' * inverse}"
+    shapes = ((2, 9, 3, channels), (2, 9, 1, channels))
+    return Case(name, op, lambda q, k: (one(q), one(k), one(q)), shapes, tiny=rotated == 6)
+
+
+def gated_case(activation: str, shape: tuple[int, ...]) -> Case:
+    scalar = torch.sigmoid if activation == "sigmoid" else getattr(definitions, activation)
+    return Case(
+        f"gated {activation} {shape}",
+        lambda g, u: gated(g, u, activation),
+        lambda g, u: scalar(g) * u,
+        (shape, shape),
+        tiny=shape == (2, 5, 24),
+        factor=3.0,
+    )
+
+
+def halves_case(width: int) -> Case:
+    return Case(
+        f"swiglu of halves {width}",
+        lambda both: swiglu(*both.chunk(2, -1)),
+        lambda both: definitions.swiglu(*both.chunk(2, -1)),
+        ((3, 5, 2 * width),),
+        tiny=width == 24,
+    )
+
+
+CASES = [
+    *norm_cases(),
+    *(
+        rotary_case(rotated, channels, interleaved, inverse)
+        for rotated, channels in ((16, 16), (6, 16), (2, 7), (96, 96), (128, 128), (256, 256), (64, 512))
+        for interleaved in (False, True)
+        for inverse in (False, True)
+    ),
+    *(
+        gated_case(activation, shape)
+        for activation in ACTIVATIONS
+        for shape in ((2, 5, 24), (1, 1, 7), (3, 0, 8), (70, 1001))
+    ),
+    *(halves_case(width) for width in (1, 24, 1000, 11008)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_are_their_definition(case: Case, dtype: torch.dtype) -> None:
+    assert_matches(on_gpu(case.op), case.definition, *case.inputs(dtype))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("case", [case for case in CASES if case.tiny], ids=lambda case: case.name)
+def test_kernels_are_their_definition_interpreted(case: Case, dtype: torch.dtype) -> None:
+    assert_matches(case.op, case.definition, *case.inputs(dtype))
+
+
+def some_ops(channels: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Ops of `x [B, T, channels]` that share nothing between rows, by name."""
+    weight = random(channels, seed=1).cuda()
+    found: dict[str, Callable[[Tensor], Tensor]] = {
+        "l2_norm": l2_norm,
+        "rms_norm": lambda x: rms_norm(x, weight, gate=x * 0.5),
+        "layer_norm": lambda x: layer_norm(x, weight, weight),
+        "swiglu": lambda x: swiglu(x, x * 0.5),
+    }
+    if channels % 2 == 0:
+        cos, sin = (t.cuda() for t in rotary_table(1024, channels))
+        found["rotary"] = lambda x: rotary(x.unsqueeze(2), cos, sin).squeeze(2)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [7, 64, 128, 4096, 9000])
+def test_rows_are_their_own(channels: int) -> None:
+    x = random(3, 403, channels).cuda()
+    for op in some_ops(channels).values():
+        assert_rows_do_not_meet(op, x)
+        assert_repeats(on_gpu(op), x.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("channels", [7, 128, 9000])
+def test_what_is_not_finite_stays_in_its_row(channels: int, value: float) -> None:
+    x = random(1, 67, channels).cuda()
+    bad = x.clone()
+    bad[0, 33, channels // 2] = value
+    others = torch.arange(67, device="cuda") != 33
+    for name, op in some_ops(channels).items():
+        found = [
+            (y, torch.autograd.grad(y.sum(), leaf)[0])
+            for leaf in (x.requires_grad_(), bad.requires_grad_())
+            for y in [op(leaf)]
+        ]
+        for have, want in zip(*found, strict=True):
+            assert_same_bits(name, have[:, others], want[:, others])
+            assert not torch.isfinite(found[1][0][:, 33]).all(), name
+
+
+@pytest.mark.gpu
+def test_strided_rows_are_read_where_they_lie() -> None:
+    whole = random(3, 6, 5, 8, 64).cuda()
+    views = [whole.permute(2, 0, 3, 1, 4), whole[..., 16:48], whole.transpose(1, -1), whole[:1].expand(3, 6, 5, 8, 64)]
+    views += [whole[:, :, 1:4], whole[:, ::2, :, ::3]]
+    for view in views:
+        weight = random(view.shape[-1], seed=1).cuda()
+        for op in (l2_norm, lambda x: rms_norm(x, weight, gate=x), lambda x: swiglu(x, x)):  # noqa: B023
+            for a, b in zip(device_results(op, [view]), device_results(op, [view.contiguous()]), strict=True):
+                assert_same_bits("strided", a[0], b[0])
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if view.stride(-1) == 1:
+            l2_norm(view)
+            assert torch.cuda.max_memory_allocated() - before <= view.numel() * 4 + 512, "a copy was made"
+
+
+@pytest.mark.gpu
+def test_gradients_to_second_order() -> None:
+    """The second derivative of the kernels' results is that of the plain formula."""
+    cos, sin = (t.cuda() for t in rotary_table(16, 8))
+    ops: dict[str, Op] = {
+        "rms_norm": lambda x, r, impl: rms_norm(x, gate=r, impl=impl),
+        "residual": lambda x, r, impl: rms_norm(x, residual=r, return_residual=True, impl=impl),
+        "group_norm": lambda x, r, impl: group_norm(x, 2, gate=r, impl=impl),
+        "swiglu": lambda x, r, impl: swiglu(x, r, impl=impl),
+        "rotary": lambda x, r, impl: rotary((x * r).unsqueeze(2), cos, sin, impl=impl),
+    }
+    for name, op in ops.items():
+        found = []
+        for impl in ("triton", "portable"):
+            x, r = (random(2, 5, 8, seed=s).cuda().requires_grad_() for s in (1, 2))
+            got = op(x, r, impl=impl)
+            loss = sum(y.square().sum() for y in ([got] if isinstance(got, Tensor) else got))
+            first = torch.autograd.grad(loss, (x, r), create_graph=True)
+            found.append((*first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, r))))
+        for have, want in zip(*found, strict=True):
+            torch.testing.assert_close(have, want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles(backend: str) -> None:
+    cos, sin = (t.cuda() for t in rotary_table(64, 8))
+    packed = torch.tensor([0, 2, 5], device="cuda")
+    ops: dict[str, Op] = {
+        "rms_norm": lambda x, r: rms_norm(x, gate=r),
+        "residual": lambda x, r: rms_norm(x, residual=r, return_residual=True),
+        "layer_norm": lambda x, r: layer_norm(x, r[0, 0], r[0, 0]),
+        "group_norm": lambda x, r: group_norm(x, 2, gate=r),
+        "swiglu": lambda x, r: swiglu(x, r),
+        "rotary": lambda x, r: rotary_qk(x.unsqueeze(2), r.unsqueeze(2), cos, sin, positions=3),
+        "packed": lambda x, r: rotary((x * r)[:1].unsqueeze(2), cos, sin, cu_seqlens=packed),
+        "in place": lambda x, r: rotary((x * r).detach().unsqueeze(2), cos, sin, inplace=True) * x.unsqueeze(2),
+    }
+    inputs = [random(2, 5, 8, seed=s).cuda() for s in (1, 2)]
+    for op in ops.values():
+        torch._dynamo.reset()
+        compiled = torch.compile(op, fullgraph=True, backend=backend)
+        wide = [torch.cat([t, t], 1) for t in inputs]
+        for arguments in [inputs] if op is ops["packed"] else [inputs, wide]:
+            for have, want in zip(device_results(compiled, arguments), device_results(op, arguments), strict=True):
+                for h, w in zip(have, want, strict=True):
+                    torch.testing.assert_close(h, w)
+
+
+def device_results(op: Op, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = [value.detach().requires_grad_() for value in inputs]
+    got = op(*leaves)
+    outputs = [got] if isinstance(got, Tensor) else list(got)
+    flows = [torch.ones_like(y) * 0.5 for y in outputs]
+    return [y.detach() for y in outputs], list(torch.autograd.grad(outputs, leaves, flows, materialize_grads=True))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs() -> None:
+    """Captured once, replayed on other contents: what an eager call gives."""
+    cos, sin = (t.cuda() for t in rotary_table(64, 64))
+    x, gate, positions = random(2, 5, 4, 64).cuda(), random(2, 5, 4, 64, seed=1).cuda(), torch.zeros(2, 5).long().cuda()
+
+    def step() -> list[Tensor]:
+        a = rms_norm(x.requires_grad_(), gate=gate)
+        b = rotary(swiglu(a, gate), cos, sin, positions=positions)
+        return [b.detach(), torch.autograd.grad(b.sum(), x)[0]]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (5, 6):
+        with torch.no_grad():
+            x.copy_(random(2, 5, 4, 64, seed=seed))
+            positions.fill_(seed)
+        graph.replay()
+        for have, want in zip(captured, step(), strict=True):
+            assert_same_bits("replayed", have, want)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    cos, sin = (t.cuda() for t in rotary_table(64, 64))
+    x, positions = random(2, 5, 4, 64).cuda().requires_grad_(), torch.zeros(2, 5).long().cuda()
+
+    def step() -> None:
+        y = rotary(rms_norm(swiglu(x, x), residual=x), cos, sin, positions=positions, axes=None)
+        y.sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_opcheck() -> None:
+    from flashmix.ops.activation import _GATED
+    from flashmix.ops.norm_operator import NORM
+    from flashmix.ops.rotary_operator import ROTARY
+
+    cos, sin = (t.cuda() for t in rotary_table(64, 8))
+    x, r = (random(2, 5, 8, seed=s).cuda().requires_grad_() for s in (1, 2))
+    w = random(8).cuda().requires_grad_()
+    torch.library.opcheck(NORM.operator, (x, r, w, None, None, True, 1e-6, 1, False, True, "silu", x.dtype))
+    torch.library.opcheck(NORM.operator, (x, None, w, w, r, True, 1e-6, 2, True, True, "sigmoid", x.dtype))
+    torch.library.opcheck(_GATED.operator, (x, r, True, "gelu"))
+    q = x.detach().unsqueeze(2).requires_grad_()
+    torch.library.opcheck(ROTARY.operator, (q, None, cos, sin, None, True, 3, [], False, False))
+
+
+@pytest.mark.gpu
+def test_positions_past_the_table_are_bounded() -> None:
+    cos, sin = (t.cuda() for t in rotary_table(4, 4))
+    x = random(1, 2, 1, 4).cuda()
+    bounded = rotary(x, cos, sin, positions=torch.tensor([[0, 3]]).cuda())
+    for positions in ([[-3, 99]], [[-(2**62), 2**62]]):
+        assert_same_bits("bounded", rotary(x, cos, sin, positions=torch.tensor(positions).cuda()), bounded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 4096, 2**31 + 8])
+def test_more_elements_than_32_bits_count(width: int) -> None:
+    """The last row (or the last elements of the only one) of what is larger than 2^31 elements."""
+    rows = max(1, (2**31 + 4096) // width)
+    x = torch.full((rows, width), 0.5, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        x[-1, -8:] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])[-min(8, width) :]
+        for op in (l2_norm, rms_norm, lambda t: swiglu(t, t)):
+            got = op(x)
+            tail = op(x[-1:])
+            assert_same_bits("tail", got[-1, -8:], tail[-1, -8:])
+            assert torch.isfinite(got[-1, -8:]).all() and got[-1, -8:].float().abs().min() > 0
+            del got
+        if width == 4096:
+            cos, sin = (t.cuda() for t in rotary_table(rows, 128))
+            heads = x.view(1, rows, 32, 128)
+            assert_same_bits(
+                "rotary", rotary(heads, cos, sin)[:, -1:], rotary(heads[:, -1:], cos, sin, positions=rows - 1)
+            )
+
+
+@pytest.mark.gpu
+def test_more_batches_times_heads_than_a_grid_axis_holds() -> None:
+    cos, sin = (t.cuda() for t in rotary_table(1, 8))
+    x = random(200_000, 1, 2, 8).cuda()
+    for op in (l2_norm, lambda t: swiglu(t, t), lambda t: rotary(t, cos, sin), lambda t: group_norm(t.flatten(2), 2)):
+        got = op(x)
+        for part in (slice(0, 3), slice(65_534, 65_540), slice(-2, None)):
+            assert_same_bits("part", got[part], op(x[part]))
