@@ -167,6 +167,39 @@ def test_no_nan_leaves_its_row() -> None:
         }
 
 
+def residual_of(device: str, impl: str = "auto") -> Callable[..., Any]:
+    return moved(lambda x, w, r: short_conv(x, w, residual=r, impl=impl)[0], device)
+
+
+def residual_definition(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return definitions.short_conv(x, w, residual=r)[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_residual(device: str) -> None:
+    inputs = random(2, 9, 24), random(24, 4, seed=1), random(2, 9, 24, seed=2)
+    for dtype in (torch.float64, *DTYPES) if device == "cpu" else DTYPES:
+        assert_matches(residual_of(device), residual_definition, *(t.to(dtype) for t in inputs))
+    x = random(2, 9, 24, seed=3, dtype=torch.bfloat16)
+    assert_matches(
+        lambda x, w: residual_of(device)(x, w, x), lambda x, w: residual_definition(x, w, x), x, inputs[1].bfloat16()
+    )
+    assert_compiles(residual_of(device), *inputs)
+    if device == "cpu":
+        leaves = [t[..., :3].double().requires_grad_() for t in (inputs[0], inputs[1][:3], inputs[2])]
+        assert torch.autograd.gradgradcheck(residual_of("cpu"), leaves)
+    with pytest.raises(ValueError, match=r"residual must have shape \[2, 9, 24\], got \[2, 8, 24\]"):
+        short_conv(*inputs[:2], residual=inputs[2][:, :8])
+
+
+@pytest.mark.interpreted
+def test_residual_interpreted() -> None:
+    for residual in (random(2, 5, 24, seed=2), random(5, 2, 24, seed=2).transpose(0, 1)):
+        assert_matches(
+            residual_of("cpu", "triton"), residual_definition, random(2, 5, 24), random(24, 4, seed=1), residual
+        )
+
+
 SIZES = (24, 40, 136)
 
 
@@ -259,7 +292,9 @@ def test_operators_are_sound_and_compile() -> None:
     x, w, b, s = (t.cuda() for t in (random(1, 9, 8), random(8, 4, seed=1), random(8, seed=2), random(3, 3, 8, seed=3)))
     packing = Packing(torch.tensor([0, 4, 4, 9], device="cuda"), 9)
     ends = (packing.sequence, packing.cu_seqlens)
-    torch.library.opcheck(conv_module._OPERATOR.operator, (x.requires_grad_(), w, b, s, *ends, True, "silu", True))
+    torch.library.opcheck(
+        conv_module._OPERATOR.operator, (x.requires_grad_(), w, b, None, s, *ends, True, "silu", True)
+    )
     op = kernel("cuda", cu_seqlens=packing)
     assert_compiles(op, x.detach().cpu(), w.cpu(), b.cpu(), s.cpu())
     assert_compiles(moved(qkv(), "cuda"), *qkv_inputs(2, 9, 4))

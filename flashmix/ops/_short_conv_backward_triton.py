@@ -27,11 +27,15 @@ from flashmix.ops._short_conv_forward_triton import (
 
 
 @triton.jit
-def _du(past, x, dy, taps, bias, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+def _du(past, x, dy, taps, bias, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
     """The gradient of a row before its activation, float32."""
     du = dy.to(tl.float32)
-    if ACTIVATION != "":
-        du *= activation_slope(_convolved(past, x, taps, bias, WIDTH), ACTIVATION)
+    if ACTIVATION == "silu" and not PRECISE:
+        u = _convolved(past, x, taps, bias, WIDTH)
+        share = 1.0 / (1.0 + tl.exp(-u))
+        du *= share + u * share * (1.0 - share)
+    elif ACTIVATION != "":
+        du *= activation_slope(_convolved(past, x, taps, bias, WIDTH), ACTIVATION, PRECISE)
     return du
 
 
@@ -133,7 +137,7 @@ def short_conv_backward_kernel(
             m = places[i][0]
             past = _begin(past, state, m, places[i][1], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
             value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION)
+            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
             sums = (dweight[0] + du,)
             for k in tl.static_range(WIDTH - 1):
                 sums = sums + (dweight[k + 1] + du * past[k],)
@@ -158,7 +162,7 @@ def short_conv_backward_kernel(
             m = places[i][0]
             past = _begin(past, state, m, places[i][1], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
             value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION)
+            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
             gradient = _input_gradient(du, later, ids, m, taps, WIDTH, MODE)
             _store_gradient(
                 dx, gradient, dfinal, after + i - (WIDTH - 1), ids[0], start, limit, tokens, starts, count, size,
@@ -236,7 +240,7 @@ def short_conv_state_backward_kernel(
         value = tl.load(x + _offset(start + p, n, p, x_batch, x_row, MODE, ALIGN) + d, mask=there, other=0.0)
         value = value.to(tl.float32)
         flow = tl.load(dy + _offset(start + p, n, p, dy_batch, dy_row, MODE, ALIGN) + d, mask=there, other=0.0)
-        du = _du(past, value, flow, taps, shift, WIDTH, ACTIVATION)
+        du = _du(past, value, flow, taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
         du = tl.where(there, du, 0.0)
         sums = ()
         for j in tl.static_range(WIDTH - 1):

@@ -20,7 +20,17 @@ from flashmix.ops._rowwise_triton import activation
 
 LONG, FOLDED, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LENGTHS = ["tokens", "rows", "count", "span", "blocks", "jobs", "total"]
-STRIDES = ["channels", "x_batch", "x_row", "dy_batch", "dy_row"]
+STRIDES = ["channels", "x_batch", "x_row", "r_batch", "r_row", "dy_batch", "dy_row"]
+
+
+@triton.jit
+def _activated(u, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
+    """The activation; "" is none. Narrow numbers take silu's shortest way, which bounds the kernels' speed."""
+    if ACTIVATION == "silu" and not PRECISE:
+        u = u / (1.0 + tl.exp(-u))
+    elif ACTIVATION != "":
+        u = activation(u, ACTIVATION, PRECISE)
+    return u
 
 
 @triton.jit
@@ -150,10 +160,11 @@ def _last_inputs(
 
 @triton.jit(do_not_specialize=LENGTHS + STRIDES)
 def short_conv_forward_kernel(
-    x, weight, bias, y, state, final, sequence, starts, x_batch, x_row, channels,
+    x, weight, bias, residual, y, state, final, sequence, starts, x_batch, x_row, r_batch, r_row, channels,
     tokens, rows, count, span, blocks, jobs, total,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_STATE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     job = (pid // blocks).to(tl.int64)
@@ -190,8 +201,10 @@ def short_conv_forward_kernel(
                 past = _begin(past, state, m, position, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
                 value = loaded[i].to(tl.float32)
                 u = _convolved(past, value, taps, shift, WIDTH)
-                if ACTIVATION != "":
-                    u = activation(u, ACTIVATION)
+                u = _activated(u, ACTIVATION, x.dtype.element_ty == tl.float32)
+                if HAS_RESIDUAL:
+                    where = _offset(row, m, position, r_batch[0].to(tl.int64), r_row[0].to(tl.int64), MODE, ALIGN)
+                    u += tl.load(residual[0] + where + d, mask=inside & (row < limit), other=0.0).to(tl.float32)
                 where = row * size * ALIGN
                 if MODE == LONG:
                     where = (n * tokens + row) * size * ALIGN

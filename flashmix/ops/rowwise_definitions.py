@@ -30,6 +30,16 @@ def relu2(x: Tensor) -> Tensor:
     return relu(x) ** 2
 
 
+ACTIVATIONS = {
+    "silu": silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": relu2,
+}
+
+
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     centered = x - x.mean(-1, keepdim=True)
     y = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + eps)
@@ -66,8 +76,9 @@ def short_conv(
     bias: Tensor | None = None,
     initial_state: Tensor | None = None,
     activation: str | None = "silu",
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`y_t = act(sum_i weight[:, W-1-i] x_{t-i} + bias)` for `x [B, T, D]`, and the last W - 1 inputs."""
+    """`y_t = act(sum_i weight[:, W-1-i] x_{t-i} + bias) + residual_t` for `x [B, T, D]`, and the last W - 1 inputs."""
     batch, tokens, channels = x.shape
     width = weight.shape[1]
     past = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state
@@ -75,7 +86,8 @@ def short_conv(
     rows = [(past[:, t : t + width] * weight.T).sum(1) for t in range(tokens)]
     y = torch.stack(rows, dim=1) if rows else x
     y = y if bias is None else y + bias
-    return (silu(y) if activation == "silu" else y), past[:, tokens:]
+    y = y if activation is None else ACTIVATIONS[activation](y)
+    return (y if residual is None else y + residual), past[:, tokens:]
 
 
 def short_conv_qkv(

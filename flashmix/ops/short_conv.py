@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ def short_conv(
     bias: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    residual: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
@@ -50,7 +52,8 @@ def short_conv(
 ) -> tuple[Tensor, Tensor | None]:
     """Convolves each channel with its own W weights over the tokens so far.
 
-        y_t = act(sum_{i < W} weight[:, W-1-i] * x_{t-i} + bias),    x_{-1}, x_{-2}, ... from the state, newest last
+        y_t = act(sum_{i < W} weight[:, W-1-i] * x_{t-i} + bias) + residual_t
+        x_{-1}, x_{-2}, ... from the state, newest last
 
     The backward keeps the inputs and nothing else.
 
@@ -58,7 +61,8 @@ def short_conv(
         x: `[B, T, D]`, floating.
         weight: `[D, W]`, floating; the last column weighs the token itself.
         bias: `[D]`, floating, or None.
-        activation: "silu" or None.
+        activation: "silu" or another of `gated`, or None.
+        residual: like `x`, added to the output before it is rounded; None: nothing. It is `x` itself in Canon layers.
         initial_state: `[N, W - 1, D]` in the dtype of `x`, the inputs before the first token, oldest first; None:
             zeros.
         return_state: also return the last W - 1 inputs, the `initial_state` of what follows.
@@ -74,7 +78,8 @@ def short_conv(
         ValueError: shapes or devices differ, `cu_seqlens` does not fit, `activation` or `impl` is unknown.
 
     Source:
-        The convolution of Mamba (2312.00752), section 3.4.
+        The convolution of Mamba (2312.00752), section 3.4. With a residual: Allen-Zhu, "Physics of language models:
+        part 4.1" (Canon layers).
 
     Example:
         >>> import torch
@@ -96,20 +101,25 @@ def short_conv(
             check_shape(name, value, *shape)
             check_floating(name, value)
             check_like(name, value, "x", x, dtype=name == "initial_state")
+    if residual is not None:
+        check_shape("residual", residual, *x.shape)
+        check_like("residual", residual, "x", x)
     check_choice("activation", activation, None, *ACTIVATIONS)
     chosen = choose("short_conv", IMPLEMENTATIONS, (x, weight, bias, initial_state), impl)
     if chosen.name == "triton":
         boundaries = (None, None) if packing is None else (packing.sequence, packing.cu_seqlens)
         options = (activation or "", return_state)
-        results = _OPERATOR(x, weight, bias, initial_state, *boundaries, options=options)
-        return results[0], results[1] if return_state else None
+        added = None if residual is None else residual.detach()
+        results = _OPERATOR(x, weight, bias, added, initial_state, *boundaries, options=options)
+        y = results[0] if residual is None else _Added.apply(results[0], residual)
+        return y, results[1] if return_state else None
     layout = _Layout(width, packing)
     if torch.compiler.is_compiling():
-        y, state = _formula(x, weight, bias, initial_state, layout, activation)
-    elif wants_gradient(x, weight, bias, initial_state):
-        y, state = _ShortConv.apply(x, weight, bias, initial_state, layout, activation)
+        y, state = _formula(x, weight, bias, residual, initial_state, layout, activation)
+    elif wants_gradient(x, weight, bias, residual, initial_state):
+        y, state = _ShortConv.apply(x, weight, bias, residual, initial_state, layout, activation)
     else:
-        y, state = _forward(x, weight, bias, initial_state, layout, activation)
+        y, state = _forward(x, weight, bias, residual, initial_state, layout, activation)
     return y, state if return_state else None
 
 
@@ -181,35 +191,49 @@ class _Layout:
 
 
 def convolved(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, sequence: Tensor | None,
-    starts: Tensor | None, activation: str, return_state: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None,
+    sequence: Tensor | None, starts: Tensor | None, activation: str, return_state: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The plain formula on what the kernels get."""
     packing = None if starts is None else Packing(starts, x.shape[1])
-    y, final = _formula(x, weight, bias, state, _Layout(weight.shape[1], packing), activation or None)
+    y, final = _formula(x, weight, bias, residual, state, _Layout(weight.shape[1], packing), activation or None)
     return (y, final) if return_state else (y,)
 
 
 _OPERATOR = Operator(
     "short_conv",
     "flashmix.ops.short_conv_triton.ShortConv",
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? sequence, Tensor? starts",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? state, Tensor? sequence, Tensor? starts",
     "str activation, bool return_state",
     formula=convolved,
 )
 
 
+class _Added(torch.autograd.Function):
+    """`y`, in which the residual already is, as a sum that autograd sees."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, residual: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
 def _formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, layout: _Layout, activation: str | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, layout: _Layout,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = compute_dtype(x, weight, bias)
     laid = layout.lay_out(x, state)
     tokens = laid.shape[1] - layout.past
     taps = weight.to(wide).unbind(1)
     y = torch.stack([laid[:, i : i + tokens].to(wide) * tap for i, tap in enumerate(taps)]).sum(0)
     y = y if bias is None else y + bias
-    y = y if activation is None else ACTIVATIONS[activation].formula(y)
-    return layout.outputs(y).to(x.dtype), layout.ends(laid)
+    y = layout.outputs(y if activation is None else ACTIVATIONS[activation].formula(y))
+    y = y if residual is None else y + residual
+    return y.to(x.dtype), layout.ends(laid)
 
 
 def _convolve(laid: Tensor, taps: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -222,22 +246,24 @@ def _convolve(laid: Tensor, taps: Sequence[Tensor], bias: Tensor | None) -> Tens
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, layout: _Layout, activation: str | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, state: Tensor | None, layout: _Layout,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = compute_dtype(x, weight, bias)
     laid = layout.lay_out(x, state)
     y = _convolve(laid.to(wide), weight.T.to(wide).contiguous().unbind(), bias)
-    y = y if activation is None else ACTIVATIONS[activation].value(y)
-    return layout.outputs(y).to(x.dtype), layout.ends(laid)
+    y = layout.outputs(y if activation is None else ACTIVATIONS[activation].value(y))
+    y = y if residual is None else y + residual
+    return y.to(x.dtype), layout.ends(laid)
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, state, layout, activation):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, residual, state, layout, activation):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, state)
         ctx.options = layout, activation
-        return _forward(x, weight, bias, state, layout, activation)
+        return _forward(x, weight, bias, residual, state, layout, activation)
 
     @staticmethod
     def backward(ctx, grad, grad_state):  # type: ignore[no-untyped-def]
@@ -245,11 +271,10 @@ class _ShortConv(torch.autograd.Function):
         layout, activation = ctx.options
         if torch.is_grad_enabled():
             inputs = (x, weight, bias, state)
-            return (
-                *differentiable_gradients(lambda *a: _formula(*a, *ctx.options), inputs, grad, grad_state),
-                None,
-                None,
+            *first, last = differentiable_gradients(
+                lambda x, w, b, s: _formula(x, w, b, None, s, *ctx.options), inputs, grad, grad_state
             )
+            return *first, grad if ctx.needs_input_grad[3] else None, last, None, None
         width, wide = weight.shape[1], compute_dtype(x, weight, bias)
         laid, taps = layout.lay_out(x, state).to(wide), weight.T.to(wide).contiguous().unbind()
         d_laid, d_weight, d_bias = torch.zeros_like(laid), None, None
@@ -269,4 +294,5 @@ class _ShortConv(torch.autograd.Function):
         if grad_state is not None:
             layout.add_to_ends(d_laid, grad_state)
         d_state = None if state is None else layout.starts(d_laid).to(state.dtype)
-        return layout.tokens(d_laid).to(x.dtype), d_weight, d_bias, d_state, None, None
+        d_residual = grad if ctx.needs_input_grad[3] else None
+        return layout.tokens(d_laid).to(x.dtype), d_weight, d_bias, d_residual, d_state, None, None

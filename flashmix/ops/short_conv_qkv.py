@@ -138,7 +138,7 @@ def _formula(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     states = (None, None, None) if state is None else state.split([q.shape[2], k.shape[2], v.shape[2]], dim=2)
     parts = zip((q, k, v), (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias), states, strict=True)
-    found = [convolved(*part, sequence, starts, activation, True) for part in parts]
+    found = [convolved(x, w, b, None, s, sequence, starts, activation, True) for x, w, b, s in parts]
     final = (torch.cat([part[1] for part in found], dim=2),) if return_state else ()
     return *(part[0] for part in found), *final
 

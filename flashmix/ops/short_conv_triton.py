@@ -120,20 +120,21 @@ def _units(c: Convolution, p: Plan) -> tuple[tuple[int, ...], int]:
     return tuple(size // p.align for size in c.channels), sum(c.channels) // p.align
 
 
-def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None) -> None:
-    """Fills `y`, tensors like x, contiguous, and the state after each sequence."""
+def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None, residual: Tensor | None = None) -> None:
+    """Fills `y`, tensors like x, contiguous, and the state after each sequence; one part may have a residual."""
     batch, tokens, _ = c.x[0].shape
-    p = plan(c)
+    added = c.x if residual is None else rows_of([residual])
+    p = plan(c, added)
     (channels, total), any_of = _units(c, p), c.x[0]
     jobs, states = p.jobs, 0 if final is None or c.width == 1 else c.count
     if (jobs + states) * p.blocks == 0:
         return
     forward_kernels.short_conv_forward_kernel[((jobs + states) * p.blocks,)](
-        c.x, c.weight, c.bias or c.weight, y, any_of if c.state is None else c.state,
+        c.x, c.weight, c.bias or c.weight, added, y, any_of if c.state is None else c.state,
         any_of if final is None else final, any_of if c.sequence is None else c.sequence,
-        any_of if c.starts is None else c.starts, *p.strides[0], channels,
+        any_of if c.starts is None else c.starts, *p.strides[0], *p.strides[1], channels,
         tokens, batch * tokens, c.count, p.span, p.blocks, jobs, total,
-        HAS_STATE=c.state is not None, GROUP=p.group, **_common(c, p),
+        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, **_common(c, p),
     )  # fmt: skip
 
 
@@ -192,24 +193,29 @@ def _sum_weights(c: Convolution, p: Plan, partial: Tensor, dweight: Tensors, dbi
 
 
 class ShortConv:
-    """x, weight, bias, state, sequence, starts; activation, whether the state is returned."""
+    """x, weight, bias, residual, state, sequence, starts; activation, whether the state is returned."""
 
     @staticmethod
     def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        return _results(inputs[:1], inputs[1], inputs[5], options), []
+        return _results(inputs[:1], inputs[1], inputs[6], options), []
 
     @staticmethod
     def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
-        x, weight, bias, state, sequence, starts = inputs
+        x, weight, bias, residual, state, sequence, starts = inputs
         final = results[1] if options[1] else None
-        forward(Convolution.of((x,), (weight,), (bias,), state, sequence, starts, options[0]), (results[0],), final)
+        forward(
+            Convolution.of((x,), (weight,), (bias,), state, sequence, starts, options[0]),
+            (results[0],),
+            final,
+            residual,
+        )
 
     @staticmethod
     def backward(
         gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
     ) -> None:
-        x, weight, bias, state, sequence, starts = inputs
-        dx, dweight, dbias, dstate, *_ = gradients
+        x, weight, bias, _, state, sequence, starts = inputs
+        dx, dweight, dbias, _, dstate, *_ = gradients
         c = Convolution.of((x,), (weight,), (bias,), state, sequence, starts, options[0])
         backward(c, grads[:1], grads[1] if options[1] else None, (dx,), (dweight,), (dbias,), dstate)
 
