@@ -1,0 +1,397 @@
+"""The faults that users of other libraries met with attention on a GPU, a test each; numbers as in tests/test_faults.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashmix import Packing, explain
+from flashmix.ops.attention import KVCache, attention_with_cache, definition, softmax_attention
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+Results = dict[str, Tensor]
+
+
+def make(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+
+def qkv(
+    batch: int, tokens: int, heads_q: int, heads: int, dim: int, dim_v: int | None = None, **kind: Any
+) -> list[Tensor]:
+    sizes = ((heads_q, dim), (heads, dim), (heads, dim_v or dim))
+    return [make(batch, tokens, *size, seed=seed, **kind) for seed, size in enumerate(sizes)]
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, flow: Tensor | None = None, **options: Any) -> Results:
+    """o, lse and the gradients of q, k, v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = softmax_attention(*leaves, **{"causal": True, "impl": "triton", "return_lse": True} | options)
+    assert lse is not None
+    gradients = torch.autograd.grad(o, leaves, make(*o.shape, dtype=o.dtype, seed=9) if flow is None else flow)
+    return dict(zip(("o", "lse", "d_q", "d_k", "d_v"), (o.detach(), lse, *gradients), strict=True))
+
+
+def assert_same_bits(found: Results, wanted: Results) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_close(found: Results, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Within the rounding of the dtype of the definition in float64 (the budget is tested in test_attention_kernels.py)."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o, _ = definition.softmax_attention(*leaves, **{"causal": True, "scale": q.shape[3] ** -0.5} | options)
+    gradients = torch.autograd.grad(o, leaves, make(*o.shape, dtype=q.dtype, seed=9).double())
+    for name, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *gradients), strict=True):
+        error = (found[name].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+        assert error <= 2 * torch.finfo(q.dtype).eps, f"{name}: {error:.1e}"
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("batch, heads", [(65538, 1), (2, 40000), (1, 200000)])
+def test_fault_01_more_than_65535_batches_and_heads(batch: int, heads: int) -> None:
+    q, k, v = qkv(batch, 5, heads, heads, 16)
+    flow = make(*q.shape, seed=9)
+    found = run(q, k, v, flow)
+    last = (slice(batch - 1, batch), slice(None), slice(heads - 1, heads))
+    alone = run(q[last], k[last], v[last], flow[last])
+    for name in ("o", "d_q", "d_k", "d_v"):
+        assert torch.equal(found[name][last], alone[name]), name
+
+
+def test_fault_02_tensors_past_2_to_the_31_elements() -> None:
+    """A million tokens with a window: the last ones are right, and so are their gradients."""
+    tokens, seen = 1_100_000, 64
+    q, k, v = (x.expand(1, -1, -1, -1) for x in qkv(1, tokens, 16, 16, 128))
+    assert q.numel() > 2**31
+    flow = torch.zeros_like(q)
+    flow[:, -100:] = make(1, 100, 16, 128, seed=9)
+    found = run(q, k, v, flow, window=(seen - 1, 0))
+    leaves = [x[:, -(100 + seen) :].detach().double().requires_grad_() for x in (q, k, v)]
+    o, _ = definition.softmax_attention(*leaves, scale=128**-0.5, causal=True, window=(seen - 1, 0))
+    gradients = torch.autograd.grad(o[:, -100:], leaves, flow[:, -100:].double())
+    for name, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *gradients), strict=True):
+        got, wanted = found[name][:, -100:].double(), wanted[:, -100:]
+        assert (got - wanted).norm() <= 2 * torch.finfo(BF16).eps * wanted.norm(), name
+    assert not found["d_q"][:, :-200].any()
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+def test_fault_04_empty_and_very_short_sequences(dim: int) -> None:
+    lengths = (0, 1, 2, 63, 0, 64, 65, 200, 1, 0)
+    packing = Packing.from_lengths(lengths, device="cuda")
+    q, k, v = qkv(1, sum(lengths), 4, 2, dim)
+    flow = make(*q.shape, seed=9)
+    packed = run(q, k, v, flow, cu_seqlens=packing)
+    ends = packing.cu_seqlens.tolist()
+    for first, last in pairwise(ends):
+        of = (slice(None), slice(first, last))
+        alone = run(q[of], k[of], v[of], flow[of])
+        assert torch.equal(packed["lse"][:, first:last], alone["lse"][0])
+        for name in ("o", "d_q", "d_k", "d_v"):
+            assert torch.equal(packed[name][of], alone[name]), f"{name} of {last - first} tokens"
+
+
+def test_fault_09_a_sequence_depends_on_the_rest_of_the_batch() -> None:
+    q, k, v = qkv(5, 333, 4, 2, 64)
+    flow = make(*q.shape, seed=9)
+    together = run(q, k, v, flow, window=(200, 0))
+    for n in range(5):
+        one = slice(n, n + 1)
+        alone = run(q[one], k[one], v[one], flow[one], window=(200, 0))
+        assert_same_bits({name: x[one] for name, x in together.items()}, alone)
+    poisoned = [torch.cat([x[:1], x[1:] * torch.inf]) for x in (q, k, v)]
+    assert torch.equal(run(*poisoned, flow, window=(200, 0))["d_k"][:1], together["d_k"][:1])
+
+
+def test_fault_09_a_packed_neighbour_that_is_not_finite() -> None:
+    q, k, v = qkv(1, 300, 4, 2, 64)
+    packing = Packing.from_lengths([130, 170], device="cuda")
+    flow = make(*q.shape, seed=9)
+    clean = run(q, k, v, flow, cu_seqlens=packing)
+    spoilt = [torch.cat([x[:, :130], x[:, 130:] * torch.nan], 1) for x in (q, k, v, flow)]
+    found = run(*spoilt, cu_seqlens=packing)
+    for name in ("o", "d_q", "d_k", "d_v"):
+        assert torch.equal(found[name][:, :130], clean[name][:, :130]), name
+
+
+def test_fault_10_no_gradient_silently() -> None:
+    q = make(1, 5, 2, 300).requires_grad_()
+    with pytest.raises(ValueError, match="the head dim of q must be between 1 and 256, got 300"):
+        softmax_attention(q, q, q)
+    assert softmax_attention(q.detach(), q.detach(), q.detach(), impl="triton")[0].shape == q.shape
+    q = make(1, 5, 2, 16).requires_grad_()
+    with pytest.raises(RuntimeError, match="attention_with_cache has no gradient"):
+        attention_with_cache(q, KVCache.contiguous(1, 8, 2, 16, device="cuda", dtype=BF16), q, q)
+    (gradient,) = torch.autograd.grad(softmax_attention(q, q, q)[0].sum(), q, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"no second derivative|does not require grad"):
+        torch.autograd.grad(gradient.sum(), q)
+
+
+def test_fault_11_new_lengths_compile_nothing() -> None:
+    from flashmix.ops.attention.triton_gpu import backward_keys, backward_queries
+    from flashmix.ops.attention.triton_gpu.forward import attention_forward_kernel
+
+    kernels = (
+        attention_forward_kernel,
+        backward_keys.attention_backward_keys_kernel,
+        backward_queries.attention_backward_queries_kernel,
+    )
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    run(*qkv(1, 64, 2, 2, 64), cu_seqlens=Packing.from_lengths([60, 4], device="cuda"))
+    before = compiled()
+    for lengths in ([1], [3, 0, 700], [1, 1, 1, 1, 16], [129]):
+        run(*qkv(1, sum(lengths), 2, 2, 64), cu_seqlens=Packing.from_lengths(lengths, device="cuda"))
+    assert compiled() == before
+
+
+def test_fault_12_host_time_of_a_call() -> None:
+    """At most a millisecond of the host for a forward (measured: about a fifth of that); the machine may be busy."""
+    q, k, v = qkv(1, 64, 2, 2, 64)
+    best = 1.0
+    with torch.no_grad():
+        for _ in range(20):
+            start = time.perf_counter()
+            for _ in range(10):
+                softmax_attention(q, k, v, causal=True, impl="triton")
+            best = min(best, (time.perf_counter() - start) / 10)
+    assert best < 1e-3, f"{best * 1e6:.0f} us"
+
+
+@pytest.fixture
+def synchronising_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_fault_13_nothing_waits_for_the_device(synchronising_again: None) -> None:
+    cu = torch.tensor([0, 40, 100], device="cuda", dtype=torch.int32)
+    q, k, v = qkv(1, 100, 4, 2, 64)
+    slopes, sink, decay = make(4).abs(), make(4), -make(1, 100, 4).abs()
+    cache = KVCache.contiguous(2, 64, 2, 64, device="cuda", dtype=BF16)
+    torch.cuda.set_sync_debug_mode("error")
+    run(q, k, v, cu_seqlens=cu, alibi_slopes=slopes, sink=sink, log_decay=decay, dropout_p=0.1)
+    attention_with_cache(
+        q[:, :8].view(2, 4, 4, 64), cache, k[:, :8].view(2, 4, 2, 64), v[:, :8].view(2, 4, 2, 64), impl="triton"
+    )
+
+
+def test_fault_17_compiled_and_captured() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(2, 100, 4, 2, 64))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax_attention(q, k, v, causal=True, window=(30, 0))[0].float().square().sum()
+
+    wanted = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v), (q, k, v))
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)
+
+    inputs = [x.detach().clone() for x in (q, k, v)]
+    graph = torch.cuda.CUDAGraph()
+    run(*inputs)
+    torch.cuda.synchronize()
+    flow = make(*q.shape, seed=9)
+    with torch.cuda.graph(graph):
+        captured = run(*inputs, flow)
+    for x, y in zip(inputs, qkv(2, 100, 4, 2, 64), strict=True):
+        x.copy_(-y)
+    graph.replay()
+    assert_same_bits(captured, run(*inputs, flow))
+
+
+def test_fault_18_tables_of_other_cards_are_right() -> None:
+    """The tiles of cards with less shared memory and without Hopper's copies, run on this one."""
+    from flashmix import _gpu
+
+    for target in (_gpu.Target((8, 0), 163 * 1024, 108), _gpu.Target((8, 6), 99 * 1024, 84)):
+        with mock.patch.object(_gpu, "target", lambda device, target=target: target):
+            for dim, dim_v in ((64, 64), (80, 24), (128, 128), (192, 128), (256, 256)):
+                tensors = qkv(1, 200, 2, 1, dim, dim_v)
+                assert_close(run(*tensors, window=(90, 0)), *tensors, window=(90, 0))
+
+
+@pytest.mark.parametrize(
+    "dim, dim_v",
+    [(1, 1), (7, 7), (3, 200), (40, 40), (72, 72), (80, 80), (96, 96), (100, 7), (128, 64), (192, 128), (256, 256)],
+)
+def test_fault_22_head_dims_are_refused(dim: int, dim_v: int) -> None:
+    tensors = qkv(1, 300, 4, 2, dim, dim_v)
+    assert explain(softmax_attention, *tensors, causal=True).choice == "triton"
+    assert_close(run(*tensors), *tensors)
+    wide = qkv(1, 100, 2, 1, 512, 300)
+    with torch.no_grad():
+        o, _ = softmax_attention(*wide, causal=True, impl="triton")
+    wanted, _ = definition.softmax_attention(*(x.double() for x in wide), causal=True, scale=512**-0.5)
+    assert (o.double() - wanted).norm() <= 2 * torch.finfo(BF16).eps * wanted.norm()
+
+
+def test_fault_23_past_the_last_packed_token() -> None:
+    q, k, v = qkv(1, 700, 4, 2, 64)
+    cu = torch.tensor([0, 100, 180], device="cuda")
+    found = run(q, k, v, cu_seqlens=cu)
+    assert (found["lse"][:, 180:] == -torch.inf).all()
+    for name in ("o", "d_q", "d_k", "d_v"):
+        assert torch.isfinite(found[name]).all() and not found[name][:, 180:].any(), name
+
+
+@pytest.mark.parametrize(
+    "boundaries",
+    [[0, 500, 100, 700], [-5, 300, 2**40, 700], [2**62, -(2**62), 1, 0], [700, 0, 700, 0], [0, 0, 0, 0]],
+    ids=str,
+)
+def test_corrupt_boundaries_stay_inside(boundaries: list[int]) -> None:
+    """Run under compute-sanitizer too, which sees what a test cannot."""
+    q, k, v = qkv(1, 700, 4, 2, 64)
+    copies = [x.clone() for x in (q, k, v)]
+    run(q, k, v, cu_seqlens=torch.tensor(boundaries, device="cuda"))
+    cache = KVCache.contiguous(3, 64, 2, 64, device="cuda", dtype=BF16)
+    attention_with_cache(q, cache, k, v, cu_seqlens=torch.tensor(boundaries, device="cuda"), impl="triton")
+    torch.cuda.synchronize()
+    for x, copy in zip((q, k, v), copies, strict=True):
+        assert torch.equal(x, copy)
+
+
+def test_corrupt_cache_stays_inside() -> None:
+    q, k, v = qkv(3, 2, 4, 2, 64)
+    for lengths, pages in (([5, 2**50, -7], [[0], [1], [2]]), ([1, 2, 3], [[-1], [99], [2]])):
+        cache = KVCache.contiguous(3, 64, 2, 64, device="cuda", dtype=BF16)
+        cache.lengths.copy_(torch.tensor(lengths))
+        cache.page_table = torch.tensor(pages, device="cuda")
+        attention_with_cache(q, cache, k, v, impl="triton")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("Tq, Tk", [(6, 6), (3, 7), (7, 3), (1, 5), (200, 300)])
+def test_fault_24_windows_off_by_one_or_aligned_elsewhere(Tq: int, Tk: int) -> None:
+    q, k, v = (torch.zeros(1, t, 1, 16, device="cuda") for t in (Tq, Tk, Tk))
+    v = torch.eye(Tk, device="cuda").view(1, Tk, 1, Tk) if Tk <= 256 else v
+    p, j = torch.arange(Tq, device="cuda")[:, None] + Tk - Tq, torch.arange(Tk, device="cuda")
+    for causal in (False, True):
+        for left in (None, 0, 1, 2, 100):
+            for right in (None, 0, 1, 70):
+                after = 0 if causal else right
+                seen = torch.ones(Tq, Tk, dtype=torch.bool, device="cuda")
+                seen &= True if left is None else j >= p - left
+                seen &= True if after is None else j <= p + after
+                o, lse = softmax_attention(q, k, v, causal=causal, window=(left, right), return_lse=True, impl="triton")
+                assert lse is not None
+                torch.testing.assert_close(lse[0, 0], seen.float().sum(1).log())
+                if Tk <= 256:
+                    torch.testing.assert_close(o[0, :, 0], seen / seen.sum(1, keepdim=True).clamp(min=1))
+
+
+def test_fault_25_lse_of_a_row_that_sees_nothing() -> None:
+    q, k, v = (x.requires_grad_() for x in (make(1, 5, 2, 4), make(1, 2, 2, 4), make(1, 2, 2, 4)))
+    o, lse = softmax_attention(q, k, v, causal=True, return_lse=True, impl="triton")
+    assert lse is not None and (lse[:, :, :3] == -torch.inf).all() and torch.isfinite(lse[:, :, 3:]).all()
+    assert not o[:, :3].any()
+    gradients = torch.autograd.grad([o.sum(), lse], [q, k, v], [None, torch.ones_like(lse)])
+    assert not gradients[0][:, :3].any() and all(torch.isfinite(x).all() for x in gradients)
+
+
+def test_fault_26_a_thousand_repeats_give_the_same_bits() -> None:
+    tensors = [*qkv(2, 300, 8, 2, 64), make(2, 300, 8, 64, seed=9)]
+    first = run(*tensors, sink=make(8), log_decay=-make(2, 300, 8).abs())
+    for _ in range(1000):
+        found = run(*tensors, sink=make(8), log_decay=-make(2, 300, 8).abs())
+        assert all(bool(torch.equal(found[name], first[name])) for name in first)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second channel": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "turned round": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "of a larger tensor, an odd channel on": lambda x: torch.nn.functional.pad(x, (1, 2))[..., 1:-2],
+}
+
+
+@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES.keys())
+def test_fault_27_inputs_that_are_not_contiguous(change: Callable[[Tensor], Tensor]) -> None:
+    tensors = [change(x) for x in (*qkv(3, 150, 4, 2, 40), make(3, 150, 4, 40, seed=9))]
+    assert_same_bits(run(*tensors), run(*(x.contiguous() for x in tensors)))
+
+
+def test_fault_28_gradients_through_lse_and_features() -> None:
+    """On the GPU as on the CPU, where they are checked numerically."""
+    q, k, v = qkv(1, 90, 4, 2, 16, dtype=torch.float32)
+    features = {"sink": make(4, dtype=torch.float32), "alibi_slopes": make(4, dtype=torch.float32).abs() / 10}
+    features["log_decay"] = -make(1, 90, 4, dtype=torch.float32).abs()
+    weights = make(1, 4, 90, dtype=torch.float32)
+    found = {}
+    for impl in ("triton", "portable"):
+        leaves = {"q": q, "k": k, "v": v} | features
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+        o, lse = softmax_attention(**leaves, causal=True, softcap=3.0, return_lse=True, impl=impl)
+        assert lse is not None
+        found[impl] = torch.autograd.grad(o.square().sum() + (lse * weights).sum(), list(leaves.values()))
+    for got, wanted in zip(found["triton"], found["portable"], strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256, 257, 4096])
+def test_fault_29_decoding_a_large_batch(batch: int) -> None:
+    """And a sequence gets the same bits whatever the batch."""
+    cache = KVCache.contiguous(batch, 700, 2, 64, device="cuda", dtype=BF16)
+    for held in (cache.keys, cache.values):
+        held.normal_()
+    cache.lengths.copy_(torch.arange(batch) % 699)
+    q, k, v = qkv(batch, 1, 8, 2, 64)
+    alone = []
+    for n in {0, batch // 2, batch - 1}:
+        one = slice(n, n + 1)
+        part = KVCache(cache.keys[one].clone(), cache.values[one].clone(), torch.zeros_like(cache.page_table[one]),
+                       cache.lengths[one].clone())  # fmt: skip
+        alone.append((one, attention_with_cache(q[one], part, k[one], v[one], impl="triton")[0], part))
+    o, _ = attention_with_cache(q, cache, k, v, impl="triton")
+    for one, wanted, part in alone:
+        assert torch.equal(o[one], wanted)
+        assert torch.equal(cache.keys[one], part.keys) and torch.equal(cache.lengths[one], part.lengths)
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_cache_is_the_whole_sequence(page_size: int, dtype: torch.dtype) -> None:
+    q, k, v = qkv(3, 700, 8, 2, 64, dtype=dtype)
+    options: dict[str, Any] = {"window": (400, 0), "sink": make(8), "softcap": 20.0}
+    wanted, wanted_lse = softmax_attention(*(x.double() for x in (q, k, v)), causal=True, return_lse=True, **options)
+    assert wanted_lse is not None
+    cache = KVCache.contiguous(3, 700, 2, 64, device="cuda", dtype=dtype)
+    if page_size:
+        table = torch.randperm(3 * (704 // page_size + 1), device="cuda").view(3, -1)
+        cache = KVCache.paged(table.numel(), page_size, table.int(), 2, 64, device="cuda", dtype=dtype)
+    start = 0
+    for count in (1, 300, 1, 4, 16, 17, 361):
+        new = slice(start, start + count)
+        o, lse = attention_with_cache(q[:, new], cache, k[:, new], v[:, new], return_lse=True, impl="triton", **options)
+        assert lse is not None
+        error = (o.double() - wanted[:, new]).norm() / wanted[:, new].norm()
+        assert error <= 4 * torch.finfo(dtype).eps, f"{count} tokens from {start}: {error:.1e}"
+        torch.testing.assert_close(lse, wanted_lse[:, :, new].float(), rtol=0, atol=2 * torch.finfo(dtype).eps * 8)
+        start += count
+    assert cache.lengths.tolist() == [700] * 3
+
+
+def test_explain_names_triton() -> None:
+    q = make(1, 8, 2, 16)
+    assert explain(softmax_attention, q, q, q, causal=True).choice == "triton"
+    cache = KVCache.contiguous(1, 8, 2, 16, device="cuda", dtype=BF16)
+    assert explain(attention_with_cache, q, cache, q, q).choice == "triton"
