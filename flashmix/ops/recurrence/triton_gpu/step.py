@@ -112,10 +112,13 @@ def step_kernel(
 
 
 def tile(K: int, V: int, bytes_each: int) -> tuple[int, int, int]:
-    """BK, BV and warps of a state of these sizes: a table, measured on an H200 (`benchmarks/decode.py --tiles`)."""
+    """BK, BV and warps for a state of these sizes: a table, measured on an H200 (`benchmarks/decode.py --tiles`).
+
+    It must not know the batch: another tile sums in another order.
+    """
     BK = max(16, triton.next_power_of_2(K))
-    BV = min(max(16, 4096 // BK), max(16, triton.next_power_of_2(V)))
-    return BK, BV, 4
+    BV, warps = (32, 4) if BK > 128 else (64, 4) if BK == 128 and bytes_each == 4 else (32, 2)
+    return BK, min(BV, max(16, triton.next_power_of_2(V))), warps
 
 
 def step(x: Operands, scale: float, read_before: bool) -> tuple[Tensor, Tensor]:
