@@ -70,9 +70,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "delta_net_step": {"heads": 2},
     "group_norm": {"groups": 2},
 }
-# batch, steps of a token, heads, channels of a head, positions, half of a head, channels, width and the past it sees, vocabulary,
+# steps of a token, heads, channels of a head, positions, half of a head, channels, width and the past it sees, vocabulary,
 # channels of queries, keys and values
-_SIZES = {"B": 1, "n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
+_SIZES = {"n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
 _MORE_GATES = ("erase_gate", "write_gate", "curvature_beta", "curvature_log_decay")
 _STEPS = ("state", "strength", "conv_weight")
 # float32 beside float16 and bfloat16
@@ -111,15 +111,19 @@ def public_ops() -> dict[str, Callable[..., Any]]:
 
 
 def tiny_call(
-    op: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", tokens: int = 6
+    op: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    tokens: int = 6,
+    batch: int = 1,
 ) -> dict[str, Any]:
-    """The arguments of a tiny call of `op`, by name: batch 1, two heads of 8 channels; the same numbers every time."""
-    generator = torch.Generator().manual_seed(0)
+    """The arguments of a tiny call of `op`, by name: two heads of 8 channels; the same numbers every time."""
+    generator, sizes = torch.Generator().manual_seed(0), {**_SIZES, "T": tokens, "B": batch}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     call = dict(_OPTIONS.get(op, {}))
     for argument in _CALLS[op].split():
         name, axes = argument.split(":")
-        shape = [tokens if axis == "T" else _SIZES[axis] for axis in axes]
+        shape = [sizes[axis] for axis in axes]
         if name == "target":
             call[name] = torch.randint(_SIZES["M"], shape, generator=generator).to(device)
             continue
@@ -130,7 +134,7 @@ def tiny_call(
             value = value.abs()
         call[name] = value.to(device=device, dtype=wide if name in _GATES else dtype)
     if "cache" in _keywords(getattr(flashmix, op)):
-        call["cache"] = flashmix.KVCache.contiguous(1, 16, _SIZES["H"], _SIZES["K"], device=device, dtype=dtype)
+        call["cache"] = flashmix.KVCache.contiguous(batch, 16, _SIZES["H"], _SIZES["K"], device=device, dtype=dtype)
     return call
 
 
