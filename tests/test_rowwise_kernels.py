@@ -22,6 +22,7 @@ from flashmix._arch import SHARED_MEMORY_KIB
 from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary import rotary, rotary_qk
+from flashmix.ops.token_shift import token_shift
 
 BF16 = torch.bfloat16
 Call = Callable[[], Tensor | Sequence[Tensor | None]]
@@ -87,17 +88,35 @@ def products(dtype: torch.dtype) -> dict[str, Call]:
     return calls
 
 
+def shifts(width: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
+    def call(count: int, cu_seqlens: Tensor | None) -> Sequence[Tensor | None]:
+        x, state = (
+            leaf(1 if cu_seqlens is not None else count, 9, width, dtype=dtype),
+            leaf(count, 1, width, dtype=dtype),
+        )
+        return token_shift(x, initial_state=state, return_state=True, cu_seqlens=cu_seqlens)
+
+    return {
+        f"token_shift {width} {dtype}": lambda: call(2, None),
+        f"packed token_shift {width} {dtype}": lambda: call(3, torch.tensor([0, 2, 2, 9])),
+        f"plain token_shift {width} {dtype}": lambda: token_shift(leaf(2, 9, width, dtype=dtype)),
+    }
+
+
 # The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
 for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
     CALLS |= norms(_width) | (norms(_width, torch.float32) if _width in (64, 4096, 8192) else {})
 for _shape in ((32, 128, 128), (4, 64, 64), (5, 96, 32), (3, 7, 2), (16, 256, 256), (1, 512, 64)):
     CALLS |= rotations(*_shape) | (rotations(*_shape, torch.float32) if _shape[1] in (7, 128) else {})
+for _width in (1, 100, 2048, 5000):
+    CALLS |= shifts(_width) | shifts(_width, torch.float32)
 CALLS |= products(BF16) | products(torch.float32)
 FAST = {
     "interleaved rotary_qk 32 x 128, 128 turned, torch.bfloat16",
     "axes, rotary 5 x 96, 32 turned, torch.bfloat16",
     "gated gelu_tanh torch.bfloat16",
+    "packed token_shift 2048 torch.bfloat16",
     "halves, swiglu 11008 torch.bfloat16",
     "rms_norm 4096 torch.bfloat16",
     "gated rms_norm 128 torch.bfloat16",
@@ -105,7 +124,7 @@ FAST = {
     "group_norm 65536 torch.bfloat16",
 }
 # Bytes of stack that a kernel of a call may take, where it takes any.
-STACK = {f"gated layer_norm 8192 {dtype}": 128 for dtype in (BF16, torch.float32)}
+STACK: dict[str, int] = {}
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 

@@ -82,7 +82,7 @@ REFUSED = [
     ({"initial_state": torch.ones(2, 1, 8).double()}, TypeError, "initial_state must have dtype float32 like x"),
     ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs inputs with batch size 1"),
     ({"x": X[:1], "cu_seqlens": torch.tensor([1, 5])}, ValueError, "cu_seqlens must start at 0, got 1"),
-    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'portable', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
 ]
 
 

@@ -205,7 +205,7 @@ class Operator:
 
     def _backward_traced(self, ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[: self._count]
-        nothing = (
+        nothing: Any = (
             None if option != [] else [] for option in ctx.options
         )  # torch takes an empty list for one of tensors
         return *self._backward(ctx, grads, needs, traced=True), None, *nothing
@@ -216,13 +216,14 @@ class Operator:
         if all(grad is None for grad in grads):
             return (None,) * self._count
         if self._adjoint is not None:
-            return self._adjoint(grads, inputs, ctx.options)
+            found = self._adjoint(grads, inputs, ctx.options)
+            return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))
         if torch.is_grad_enabled():
             return self._differentiable(grads, inputs, ctx.options)
         if not traced:
             return self._run_backward(grads, inputs, kept, needs, ctx.options)
-        found = iter(self.operator_backward(grads, inputs, kept, needs, *ctx.options))
-        return tuple(next(found) if needed else None for needed in needs)
+        made = iter(self.operator_backward(grads, inputs, kept, needs, *ctx.options))
+        return tuple(next(made) if needed else None for needed in needs)
 
     def _differentiable(self, grads: Tensors, inputs: Tensors, options: Options) -> Tensors:
         formula = self._formula

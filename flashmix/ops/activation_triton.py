@@ -62,9 +62,9 @@ def gated_forward_kernel(
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     gate, up, _, packed, there = places(count, sizes, gate_at, up_at, up_at, width, WIDTH, OUTER, ROWS, BLOCK)
-    if OUTER > 0:
+    if OUTER > 0:  # noqa: SIM114 (a constant and a number make no condition)
         multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, there, ACTIVATION)
-    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:  # noqa: SIM114 (a constant is no number here)
+    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:
         multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, there, ACTIVATION)
     else:
         multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, None, ACTIVATION)
@@ -90,9 +90,9 @@ def gated_backward_kernel(
 ):  # fmt: skip
     gate, up, dy, packed, there = places(count, sizes, gate_at, up_at, dy_at, width, WIDTH, OUTER, ROWS, BLOCK)
     gate, up, dy = gate_ptr + gate, up_ptr + up, dy_ptr + dy
-    if OUTER > 0:
+    if OUTER > 0:  # noqa: SIM114 (a constant and a number make no condition)
         multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, there, ACTIVATION)
-    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:  # noqa: SIM114 (a constant is no number here)
+    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:
         multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, there, ACTIVATION)
     else:
         multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, None, ACTIVATION)

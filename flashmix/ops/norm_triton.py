@@ -231,7 +231,8 @@ class Norm:
             "WIDTH": width, "GROUPS": groups, "DIVISOR": width if mean else 1, "CENTER": center, "ACTIVATION": name,
             "OUTER": rows.outer,
         }  # fmt: skip
-        if width > WIDEST:
+        spills = gate is not None and (bias is not None or gate.dtype == torch.float32)
+        if width > (WIDEST // 2 if spills else WIDEST):
             wide.norm_backward(rows.count, read, (dh, dgate, dweight, dbias), where, flags)
             return
         block = power_of_two(width)

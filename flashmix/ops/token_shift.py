@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flashmix._checks import check_floating, check_like, check_shape, dims
 from flashmix._dispatch import choose
-from flashmix.ops._rowwise import portable
+from flashmix.ops._rowwise import Operator, Options, Tensors, portable, triton
 from flashmix.ops.packing import Packing, as_packing
 
-IMPLEMENTATIONS = (portable(__name__),)
+IMPLEMENTATIONS = (triton("flashmix.ops.token_shift_triton"), portable(__name__))
 
 
 def token_shift(
@@ -55,7 +55,17 @@ def token_shift(
     if initial_state is not None:
         check_shape("initial_state", initial_state, count, 1, channels)
         check_like("initial_state", initial_state, "x", x)
-    choose("token_shift", IMPLEMENTATIONS, x, impl)
+    if choose("token_shift", IMPLEMENTATIONS, (x, initial_state), impl).name == "triton":
+        cu_seqlens = None if packing is None else packing.cu_seqlens
+        y, *last = _SHIFT(x, initial_state, cu_seqlens, options=(count, tokens, False, return_state))
+        return y, last[0] if last else None
+    return _portable(x, initial_state, return_state, packing, count)
+
+
+def _portable(
+    x: Tensor, initial_state: Tensor | None, return_state: bool, packing: Packing | None, count: int
+) -> tuple[Tensor, Tensor | None]:
+    tokens, channels = x.shape[1:]
     state = x.new_zeros(count, 1, channels) if initial_state is None else initial_state
     if packing is None:
         joined = torch.cat([state, x], dim=1)
@@ -66,3 +76,25 @@ def token_shift(
     # The states go before the sequences' first tokens, those of empty sequences into the last row, which is cut off.
     first = torch.where(filled, bounds[:-1], tokens)
     return joined.index_copy(1, first, state.transpose(0, 1))[:, :tokens], last if return_state else None
+
+
+def _shifted_back(grads: Tensors, inputs: Tensors, options: Options) -> Tensors:
+    """The gradients of `x` and the state: the same shift, the other way, of those of `y` and of the state after."""
+    _, _, cu_seqlens = inputs
+    count, tokens, reverse, _ = options
+    d_y, d_last = (*grads, None)[:2]
+    if d_y is None:
+        assert d_last is not None
+        d_y = d_last.new_zeros(count if cu_seqlens is None else 1, tokens, d_last.shape[2])
+    d_x, d_state = _SHIFT(d_y, d_last, cu_seqlens, options=(count, tokens, not reverse, True))
+    return d_x, d_state, None
+
+
+_SHIFT = Operator(
+    "token_shift",
+    "flashmix.ops.token_shift_triton.TokenShift",
+    "Tensor x, Tensor? initial_state, Tensor? cu_seqlens",
+    "SymInt count, SymInt tokens, bool reverse, bool return_state",
+    adjoint=_shifted_back,
+    forgets=("x", "initial_state"),
+)
