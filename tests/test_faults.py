@@ -33,7 +33,7 @@ from flashmix.ops.attention import definition as attention_definition
 from flashmix.ops.recurrence import definition as recurrence_definition
 
 OPS = public_ops()
-MECHANISMS = [name for name in OPS if OPS[name].__module__ == named.__name__]
+MECHANISMS = [name for name in OPS if name in named.__all__]
 RECURRENCES = ("linear_attention", "delta_rule", "dplr")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
 WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step")
