@@ -258,6 +258,22 @@ def test_no_tokens(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(states, states_of(name, inputs), strict=True))
 
 
+DECAYS = ("log_decay", "log_forget", "curvature_log_decay")
+
+
+@pytest.mark.parametrize("decay", [0.0, -20.0, -1e4, -torch.inf, None], ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if set(DECAYS) & set(MECHANISMS[name].shapes)])
+def test_any_strength_of_decay(name: str, decay: float | None) -> None:
+    """All tokens alike, or (None) mild decays with single resets among them: values and gradients are the loop's."""
+    inputs = make_inputs(name, torch.float64, B=1, T=9)
+    for argument in set(DECAYS) & set(inputs):
+        t, at = inputs[argument], torch.Generator().manual_seed(2)
+        resets = torch.rand(t.shape, generator=at) < 0.2
+        inputs[argument] = t.masked_fill(resets, -torch.inf) if decay is None else torch.full_like(t, decay)
+    exact, plain = references(name, inputs, dtype=torch.float64)
+    assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
+
+
 @pytest.mark.parametrize("lengths", [None, (30, 0, 1, 69)], ids=str)
 def test_abc_takes_any_logits(lengths: tuple[int, ...] | None) -> None:
     """Logits in the thousands, where e^s is no number: GSA with weights and gates from the logarithm of the sum."""
