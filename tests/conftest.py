@@ -32,10 +32,20 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread: for tensors so tiny that a second one would only be waited for. A file takes it by `pytestmark`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """However many threads a test sets, the next one finds two."""
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def one_thread(same_threads: None) -> None:
+    """One thread: for tensors so tiny that a second one would only be waited for. A file takes it by `pytestmark`."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def deterministic_only(nan_filled_memory: None) -> None:
+    """What torch calls not deterministic raises instead of warning."""
+    torch.use_deterministic_algorithms(True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from attention_cases import CASES, DTYPES, Case, make_call
@@ -12,20 +10,9 @@ from torch import Tensor
 
 from flashmix.ops.attention import softmax_attention
 
+pytestmark = pytest.mark.usefixtures("one_thread", "deterministic_only")
 Results = dict[str, Tensor]
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan() -> Iterator[None]:
-    """Uninitialised memory holds NaN, so that reading it shows."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors: a second thread would only wait
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 def check(case: Case, dtype: torch.dtype, found: Results, reference: Results, baseline: Results) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from flashmix import Packing, explain
 from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
 from flashmix.ops.rotary import rotary, rotary_table
 
+pytestmark = pytest.mark.usefixtures("one_thread", "deterministic_only")
 BATCH, TOKENS, HEADS_Q, HEADS, DIM, DIM_V = 3, 40, 4, 2, 8, 6
 TABLE = rotary_table(64, DIM, dtype=torch.float64)
 FEATURES = {
@@ -23,17 +23,6 @@ FEATURES = {
     "alibi": {"alibi_slopes": torch.linspace(0.1, 0.5, HEADS_Q, dtype=torch.float64)},
     "own scale and narrow window": {"scale": 0.9, "window": (0, None)},
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors: a second thread would only wait
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,16 +16,9 @@ from flashmix import explain
 from flashmix.ops.attention import definition, softmax_attention
 from flashmix.ops.attention.dropout import dropout_factor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PER_TOKEN = ("q", "k", "v", "log_decay")
 WHOLE = Case("whole", **EVERYTHING, heads=4, tokens=300, batch=1, window=(170, 0))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(call: Call, tensors: dict[str, Tensor], d_o: Tensor, **options: Any) -> dict[str, Tensor]:

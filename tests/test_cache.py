@@ -10,6 +10,8 @@ from torch import Tensor
 from flashmix.layers.cache import AttentionCache, Lengths, RecurrentCache
 from flashmix.ops.packing import Packing
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def in_order(cache: AttentionCache, row: int) -> Tensor:
     """The keys of one sequence that a next token could see, oldest first."""

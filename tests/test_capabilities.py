@@ -14,16 +14,9 @@ from flashmix.capabilities import DTYPES, Capability, capabilities, public_ops, 
 
 FOUND = capabilities()
 TOKENS = 6
+pytestmark = pytest.mark.usefixtures("one_thread")
+GATES = ("softplus_decay", "bounded_decay", "write_strength")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def where(cell: str, yes: bool = True) -> Any:
@@ -67,7 +60,7 @@ def test_forward_in_every_dtype_with_every_implementation(op: str) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for impl in FOUND[op].implementations:
             first, *rest = run(op, tiny_call(op, dtype) | {"impl": impl})
-            assert first.dtype == (wide if op in LOSSES else dtype)
+            assert first.dtype == (wide if op in (*LOSSES, *GATES) else dtype)
             assert all(torch.isfinite(t).all() for t in (first, *rest))
 
 
@@ -91,7 +84,7 @@ def test_backward_in_every_dtype_with_every_implementation(op: str) -> None:
 @where("backward", False)
 def test_no_backward_is_said_in_words(op: str) -> None:
     call = tiny_call(op)
-    call["q"].requires_grad_()
+    next(value for value in call.values() if isinstance(value, Tensor)).requires_grad_()
     with pytest.raises(RuntimeError, match="has no gradient"):
         run(op, call)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from model_cases import MODELS, left_padded, make_model, some_tokens
 from flashmix.models import Decoder, generate, stream
 from flashmix.models.generate import sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,16 +34,8 @@ WIDE = (
     "curvature_log_decay",
     "log_scale",
 )
+pytestmark = pytest.mark.usefixtures("one_thread")
 EPS64, EPS32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_inputs(

@@ -13,6 +13,7 @@ from flashmix.models import Acceptance, Decoder, DecoderConfig, LayerConfig, gen
 from flashmix.models.generate import probabilities
 from flashmix.models.speculative import keep_probability, leftover, stream_speculatively, verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = [some_tokens(1, length, seed=length) for length in (1, 9, 4)]
 
 
@@ -27,7 +28,7 @@ def half_right(model: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_the_plain_generation_token_by_token(name: str, one_thread: None) -> None:
+def test_greedy_is_the_plain_generation_token_by_token(name: str) -> None:
     model = make_model(name)
     tokens, mask = left_padded(ROWS)
     expected = generate(model, tokens, 11, attention_mask=mask)
@@ -41,7 +42,7 @@ def test_greedy_is_the_plain_generation_token_by_token(name: str, one_thread: No
 
 
 @pytest.mark.parametrize("draft", MODELS)
-def test_any_architecture_drafts(draft: str, one_thread: None) -> None:
+def test_any_architecture_drafts(draft: str) -> None:
     model = make_model("hybrid")
     tokens = some_tokens(2, 6)
     expected = generate(model, tokens, 9)
@@ -50,7 +51,7 @@ def test_any_architecture_drafts(draft: str, one_thread: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi_linear_like", "transformer"])
-def test_rows_stop_where_they_would(name: str, one_thread: None) -> None:
+def test_rows_stop_where_they_would(name: str) -> None:
     model = make_model(name)
     tokens, mask = left_padded(ROWS)
     free = generate(model, tokens, 12, attention_mask=mask)
@@ -61,7 +62,7 @@ def test_rows_stop_where_they_would(name: str, one_thread: None) -> None:
             assert torch.equal(got, expected)
 
 
-def test_a_draft_that_is_right_saves_calls(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_is_right_saves_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = make_model("hybrid"), []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda tokens, **options: calls.append(0) or hidden(tokens, **options))
@@ -73,7 +74,7 @@ def test_a_draft_that_is_right_saves_calls(one_thread: None, monkeypatch: pytest
     assert counts.accepted == counts.drafted == 16
 
 
-def test_short_requests_and_streams(one_thread: None) -> None:
+def test_short_requests_and_streams() -> None:
     model, draft, prompt = make_model("gla"), make_model("deltanet"), some_tokens(2, 3)
     assert generate_speculatively(model, draft, prompt, 0).shape == (2, 0)
     for length in (1, 2, 5):
@@ -104,7 +105,7 @@ def next_probabilities(model: Decoder, words: list[int], **sampling: float) -> T
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 1.0}, {"temperature": 0.6, "top_k": 2}, {"temperature": 1.3, "top_p": 0.8}], ids=str
 )
-def test_the_distribution_is_the_models_own_exactly(sampling: dict[str, float], one_thread: None) -> None:
+def test_the_distribution_is_the_models_own_exactly(sampling: dict[str, float]) -> None:
     """Every draft and every outcome of a round, each with its probability: the sums are the model's probabilities."""
     model, draft, prompt, count = tiny("deltanet", 0), tiny("attention", 1), [0, 2, 1], 2
     begins: dict[tuple[int, ...], float] = {}  # the probability that the text goes on like this
@@ -136,7 +137,7 @@ def test_the_distribution_is_the_models_own_exactly(sampling: dict[str, float], 
     assert abs(sum(begins.values()) - 1) <= 64 * torch.finfo(torch.float64).eps
 
 
-def test_drawn_texts_come_at_the_models_rate(one_thread: None) -> None:
+def test_drawn_texts_come_at_the_models_rate() -> None:
     model, draft, rows = tiny("gated_deltanet", 0).float(), tiny("attention", 1).float(), 6000
     prompt = torch.tensor([[0, 2, 1]])
     generator, counts = torch.Generator().manual_seed(0), Acceptance()
@@ -152,7 +153,7 @@ def test_drawn_texts_come_at_the_models_rate(one_thread: None) -> None:
         assert abs(found - wanted) <= 5 * (wanted * (1 - wanted) / rows) ** 0.5, text  # five standard errors
 
 
-def test_sampling_repeats_with_its_generator(one_thread: None) -> None:
+def test_sampling_repeats_with_its_generator() -> None:
     model, draft, prompt = make_model("hybrid"), make_model("gla"), some_tokens(2, 4)
 
     def draw(seed: int, **options: float) -> Tensor:

@@ -176,7 +176,7 @@ def size_at(step: int, steps: int, sizes: tuple[int, ...]) -> int:
 
     Example:
         >>> [size_at(step, 8, (1, 5)) for step in range(8)]
-        [1, 1, 1, 5, 1, 5, 1, 5]
+        [1, 1, 1, 1, 1, 5, 1, 5]
     """
     joined = min(len(sizes), 1 + 2 * step * (len(sizes) - 1) // steps)
     return sizes[step % joined]
