@@ -5,6 +5,7 @@ from flashmix._dispatch import Explanation, explain
 from flashmix.ops.activation import gated, swiglu
 from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
 from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.losses import linear_grpo, linear_kl_divergence
 from flashmix.ops.named import (
     abc,
@@ -52,6 +53,7 @@ __all__ = [
     "Packing",
     "abc",
     "attention_with_cache",
+    "bounded_decay",
     "checks",
     "comba",
     "cross_entropy",
@@ -95,6 +97,8 @@ __all__ = [
     "short_conv",
     "simple_gla",
     "softmax_attention",
+    "softplus_decay",
     "swiglu",
     "token_shift",
+    "write_strength",
 ]

@@ -36,7 +36,7 @@ OPS = public_ops()
 MECHANISMS = [name for name in OPS if name in named.__all__]
 RECURRENCES = ("linear_attention", "delta_rule", "dplr")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
-WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step")
+WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step", "delta_net_step")
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters and op != "attention_with_cache"]
 
@@ -184,7 +184,7 @@ def test_fault_08_earlier_outputs_depend_on_later_gates(op: str) -> None:
 @pytest.mark.parametrize("op", [op for op in OPS if op not in WITHOUT_GRADIENT])
 def test_fault_09_a_sequence_depends_on_the_rest_of_the_batch(op: str) -> None:
     call = tiny_call(op, tokens=37) | ({"reduction": "none"} if op in LOSSES else {})
-    if op == "rotary":
+    if op in ("rotary", "rotary_qk"):
         call |= dict(zip(("cos", "sin"), flashmix.rotary_table(64, 8), strict=True))
     rows = {name for name, t in call.items() if isinstance(t, Tensor) and t.shape[0] == 1}
     batch = {name: torch.cat([t.flip(-1), t, t.flip(-1)]) if name in rows else t for name, t in call.items()}
@@ -207,7 +207,7 @@ def test_fault_10_no_gradient_silently(op: str) -> None:
                 with pytest.raises(RuntimeError, match="has no gradient"):
                     outputs(op, one)
             else:
-                (grad,) = torch.autograd.grad(outputs(op, one)[0].square().sum(), one[name])
+                (grad,) = torch.autograd.grad(sum(t.square().sum() for t in outputs(op, one)), one[name])
                 assert grad.shape == one[name].shape
 
 
@@ -366,7 +366,7 @@ def test_fault_23_uninitialised_past_the_last_packed_token(op: str) -> None:
     else:
         assert torch.isfinite(got).all()
         torch.testing.assert_close(got[:, :5], outputs(op, trimmed(op, call))[0])
-        assert op in ("rotary", "short_conv", "token_shift") or not got[:, 5:].any()
+        assert op in ("rotary", "rotary_qk", "short_conv", "token_shift") or not got[:, 5:].any()
 
 
 def trimmed(op: str, call: dict[str, Any]) -> dict[str, Any]:

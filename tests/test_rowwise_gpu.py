@@ -12,10 +12,13 @@ from rowwise_cases import assert_matches, assert_repeats, assert_rows_do_not_mee
 from test_rotary import counted, halves_to_pairs, pairs_to_halves
 from torch import Tensor
 
+from flashmix import Packing
 from flashmix.ops import rowwise_definitions as definitions
 from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
+from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
+from flashmix.ops.token_shift import token_shift
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Op = Callable[..., Any]
@@ -148,7 +151,48 @@ def halves_case(width: int) -> Case:
     )
 
 
+def gate_cases() -> list[Case]:
+    cases = []
+    for shape, of_bias in (
+        ((2, 5, 24), (24,)), ((2, 5, 3, 7), (3, 7)), ((1, 1, 7), (7,)), ((2, 0, 4), (4,)), ((40, 40), (40,)),
+        ((300, 32, 128), (32, 128)), ((5000, 16), (16,)),
+    ):  # fmt: skip
+        for gate in (softplus_decay, bounded_decay):
+            cases.append(
+                Case(
+                    f"{gate.__name__} {shape}",
+                    lambda x, A_log, dt_bias, gate=gate: gate(x, A_log, dt_bias - 2),
+                    lambda x, A_log, dt_bias, gate=gate: getattr(definitions, gate.__name__)(x, A_log, dt_bias - 2),
+                    (shape, of_bias[:1], of_bias),
+                    tiny=shape[-1] == 7,
+                    factor=3.0,
+                )
+            )
+        cases.append(
+            Case(
+                f"write_strength {shape}",
+                lambda x: write_strength(x, negative_eigenvalues=True),
+                lambda x: definitions.write_strength(x, True),
+                (shape,),
+                tiny=shape[-1] == 7,
+            )
+        )
+    return cases
+
+
+def shift_case(tokens: int, channels: int) -> Case:
+    return Case(
+        f"token_shift {tokens} x {channels}",
+        lambda x, s: token_shift(x, initial_state=s, return_state=True),
+        definitions.token_shift,
+        ((2, tokens, channels), (2, 1, channels)),
+        tiny=channels == 7,
+    )
+
+
 CASES = [
+    *gate_cases(),
+    *(shift_case(tokens, channels) for tokens in (0, 1, 9, 300) for channels in (7, 64, 5000)),
     *norm_cases(),
     *(
         rotary_case(rotated, channels, interleaved, inverse)
@@ -187,6 +231,9 @@ def some_ops(channels: int) -> dict[str, Callable[[Tensor], Tensor]]:
         "rms_norm": lambda x: rms_norm(x, weight, gate=x * 0.5),
         "layer_norm": lambda x: layer_norm(x, weight, weight),
         "swiglu": lambda x: swiglu(x, x * 0.5),
+        "softplus_decay": lambda x: softplus_decay(x, weight, weight),
+        "bounded_decay": lambda x: bounded_decay(x, weight, weight),
+        "write_strength": write_strength,
     }
     if channels % 2 == 0:
         cos, sin = (t.cuda() for t in rotary_table(1024, channels))
@@ -248,6 +295,9 @@ def test_gradients_to_second_order() -> None:
         "residual": lambda x, r, impl: rms_norm(x, residual=r, return_residual=True, impl=impl),
         "group_norm": lambda x, r, impl: group_norm(x, 2, gate=r, impl=impl),
         "swiglu": lambda x, r, impl: swiglu(x, r, impl=impl),
+        "softplus_decay": lambda x, r, impl: softplus_decay(x, r[0, 0], r[0, 1], impl=impl),
+        "bounded_decay": lambda x, r, impl: bounded_decay(x, r[0, 0], r[0, 1], impl=impl),
+        "token_shift": lambda x, r, impl: token_shift(x * r, initial_state=r[:, :1], return_state=True, impl=impl),
         "rotary": lambda x, r, impl: rotary((x * r).unsqueeze(2), cos, sin, impl=impl),
     }
     for name, op in ops.items():
@@ -275,6 +325,11 @@ def test_compiles(backend: str) -> None:
         "swiglu": lambda x, r: swiglu(x, r),
         "rotary": lambda x, r: rotary_qk(x.unsqueeze(2), r.unsqueeze(2), cos, sin, positions=3),
         "packed": lambda x, r: rotary((x * r)[:1].unsqueeze(2), cos, sin, cu_seqlens=packed),
+        "token_shift": lambda x, r: token_shift(x, initial_state=r[:, :1], return_state=True),
+        "shift of packed": lambda x, r: token_shift((x * r)[:1], return_state=True, cu_seqlens=packed),
+        "softplus_decay": lambda x, r: softplus_decay(x, r[0, 0], r[0, 1]),
+        "bounded_decay": lambda x, r: bounded_decay(x.unflatten(-1, (2, 4)), r[0, 0, :2], r[0, 1].view(2, 4)),
+        "write_strength": lambda x, r: write_strength(x * r),
         "in place": lambda x, r: rotary((x * r).detach().unsqueeze(2), cos, sin, inplace=True) * x.unsqueeze(2),
     }
     inputs = [random(2, 5, 8, seed=s).cuda() for s in (1, 2)]
@@ -282,7 +337,7 @@ def test_compiles(backend: str) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(op, fullgraph=True, backend=backend)
         wide = [torch.cat([t, t], 1) for t in inputs]
-        for arguments in [inputs] if op is ops["packed"] else [inputs, wide]:
+        for arguments in [inputs] if op in (ops["packed"], ops["shift of packed"]) else [inputs, wide]:
             for have, want in zip(device_results(compiled, arguments), device_results(op, arguments), strict=True):
                 for h, w in zip(have, want, strict=True):
                     torch.testing.assert_close(h, w)
@@ -344,8 +399,10 @@ def test_nothing_waits_for_the_device() -> None:
 @pytest.mark.gpu
 def test_opcheck() -> None:
     from flashmix.ops.activation import _GATED
+    from flashmix.ops.decay import _GATE
     from flashmix.ops.norm_operator import NORM
     from flashmix.ops.rotary_operator import ROTARY
+    from flashmix.ops.token_shift import _SHIFT
 
     cos, sin = (t.cuda() for t in rotary_table(64, 8))
     x, r = (random(2, 5, 8, seed=s).cuda().requires_grad_() for s in (1, 2))
@@ -353,8 +410,38 @@ def test_opcheck() -> None:
     torch.library.opcheck(NORM.operator, (x, r, w, None, None, True, 1e-6, 1, False, True, "silu", x.dtype))
     torch.library.opcheck(NORM.operator, (x, None, w, w, r, True, 1e-6, 2, True, True, "sigmoid", x.dtype))
     torch.library.opcheck(_GATED.operator, (x, r, True, "gelu"))
+    torch.library.opcheck(_GATE.operator, (x, w, w, True, "softplus_decay", 1.0))
+    torch.library.opcheck(_SHIFT.operator, (x, None, None, True, 2, 5, False, True))
     q = x.detach().unsqueeze(2).requires_grad_()
     torch.library.opcheck(ROTARY.operator, (q, None, cos, sin, None, True, 3, [], False, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[3, 0, 1, 7, 0], [0, 0, 4], [300, 1, 65]])
+def test_packed_is_one_by_one(lengths: list[int]) -> None:
+    x, state = (
+        random(1, sum(lengths), 6).cuda().requires_grad_(),
+        random(len(lengths), 1, 6, seed=1).cuda().requires_grad_(),
+    )
+    cu_seqlens = Packing.from_lengths(lengths).cu_seqlens.cuda()
+    cos, sin = (t.cuda() for t in rotary_table(400, 6))
+    parts = [
+        token_shift(part, initial_state=s, return_state=True)
+        for part, s in zip(x.split(lengths, dim=1), state.split(1), strict=True)
+    ]
+    alone = torch.cat([y for y, _ in parts], dim=1), torch.cat([s for _, s in parts])
+    packed = token_shift(x, initial_state=state, return_state=True, cu_seqlens=cu_seqlens)
+    flows = [random(*y.shape, seed=2).cuda() for y in alone]
+    wanted = torch.autograd.grad(alone, (x, state), flows)
+    found = torch.autograd.grad(packed, (x, state), flows)
+    for have, want in zip((*packed, *found), (*alone, *wanted), strict=True):
+        assert_same_bits("token_shift", have, want)
+    heads = x.detach().unsqueeze(2)
+    turned = torch.cat([rotary(part, cos, sin, positions=5) for part in heads.split(lengths, dim=1)], 1)
+    assert_same_bits("rotary", rotary(heads, cos, sin, positions=5, cu_seqlens=cu_seqlens), turned)
+    for wrong in ([0, 5, 3], [-7, 2, 9**9], [9, 9, 9]):  # nothing outside the tensors
+        token_shift(x, return_state=True, cu_seqlens=torch.tensor(wrong).cuda())
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
@@ -374,7 +461,7 @@ def test_more_elements_than_32_bits_count(width: int) -> None:
     x = torch.full((rows, width), 0.5, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         x[-1, -8:] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])[-min(8, width) :]
-        for op in (l2_norm, rms_norm, lambda t: swiglu(t, t)):
+        for op in (l2_norm, rms_norm, lambda t: swiglu(t, t), write_strength):
             got = op(x)
             tail = op(x[-1:])
             assert_same_bits("tail", got[-1, -8:], tail[-1, -8:])
@@ -392,7 +479,14 @@ def test_more_elements_than_32_bits_count(width: int) -> None:
 def test_more_batches_times_heads_than_a_grid_axis_holds() -> None:
     cos, sin = (t.cuda() for t in rotary_table(1, 8))
     x = random(200_000, 1, 2, 8).cuda()
-    for op in (l2_norm, lambda t: swiglu(t, t), lambda t: rotary(t, cos, sin), lambda t: group_norm(t.flatten(2), 2)):
+    for op in (
+        l2_norm,
+        lambda t: token_shift(t.flatten(2), return_state=True)[1],
+        write_strength,
+        lambda t: swiglu(t, t),
+        lambda t: rotary(t, cos, sin),
+        lambda t: group_norm(t.flatten(2), 2),
+    ):
         got = op(x)
         for part in (slice(0, 3), slice(65_534, 65_540), slice(-2, None)):
             assert_same_bits("part", got[part], op(x[part]))

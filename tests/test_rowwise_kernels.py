@@ -20,6 +20,7 @@ from kernels import TARGETS, compile_launch, recording
 
 from flashmix._arch import SHARED_MEMORY_KIB
 from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
+from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary import rotary, rotary_qk
 from flashmix.ops.token_shift import token_shift
@@ -103,6 +104,20 @@ def shifts(width: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
     }
 
 
+def gates(dtype: torch.dtype) -> dict[str, Call]:
+    def heads(op: Callable[..., Tensor], *shape: int) -> Call:
+        return lambda: op(leaf(2, 9, *shape, dtype=dtype), leaf(shape[0]), leaf(*shape, dtype=dtype))
+
+    return {
+        f"softplus_decay 16 {dtype}": heads(softplus_decay, 16),
+        f"softplus_decay 32 x 128 {dtype}": heads(softplus_decay, 32, 128),
+        f"softplus_decay 3 x 5 {dtype}": heads(softplus_decay, 3, 5),
+        f"bounded_decay 7 {dtype}": heads(bounded_decay, 7),
+        f"bounded_decay 32 x 128 {dtype}": heads(bounded_decay, 32, 128),
+        f"write_strength {dtype}": lambda: write_strength(leaf(2, 9, 16, dtype=dtype)),
+    }
+
+
 # The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
 for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
@@ -111,12 +126,14 @@ for _shape in ((32, 128, 128), (4, 64, 64), (5, 96, 32), (3, 7, 2), (16, 256, 25
     CALLS |= rotations(*_shape) | (rotations(*_shape, torch.float32) if _shape[1] in (7, 128) else {})
 for _width in (1, 100, 2048, 5000):
     CALLS |= shifts(_width) | shifts(_width, torch.float32)
-CALLS |= products(BF16) | products(torch.float32)
+CALLS |= products(BF16) | products(torch.float32) | gates(BF16) | gates(torch.float32)
 FAST = {
     "interleaved rotary_qk 32 x 128, 128 turned, torch.bfloat16",
     "axes, rotary 5 x 96, 32 turned, torch.bfloat16",
     "gated gelu_tanh torch.bfloat16",
     "packed token_shift 2048 torch.bfloat16",
+    "softplus_decay 32 x 128 torch.bfloat16",
+    "bounded_decay 7 torch.float32",
     "halves, swiglu 11008 torch.bfloat16",
     "rms_norm 4096 torch.bfloat16",
     "gated rms_norm 128 torch.bfloat16",

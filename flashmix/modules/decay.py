@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
 from flashmix._checks import check_range
+from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
 
 RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % a token
 
@@ -72,8 +73,7 @@ class MambaDecay(nn.Module):
         return -at_least_float32(self.A_log).exp()
 
     def forward(self, x: Tensor) -> Tensor:
-        rate = self.rate()
-        return self.step_size(x) * (rate if self.dt_bias.dim() == 1 else rate[:, None])
+        return softplus_decay(x, self.A_log, self.dt_bias)
 
 
 class BoundedDecay(nn.Module):
@@ -118,10 +118,7 @@ class BoundedDecay(nn.Module):
         nn.init.uniform_(self.dt_bias, -6.0, -2.0)  # memories of 1 / (5 sigmoid): about 2 to 80 tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        sharpness = at_least_float32(self.A_log).exp()
-        if self.dt_bias.dim() == 2:
-            sharpness = sharpness[:, None]
-        return self.lower * torch.sigmoid(sharpness * (at_least_float32(x) + self.dt_bias))
+        return bounded_decay(x, self.A_log, self.dt_bias, lower=self.lower)
 
 
 class LogSigmoidDecay(nn.Module):
@@ -230,8 +227,7 @@ class WriteStrength(nn.Module):
         self.negative_eigenvalues = negative_eigenvalues
 
     def forward(self, x: Tensor) -> Tensor:
-        beta = torch.sigmoid(at_least_float32(x))
-        return 2 * beta if self.negative_eigenvalues else beta
+        return write_strength(x, negative_eigenvalues=self.negative_eigenvalues)
 
     def extra_repr(self) -> str:
         return f"negative_eigenvalues={self.negative_eigenvalues}"

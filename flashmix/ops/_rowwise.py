@@ -205,9 +205,8 @@ class Operator:
 
     def _backward_traced(self, ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[: self._count]
-        nothing: Any = (
-            None if option != [] else [] for option in ctx.options
-        )  # torch takes an empty list for one of tensors
+        # torch takes an empty list among the options for one of tensors.
+        nothing: Any = (None if option != [] else [] for option in ctx.options)
         return *self._backward(ctx, grads, needs, traced=True), None, *nothing
 
     def _backward(self, ctx: Any, grads: Tensors, needs: Sequence[bool], traced: bool) -> Tensors:

@@ -100,11 +100,10 @@ def row_starts(rows, count, sizes, strides, WIDTH: tl.constexpr, OUTER: tl.const
 def exp_of_minus(x, PRECISE: tl.constexpr):
     """`e^-x` of `x >= 0`. PRECISE: to a rounding step of float32, which the product `x log2(e)` alone would lose."""
     if PRECISE:
-        product = x * -1.4426950216293335
-        lost = tl.fma(x, -1.4426950216293335, -product) - x * 1.925963033e-8  # log2(e) has more digits
-        lost = tl.where(x < 200.0, lost, 0.0)  # e^-200 is 0, and inf has no remainder
-        power = tl.exp2(product)
-        return tl.fma(power, lost * 0.6931471805599453, power)
+        halvings = tl.floor(x * 1.4426950408889634 + 0.5)
+        rest = (x - halvings * 0.693359375) + halvings * 2.12194440e-4  # ln 2 in two parts, the first product exact
+        rest = tl.where(x < 200.0, rest, 0.0)  # e^-200 is 0, and inf has no remainder
+        return tl.exp2(-halvings) * tl.exp2(rest * -1.4426950408889634)
     else:
         return tl.exp(-x)
 

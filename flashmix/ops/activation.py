@@ -36,17 +36,21 @@ class Activation:
 THREAD_SHARE, VECTORS = 32768, 64
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    """`torch.sigmoid(x)`; on the CPU padded until every thread's share is whole vectors, without an odd end."""
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)`, element by element; on the CPU padded until every thread's share is whole vectors, without an odd end."""
     if x.device.type != "cpu":
-        return torch.sigmoid(x)
+        return function(x)
     size = padded = x.numel()
     shares = 0
     while shares != (shares := max(1, min(torch.get_num_threads(), -(-padded // THREAD_SHARE)))):
         padded = -(-size // (shares * VECTORS)) * shares * VECTORS
     if padded == size:
-        return torch.sigmoid(x.contiguous())
-    return F.pad(x.flatten(), (0, padded - size)).sigmoid_()[:size].view(x.shape)
+        return function(x.contiguous())
+    return function(F.pad(x.flatten(), (0, padded - size)))[:size].view(x.shape)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return in_whole_vectors(torch.sigmoid, x)
 
 
 def _sigmoid_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
