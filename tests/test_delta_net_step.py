@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from budget import assert_within_budget
+from model_cases import WIDTH, assert_same, make_layer, numbers
 from torch import Tensor
 
 import flashmix
@@ -204,3 +205,33 @@ def test_opcheck() -> None:
     )
     tensors = [x.get(n) for n in (*names, "gate", "state_indices")]
     torch.library.opcheck(_delta_net_step, (*tensors, 2, None, False, "silu", 1e-6, "portable"))
+
+
+@pytest.mark.parametrize(
+    "name", ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "kda_bounded", "rwkv7"]
+)
+def test_layers_write_their_states_in_place_and_leave_those_of_a_snapshot(name: str) -> None:
+    """One token allocates no state; after a snapshot the next one copies, and the ones after that write again."""
+    layer, x = make_layer(name), numbers(2, 6, WIDTH)
+    with torch.no_grad():
+        full, cache = layer(x), layer.new_cache()
+        layer(x[:, :2], cache=cache)
+        state = cache.state
+        steps = [layer(x[:, 2:3], cache=cache)]
+        assert cache.state is state
+        snapshot = cache.snapshot()
+        kept = state.clone()
+        steps.append(layer(x[:, 3:4], cache=cache))
+        assert cache.state is not state and torch.equal(snapshot.state, kept)
+        state = cache.state
+        steps.append(layer(x[:, 4:5], cache=cache))
+        assert cache.state is state
+        assert_same(torch.cat(steps, 1), full[:, 2:5])
+        for _ in range(2):
+            cache.restore(snapshot)
+            assert_same(layer(x[:, 3:4], cache=cache), full[:, 3:4])
+            assert torch.equal(snapshot.state, kept)
+        cache.reorder(torch.tensor([1, 0]))
+        state = cache.state
+        assert_same(layer(x[[1, 0], 4:5], cache=cache), full[[1, 0], 4:5])
+        assert cache.state is state

@@ -72,7 +72,7 @@ class Lengths:
 
 @dataclass
 class RecurrentCache:
-    """The memory of a recurrent layer. Calls replace its tensors and never write into them.
+    """The memory of a recurrent layer. A call of one token may write into its tensors, others replace them.
 
     Attributes:
         state: `[N, H, K, V]` float32, after the last token; in layers with several states a tuple of such tensors.
@@ -83,6 +83,7 @@ class RecurrentCache:
     state: Any = None
     recent: Tensor | None = None
     lengths: Lengths | None = None
+    _shared: bool = False  # a snapshot needs these tensors as they are
 
     @property
     def sequences(self) -> int | None:
@@ -90,16 +91,30 @@ class RecurrentCache:
         return states[0].shape[0] if states else None
 
     def snapshot(self) -> RecurrentCache:
+        self._shared = True
         return replace(self)
 
     def restore(self, snapshot: RecurrentCache) -> None:
-        self.state, self.recent, self.lengths = snapshot.state, snapshot.recent, snapshot.lengths
+        self.state, self.recent, self.lengths, self._shared = snapshot.state, snapshot.recent, snapshot.lengths, True
+
+    def can_step(self, x: Tensor, packing: Packing | None) -> bool:
+        """Whether `x` `[B, T, D]` is one token of each sequence, and no gradient is recorded: the states may be written."""
+        return packing is None and x.shape[1] == 1 and self.state is not None and not torch.is_grad_enabled()
+
+    def own(self) -> None:
+        """Makes the tensors such that they may be written: copies, where a snapshot needs them as they are."""
+        if self._shared:
+            copies = tuple(state.clone() for state in _states(self.state))
+            self.state = copies if isinstance(self.state, tuple) else next(iter(copies), None)
+            self.recent = None if self.recent is None else self.recent.clone()
+            self._shared = False
 
     def reorder(self, index: Tensor) -> None:
         chosen = tuple(state.index_select(0, index) for state in _states(self.state))
         self.state = chosen if isinstance(self.state, tuple) else next(iter(chosen), None)
         self.recent = None if self.recent is None else self.recent.index_select(0, index)
         self.lengths = None if self.lengths is None else self.lengths.reordered(index)
+        self._shared = False
 
 
 def _states(state: Any) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from flashmix.modules.norm import GatedRMSNorm, RMSNorm
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.ops.norm import l2_norm
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence import delta_net_step, delta_rule
 
 
 class DeltaNet(Mixer[RecurrentCache]):
@@ -74,6 +74,13 @@ class DeltaNet(Mixer[RecurrentCache]):
         self.write_strength = WriteStrength(negative_eigenvalues)
         self.output = nn.Linear(self.values, width, bias=False, device=device, dtype=dtype)
         self.make_gates(device, dtype)
+        self.has_step = self._defines("recurrence") is DeltaNet and (
+            self._defines("gates") is self._defines("step_inputs") is self._defines("normalise")
+        )
+
+    def _defines(self, method: str) -> type:
+        """The class that a method of this layer comes from: one that changes the mechanism has no `delta_net_step`."""
+        return next(owner for owner in type(self).__mro__ if method in vars(owner))
 
     def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """The parameters of `gates` and `normalise`, which differ within the family."""
@@ -88,7 +95,31 @@ class DeltaNet(Mixer[RecurrentCache]):
         """The output `[B, T, HV, V]` of the recurrence, normalised a head (and gated by the input)."""
         return self.norm(o)
 
+    def step_inputs(self, x: Tensor) -> dict[str, Any]:
+        """What `delta_net_step` takes of `gates` and `normalise`, for one token `[B, D]` of each sequence."""
+        return {"strength": self.strength(x)}
+
+    def step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
+        """`mix` for one token of each sequence, which updates the cache in place."""
+        cache.own()
+        x, conv = x[:, 0], self.convolution
+        y = delta_net_step(
+            self.qkv(x),
+            state=cache.state,
+            conv_state=cache.recent,  # type: ignore[arg-type]
+            conv_weight=conv.weight,
+            conv_bias=conv.bias,
+            heads=self.heads,
+            negative_eigenvalues=self.write_strength.negative_eigenvalues,
+            norm_weight=self.norm.weight,  # type: ignore[arg-type]
+            eps=self.norm.eps,  # type: ignore[arg-type]
+            **self.step_inputs(x),
+        )
+        return self.output(y.flatten(1))[:, None]
+
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        if cache is not None and self.has_step and cache.can_step(x, packing):
+            return self.step(x, cache)
         qkv, recent = self.convolution(
             self.qkv(x),
             initial_state=None if cache is None else cache.recent,
@@ -134,6 +165,12 @@ class GatedDeltaNet(DeltaNet):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         strength, decay = self.strength_and_decay(x).chunk(2, dim=-1)
         return self.write_strength(strength), self.decay(decay)
+
+    def step_inputs(self, x: Tensor) -> dict[str, Any]:
+        strength, decay = self.strength_and_decay(x).chunk(2, dim=-1)
+        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
+        parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
+        return {"strength": strength, "decay": decay, "gate": gate, **parameters}
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate(x).view_as(o))
@@ -206,6 +243,12 @@ class KDA(DeltaNet):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.write_strength(self.strength(x)), self.channel_decay(x)
+
+    def step_inputs(self, x: Tensor) -> dict[str, Any]:
+        decay = self.decay_projection(x).unflatten(-1, (self.value_heads, self.head_dim))
+        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
+        parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias, "lower": self.lower}
+        return {"strength": self.strength(x), "decay": decay, "gate": gate, "gate_activation": "sigmoid", **parameters}
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
         return self.norm(o, self.gate(x).view_as(o))

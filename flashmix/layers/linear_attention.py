@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flashmix._checks import check_multiple, check_range
 from flashmix.layers.cache import Lengths, RecurrentCache
+from flashmix.layers.carried import carried_linear_attention
 from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import LogSigmoidDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
@@ -17,7 +18,6 @@ from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.ops.activation import swiglu
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import linear_attention
 
 
 class RetNet(Mixer[RecurrentCache]):
@@ -66,26 +66,14 @@ class RetNet(Mixer[RecurrentCache]):
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         qk, v, gate = self.qkvg(x).split(self.sizes, dim=-1)
         qk = qk.unflatten(-1, (2 * self.heads, self.head_dim))
-        state = None
         if cache is None:
             qk = self.rotary(qk, cu_seqlens=packing)
         else:
-            state = cache.state
             before = cache.lengths or Lengths.zero(x.shape[0] if packing is None else packing.count, x.device)
             cache.lengths = before.advanced(packing, x.shape[1])
             qk = self.rotary(qk, positions=before.positions(packing, x.shape[1]), limit=cache.lengths.longest)
         q, k = qk.chunk(2, dim=2)
-        o, state = linear_attention(
-            q,
-            k,
-            v.unflatten(-1, (self.heads, self.value_dim)),
-            self.decay,
-            initial_state=state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
-        )
-        if cache is not None:
-            cache.state = state
+        o = carried_linear_attention(q, k, v.unflatten(-1, (self.heads, self.value_dim)), self.decay, cache, packing)
         return self.output(self.norm(o, gate.view_as(o)).flatten(2))
 
 
@@ -132,17 +120,8 @@ class GLA(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = (part.unflatten(-1, (self.heads, -1)) for part in self.qkvg(x).split(self.sizes, dim=-1))
-        o, state = linear_attention(
-            q,
-            k,
-            v,
-            self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim)),
-            initial_state=None if cache is None else cache.state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
-        )
-        if cache is not None:
-            cache.state = state
+        log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim))
+        o = carried_linear_attention(q, k, v, log_decay, cache, packing)
         return self.output(self.norm(o, gate).flatten(2))
 
 
@@ -203,18 +182,17 @@ class Mamba2(Mixer[RecurrentCache]):
         values, B, C = xbc.split(self.inner_sizes, dim=-1)
         values = values.unflatten(-1, (self.heads, self.head_dim))
         step = self.decay.step_size(step)
-        o, state = linear_attention(
+        o = carried_linear_attention(
             C.unflatten(-1, (self.groups, self.state_dim)),
             B.unflatten(-1, (self.groups, self.state_dim)),
             values * step.to(values.dtype)[..., None],
             step * self.decay.rate(),
+            cache,
+            packing,
             scale=1.0,
-            initial_state=None if cache is None else cache.state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
         )
         if cache is not None:
-            cache.state, cache.recent = state, recent
+            cache.recent = recent
         o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)
         o = swiglu(gate, o).unflatten(-1, (self.groups, -1))
         return self.output(self.norm(o).flatten(2))

@@ -8,13 +8,13 @@ from torch.nn.functional import layer_norm
 
 from flashmix._checks import check_shape
 from flashmix.layers.cache import RecurrentCache
+from flashmix.layers.carried import carried_dplr
 from flashmix.layers.linear_attention import head_size
 from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
 from flashmix.ops.norm import l2_norm
 from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import dplr
 from flashmix.ops.token_shift import token_shift
 
 NORM_EPS = 64e-5
@@ -146,20 +146,19 @@ class RWKV7(Mixer[RecurrentCache]):
         kk = l2_norm(self._heads(k * self.removal_key.to(k.dtype)))  # under autocast k is narrower than its parameters
         k = self._heads(torch.addcmul(k, k * (a - 1), self.key_keep.to(k.dtype)))
         r, v = self._heads(r), self._heads(v)
-        o, state = dplr(
+        o = carried_dplr(
             r,
             k,
             v,
             -kk,
             kk * self._heads(a),
             self._heads(self.decay(self.decay_projection(x_w))),
+            cache,
+            packing,
             scale=1.0,
-            initial_state=None if cache is None else cache.state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
         )
         if cache is not None:
-            cache.state, cache.recent = state, recent
+            cache.recent = recent
         o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
         o = torch.addcmul(self.norm_bias, o, self.norm_weight)
         o = o + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
