@@ -4,11 +4,19 @@ Tests marked `gpu` run where there is a CUDA device. Tests marked `interpreted` 
 that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py).
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from flashmix.train.run_folder import TrainConfig
 
 torch.set_num_threads(2)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -49,3 +57,22 @@ def one_thread(same_threads: None) -> None:
 def deterministic_only(nan_filled_memory: None) -> None:
     """What torch calls not deterministic raises instead of warning."""
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of ten documents of 60 to 330 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(10):
+        lines = [f"line {line} of document {index}: {'abc' * (line % 3)}" for line in range(2 + index)]
+        (folder / f"{index}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def small(texts: Path) -> TrainConfig:
+    """The settings of a small run on these documents."""
+    from train_cases import SMALL
+
+    return replace(SMALL, text=(str(texts),))
