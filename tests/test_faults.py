@@ -4,7 +4,7 @@ Numbers and names follow the list of faults in the issue trackers of flash-linea
 transformers. Each test fails where the fault is.
 
 To come with the GPU kernels: 1 (more than 65,535 batch x heads), 2 (offsets past 2^31), 3 (a kernel miscompiled), 12 (host
-time of a call), 26 with 1000 repeats, 29 up to batch 4096, and the GPU's side of 13 (no synchronisation) and 18 (shared
+time of a call), 26 with 1000 repeats, and the GPU's side of 13 (no synchronisation) and 18 (shared
 memory of smaller cards). To come with the adapters: 16 (another version of transformers).
 """
 
@@ -463,6 +463,40 @@ def test_fault_29_decoding_a_large_batch(batch: int) -> None:
         part = (t[row] for t in (q, k, v, beta, decay))
         alone, alone_state = flashmix.delta_rule(*part, initial_state=state[row], return_state=True)
         assert torch.equal(o[row], alone) and alone_state is not None and torch.equal(last[row], alone_state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 256, 257, 1024, 4096])
+def test_fault_29_decoding_a_large_batch_on_a_gpu(batch: int) -> None:
+    """The step where the fault was met, and the step of a whole layer: each sequence as if it were alone."""
+    heads, D = (32, 128) if batch <= 1024 else (8, 128)
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    x = {name: normal(batch, 1, heads, D).bfloat16() for name in ("q", "k", "v")}
+    x |= {"beta": normal(batch, 1, heads).sigmoid(), "log_decay": -normal(batch, 1, heads).abs()}
+    x |= {"k": flashmix.l2_norm(x["k"], impl="portable"), "state": normal(batch, heads, D, D)}
+    whole = {
+        "qkv": normal(batch, 3 * heads * D).bfloat16(),
+        "strength": normal(batch, heads),
+        "gate": normal(batch, heads, D),
+    }
+    whole |= {"state": x["state"].clone(), "conv_state": normal(batch, 3, 3 * heads * D).bfloat16()}
+    weight = normal(3 * heads * D, 4)
+    rows = sorted({0, batch // 2, batch - 1})
+    alone = [
+        ({n: t[r : r + 1].clone() for n, t in x.items()}, {n: t[r : r + 1].clone() for n, t in whole.items()})
+        for r in rows
+    ]
+    o, y = flashmix.delta_rule_step(**x), flashmix.delta_net_step(**whole, conv_weight=weight, heads=heads)
+    assert torch.isfinite(o).all() and torch.isfinite(y).all()
+    for row, (a, b) in zip(rows, alone, strict=True):
+        at = slice(row, row + 1)
+        assert torch.equal(flashmix.delta_rule_step(**a), o[at]) and torch.equal(a["state"], x["state"][at])
+        assert torch.equal(flashmix.delta_net_step(**b, conv_weight=weight, heads=heads), y[at])
+        assert torch.equal(b["state"], whole["state"][at]) and torch.equal(b["conv_state"], whole["conv_state"][at])
 
 
 def test_fault_30_a_misspelt_option_is_swallowed() -> None:

@@ -141,7 +141,7 @@ def test_what_is_refused() -> None:
         ({"state_indices": torch.tensor([0, 1]).short()}, TypeError, "state_indices must have dtype int32 or int64, got int16"),
         ({"state_indices": torch.tensor([0, 2])}, ValueError, "state_indices must be between -1 and 1, got 2"),
         ({"state_indices": torch.tensor([1, 1])}, ValueError, "state_indices must name each slot at most once, got 1 twice"),
-        ({"history": zeros(2, 2, 4, 16, 8)}, ValueError, "the tokens of history must be between 1 and 1, got 2"),
+        ({"history": zeros(2, 2, 4, 16, 8)}, ValueError, "history must hold between 1 and 1 tokens, those of the call, got 2"),
         ({"history": zeros(2, 1, 4, 8, 16)}, ValueError, "history must have shape [2, 1, 4, 16, 8], got [2, 1, 4, 8, 16]"),
         ({"history": zeros(2, 1, 4, 16, 8).double()}, TypeError, "history must have dtype float32 like state, got float64"),
     ):  # fmt: skip

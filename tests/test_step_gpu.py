@@ -149,6 +149,17 @@ def test_calls_after_the_first_take_the_short_way_and_give_the_same() -> None:
         run_op(case, x | {"state": x["state"].cpu()})
 
 
+def test_compiled_by_inductor() -> None:
+    case = StepCase("", "delta", "token", K=64, V=64)
+    x = on_gpu(make_inputs(case, torch.bfloat16))
+    other = {n: t.clone() for n, t in x.items()}
+    compiled = torch.compile(lambda x: run_op(case, x).float().square(), fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), run_op(case, other).float().square())
+            assert torch.equal(x["state"], other["state"])
+
+
 def test_another_stream_and_repeats_give_the_same_bits() -> None:
     case = StepCase("", "delta", "token", B=3, K=128, V=128)
     inputs = on_gpu(make_inputs(case, torch.bfloat16))

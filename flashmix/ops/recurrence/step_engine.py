@@ -183,6 +183,7 @@ def check_history(history: Tensor | None, state: Tensor, q: Tensor, tokens: int)
         return
     kept = dims("history", history, "B n HV K V")[1]
     check_shape("history", history, q.shape[0], kept, *state.shape[1:])
-    check_range("the tokens of history", kept, 1, tokens)
+    if not 1 <= kept <= tokens:
+        raise ValueError(f"history must hold between 1 and {tokens} tokens, those of the call, got {kept}")
     check_like("history", history, "state", state)
     check_written("history", history, "q", q)
