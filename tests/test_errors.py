@@ -259,7 +259,7 @@ def test_packed_with_a_batch(op: str) -> None:
     for name, value in call.items():
         if isinstance(value, Tensor) and value.shape != shorter[name].shape:  # per token
             call[name] = torch.cat([value, value])
-    text = "cu_seqlens needs inputs with batch size 1 (sequences end to end), got 2"
+    text = "cu_seqlens must come with inputs of batch size 1 (sequences end to end), got 2"
     assert error_of(op, call | {"cu_seqlens": torch.tensor([0, 6])}, ValueError) == text
 
 
@@ -412,8 +412,8 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"q": zeros(1, T, H, 257), "k": zeros(1, T, H, 257)}, ValueError,
          "the head dim of q must be between 1 and 256, got 257"),
         ({"log_decay": zeros(1, T, H)}, ValueError,
-         "log_decay needs causal=True: the decay from a key in the future is not defined"),
-        ({"cu_seqlens_k": torch.tensor([0, T])}, ValueError, "cu_seqlens_k needs cu_seqlens, the boundaries of the queries"),
+         "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"),
+        ({"cu_seqlens_k": torch.tensor([0, T])}, ValueError, "cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None"),
         ({"cu_seqlens": torch.tensor([0, T]), "cu_seqlens_k": torch.tensor([0, 2, T])}, ValueError,
          "cu_seqlens_k must have shape [2], got [3]"),
         ({"impl": "sdpa", "sink": zeros(H)}, ValueError,

@@ -223,7 +223,7 @@ def test_what_a_layer_refuses(name: str) -> None:
         layer(numbers(2, 4, 17))
     with pytest.raises(ValueError, match=r"x must have shape \[B, T, D\], got \[2, 16\]"):
         layer(x[:, 0])
-    with pytest.raises(ValueError, match="cu_seqlens needs inputs with batch size 1"):
+    with pytest.raises(ValueError, match="cu_seqlens must come with inputs of batch size 1"):
         layer(x, cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="it carries no gradient"):
         layer(x, cache=layer.new_cache())

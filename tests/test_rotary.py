@@ -255,7 +255,7 @@ REFUSED = [
     ({"positions": torch.full((2, 4), -2)}, ValueError, "positions must be non-negative, got -2"),
     ({"positions": torch.zeros(4, dtype=torch.int64)}, ValueError, r"positions must have shape \[2, 4\], got \[4\]"),
     ({"positions": torch.zeros(2, 4)}, TypeError, "positions must have dtype int32 or int64, got float32"),
-    ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens needs inputs with batch size 1"),
+    ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens must come with inputs of batch size 1"),
     ({"x": X[:1], "cu_seqlens": torch.tensor([0, 3])}, ValueError, "cu_seqlens must end at the token count 4, got 3"),
     (
         {"x": X[:1], "cu_seqlens": torch.tensor([0, 4]), "positions": torch.zeros(1, 4).long()},

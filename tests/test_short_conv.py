@@ -170,7 +170,7 @@ REFUSED = [
     ),
     ({"weight": W.to("meta")}, ValueError, "weight must be on cpu like x, got meta"),
     ({"activation": "swish"}, ValueError, "activation must be one of None, 'silu', .*, got 'swish'"),
-    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs inputs with batch size 1"),
+    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must come with inputs of batch size 1"),
     ({"x": X[:1], "cu_seqlens": torch.tensor([0, 3, 2, 5])}, ValueError, "must not decrease, got 3 followed by 2"),
     (
         {"x": X[:1], "cu_seqlens": torch.tensor([0, 3, 5]), "initial_state": torch.ones(1, 3, 8)},

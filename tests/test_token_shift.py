@@ -80,7 +80,7 @@ REFUSED = [
     ({"x": X.long()}, TypeError, "x must have a floating dtype, got int64"),
     ({"initial_state": torch.ones(2, 8)}, ValueError, r"initial_state must have shape \[2, 1, 8\], got \[2, 8\]"),
     ({"initial_state": torch.ones(2, 1, 8).double()}, TypeError, "initial_state must have dtype float32 like x"),
-    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs inputs with batch size 1"),
+    ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens must come with inputs of batch size 1"),
     ({"x": X[:1], "cu_seqlens": torch.tensor([1, 5])}, ValueError, "cu_seqlens must start at 0, got 1"),
     ({"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
 ]

@@ -102,7 +102,7 @@ def as_packing(cu_seqlens: Tensor | Packing | None, batch: int, tokens: int, dev
     if cu_seqlens is None:
         return None
     if batch != 1:
-        raise ValueError(f"cu_seqlens needs inputs with batch size 1 (sequences end to end), got {batch}")
+        raise ValueError(f"cu_seqlens must come with inputs of batch size 1 (sequences end to end), got {batch}")
     packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens, tokens)
     if packing.total != tokens:
         raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {packing.total}")

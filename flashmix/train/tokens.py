@@ -27,7 +27,9 @@ class Tokens:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise RunError("--tokenizer needs the package tokenizers: pip install 'flashmix[train]'") from error
+            raise RunError(
+                "--tokenizer must come with the package tokenizers, got none: pip install 'flashmix[train]'"
+            ) from error
         try:
             definition = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -172,7 +172,9 @@ def check_features(
             check_floating(name, tensor)
             check_like(name, tensor, "q", q, dtype=False)
     if log_decay is not None and right != 0:
-        raise ValueError("log_decay needs causal=True: the decay from a key in the future is not defined")
+        raise ValueError(
+            "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"
+        )
 
 
 def _check_packing(
@@ -180,7 +182,7 @@ def _check_packing(
 ) -> tuple[Packing | None, Packing | None]:
     if cu_seqlens is None:
         if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
+            raise ValueError("cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None")
         return None, None
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
     packing_k = as_packing(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, k.shape[0], k.shape[1], k.device)
