@@ -158,7 +158,7 @@ def _cell(value: str | bool | tuple[Any, ...]) -> str:
 
 def _capability(name: str, device: torch.device) -> Capability:
     op, keywords = getattr(flashmix, name), _keywords(getattr(flashmix, name))
-    carried = {"initial_state", "return_state"} <= keywords or "cache" in keywords
+    carried = {"initial_state", "return_state"} <= keywords or bool({"cache", "state"} & keywords)
     ends = {"cu_seqlens": torch.tensor([0, 2, 2, 6], device=device)} if "cu_seqlens" in keywords else {}
     if "cache" in keywords:  # as many sequences as the cache has
         ends = {"cu_seqlens": torch.tensor([0, 6], device=device)}
