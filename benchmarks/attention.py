@@ -154,33 +154,37 @@ def packed() -> dict[str, float]:
 
 CANDIDATES = {
     "forward": {
-        64: ((64, 128, 4, 2), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)),
-        96: ((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 2), (128, 64, 4, 3)),
-        128: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2)),
-        192: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 128, 8, 1)),
+        64: ((64, 128, 4, 2), (128, 64, 4, 3), (64, 64, 4, 3)),
+        96: ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3)),
+        128: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 4, 2)),
+        192: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)),
         256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "keys": {
-        64: ((64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 3), (64, 64, 4, 1), (128, 64, 4, 2), (32, 128, 4, 2), (32, 128, 8, 3)),
-        96: ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (64, 128, 8, 2)),
-        128: ((64, 64, 4, 2), (64, 128, 8, 2), (64, 64, 8, 2)),
-        192: ((64, 64, 8, 1), (64, 64, 8, 2), (64, 128, 8, 1), (64, 64, 4, 1)),
-        256: ((64, 64, 8, 2), (32, 64, 8, 3), (64, 32, 4, 2), (64, 32, 8, 2)),
+        64: ((128, 64, 4, 2), (128, 64, 4, 1), (128, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 2)),
+        96: ((64, 64, 4, 2), (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 8, 2)),
+        128: ((64, 64, 4, 2), (64, 128, 8, 2), (128, 64, 4, 1)),
+    },
+    "keys alone": {
+        192: ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+        256: ((64, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 1)),
+    },
+    "values": {
+        192: ((64, 128, 8, 2), (64, 64, 4, 2), (64, 128, 8, 1), (128, 64, 4, 1)),
+        256: ((64, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 1)),
     },
     "queries": {
-        64: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2)),
-        96: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
-        128: ((64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)),
-        192: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)),
-        256: ((64, 64, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)),
+        64: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+        128: ((64, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3)),
+        192: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
+        256: ((64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 2)),
     },
 }  # fmt: skip
 
 
 def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Callable[[], Any]:
     """One launch of a phase with these tiles at 4 x tokens x 16, causal."""
-    from flashmix.ops.attention.triton_gpu import launch
-    from flashmix.ops.attention.triton_gpu.backward_keys import attention_backward_keys
+    from flashmix.ops.attention.triton_gpu import backward_keys, launch
     from flashmix.ops.attention.triton_gpu.backward_queries import attention_backward_queries
     from flashmix.ops.attention.triton_gpu.forward import attention_forward
     from flashmix.ops.attention.triton_gpu.table import Tiles
@@ -194,8 +198,9 @@ def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Call
         with mock.patch.object(launch, "tiles_for", lambda *about: Tiles(*tiles)):
             if phase == "forward":
                 attention_forward(call, None)
-            elif phase == "keys":
-                attention_backward_keys(call, flow, (level, None, delta), None, None)
+            elif phase in ("keys", "keys alone", "values"):
+                with mock.patch.object(backward_keys, "phases_of_keys", lambda *about: (phase,)):
+                    backward_keys.attention_backward_keys(call, flow, (level, None, delta), None, None)
             else:
                 attention_backward_queries(call, flow, (level, None, delta), (None, None), None)
 
@@ -218,11 +223,12 @@ def tune(phases: list[str], dims: list[int], processes: int) -> list[dict[str, A
     jobs = [
         (phase, dim, tiles)
         for phase, dim in itertools.product(phases, dims)
+        if dim > 128 or phase not in ("keys alone", "values")
         for tiles in CANDIDATES[phase][next(most for most in CANDIDATES[phase] if dim <= most)]
     ]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         problems = dict(zip(jobs, pool.map(warm, jobs), strict=True))
-    share = {"forward": 1.0, "keys": 2.0, "queries": 1.5}
+    share = {"forward": 1.0, "keys": 2.0, "keys alone": 1.5, "values": 1.0, "queries": 1.5}
     rows = []
     for (phase, dim), group in itertools.groupby(jobs, lambda job: job[:2]):
         runs = {

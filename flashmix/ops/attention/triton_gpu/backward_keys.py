@@ -8,9 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
+from flashmix.ops.attention.triton_gpu.table import phases_of_keys
 from flashmix.ops.attention.triton_gpu.tiles import (
     LOG2_E,
     accumulated,
+    bias_of_keys,
+    bias_of_rows,
     dropout_keeps,
     dropout_rows,
     find_place,
@@ -32,8 +35,8 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
     d_k, d_k2, d_v, d_v2, sums = state
     q, q_desc, q_desc_2, stride_q = queries
     d_o, o_desc, o_desc_2, stride_o = flows
-    level, share, delta, seed, head, first_row, shift, tokens_q, high_g, low_g, high_ref, low_ref = stats
-    key, high_k, low_k = columns
+    level, share, delta, seed, head, first_row, shift, tokens_q, high_g, low_g, decay_ref, reference = stats
+    key, decay_k, key_bias = columns
     tokens_k = numbers[0]
     for start in tl.range(low, high, C.BM, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
         index = start + tl.arange(0, C.BM)
@@ -42,40 +45,42 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
         # q, dO: [BM, K], [BM, V], in two parts
         q_1, q_2 = load_head(q, q_desc, q_desc_2, place, start, tokens_q, stride_q, C.D, 0, C.D1, C.D2, C.BM, MASK, C)
         s = product(k_1, k_2, q_1, q_2, C.D2, C)  # [BN, BM]
-        at_rows = tl.load(level + index, mask=inside, other=float("inf"))[None, :]
-        of_rows = at_rows
+        at_rows = tl.load(level + index, mask=inside, other=float("inf"))
+        of_rows = at_rows[None, :]
         if C.EXACT:
             of_rows = tl.load(share + index, mask=inside, other=0.0)[None, :]
-        decay_q, decay_k = (0.0, 0.0), (0.0, 0.0)
+        decay_q = (0.0, 0.0)
         if C.DECAY:
-            high_q, low_q = load_decay(high_g, low_g, index + shift, tokens_k)
-            decay_k = (high_k, low_k)
-            if MASK:
-                decay_q = (high_q[None, :], low_q[None, :])
-            else:
-                decay_q = (((high_q - high_ref) + (low_q - low_ref))[None, :], 0.0)
-                decay_k = ((high_ref - high_k) + (low_ref - low_k), 0.0)
-        p, squashed = probabilities(s, position, key, (at_rows, of_rows), decay_q, decay_k, numbers, MASK, C)
+            decay_q = load_decay(high_g, low_g, index + shift, tokens_k, MASK)
+        if not MASK and (C.DECAY or (C.ALIBI and C.CAUSAL)):
+            at_rows -= bias_of_rows(index + shift, reference, numbers[5], decay_q, decay_ref, C)
+        if MASK and C.DECAY:
+            decay_q = (decay_q[0][None, :], decay_q[1][None, :])
+        p, squashed = probabilities(
+            s, position, key, at_rows[None, :], of_rows, decay_q, decay_k, key_bias, numbers, MASK, C
+        )
         o_1, o_2 = load_head(
             d_o, o_desc, o_desc_2, place, start, tokens_q, stride_o, C.DV, 0, C.V1, C.V2, C.BM, MASK, C
         )
-        kept, keeps = p, 0
+        keeps = 0
         if C.DROPOUT:
             keeps = dropout_keeps(dropout_rows(seed, head, first_row + index)[None, :], key, numbers[6])
-            kept = tl.where(keeps, p, 0.0)
-        kept = kept.to(o_1.dtype)
-        d_v = accumulated(d_v, kept, o_1, C)
-        if C.V2 > 0:
-            d_v2 = accumulated(d_v2, kept, o_2, C)
-        d_p = product(v_1, v_2, o_1, o_2, C.V2, C)
-        found = tl.load(delta + index, mask=inside, other=0.0)[None, :]
-        d_s, d_raw = score_gradients(p, d_p, squashed, found, keeps, numbers[7], C)
-        if C.DECAY:
-            sums += tl.sum(d_s, 1)
-        d_raw = d_raw.to(q_1.dtype)
-        d_k = accumulated(d_k, d_raw, q_1, C)
-        if C.D2 > 0:
-            d_k2 = accumulated(d_k2, d_raw, q_2, C)
+        if C.WITH_V:
+            kept = tl.where(keeps, p, 0.0) if C.DROPOUT else p
+            kept = kept.to(o_1.dtype)
+            d_v = accumulated(d_v, kept, o_1, C)
+            if C.V2 > 0:
+                d_v2 = accumulated(d_v2, kept, o_2, C)
+        if C.WITH_K:
+            d_p = product(v_1, v_2, o_1, o_2, C.V2, C)
+            found = tl.load(delta + index, mask=inside, other=0.0)[None, :]
+            d_s, d_raw = score_gradients(p, d_p, squashed, found, keeps, numbers[7], C)
+            if C.DECAY:
+                sums += tl.sum(d_s, 1)
+            d_raw = d_raw.to(q_1.dtype)
+            d_k = accumulated(d_k, d_raw, q_1, C)
+            if C.D2 > 0:
+                d_k2 = accumulated(d_k2, d_raw, q_2, C)
     return d_k, d_k2, d_v, d_v2, sums
 
 
@@ -103,12 +108,22 @@ def attention_backward_keys_kernel(
     k += batch.to(tl.int64) * skb * C.UNIT + head_k.to(tl.int64) * skh * C.UNIT + start_k.to(tl.int64) * skt * C.UNIT
     v += batch.to(tl.int64) * svb * C.UNIT + head_k.to(tl.int64) * svh * C.UNIT + start_k.to(tl.int64) * svt * C.UNIT
     k_1, k_2 = load_head(k, None, None, None, first, len_k, skt * C.UNIT, C.D, 0, C.D1, C.D2, C.BN, True, C)  # [BN, K]
-    v_1, v_2 = load_head(v, None, None, None, first, len_k, svt * C.UNIT, C.DV, 0, C.V1, C.V2, C.BN, True, C)  # [BN, V]
+    v_1, v_2 = k_1, k_2
+    if C.WITH_K:
+        v_1, v_2 = load_head(
+            v, None, None, None, first, len_k, svt * C.UNIT, C.DV, 0, C.V1, C.V2, C.BN, True, C
+        )  # [BN, V]
     index = first + tl.arange(0, C.BN)
     zeros = tl.full([C.BN], 0.0, tl.float32)
-    d_k1, d_v1 = tl.full([C.BN, C.D1], 0.0, tl.float32), tl.full([C.BN, C.V1], 0.0, tl.float32)
-    d_k2 = tl.full([C.BN, C.D2], 0.0, tl.float32) if C.D2 > 0 else zeros
-    d_v2 = tl.full([C.BN, C.V2], 0.0, tl.float32) if C.V2 > 0 else zeros
+    d_k1, d_k2, d_v1, d_v2 = zeros, zeros, zeros, zeros
+    if C.WITH_K:
+        d_k1 = tl.full([C.BN, C.D1], 0.0, tl.float32)
+        if C.D2 > 0:
+            d_k2 = tl.full([C.BN, C.D2], 0.0, tl.float32)
+    if C.WITH_V:
+        d_v1 = tl.full([C.BN, C.V1], 0.0, tl.float32)
+        if C.V2 > 0:
+            d_v2 = tl.full([C.BN, C.V2], 0.0, tl.float32)
     low, inner, outer, high = rows_of_keys(first, shift, len_q, left, right, C)
     for turn in range(group):
         head = head_k * group + turn
@@ -117,16 +132,21 @@ def attention_backward_keys_kernel(
         if C.ALIBI:
             slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
         numbers = (len_k, scale, softcap, left, right, slope, threshold, keep_scale)
-        high_g, low_g, high_ref, low_ref, columns = decay, decay, 0.0, 0.0, (index[:, None], 0.0, 0.0)
+        high_g, low_g, decay_k, decay_ref, key_bias = decay, decay, (0.0, 0.0), (0.0, 0.0), 0.0
+        reference = first + C.BN - 1
         if C.DECAY:
             high_g = decay + row * tokens_k + start_k
             low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
-            high_k, low_k = load_decay(high_g, low_g, index, len_k)
-            columns = (index[:, None], high_k[:, None], low_k[:, None])
-            high_ref, low_ref = load_decay(high_g, low_g, first + C.BN - 1, len_k)
+            decay_k = load_decay(high_g, low_g, index, len_k, True)
+            decay_ref = load_decay(high_g, low_g, reference, len_k, True)
+        if C.DECAY or C.ALIBI:
+            key_bias = bias_of_keys(index, reference, slope, decay_k, decay_ref, C)[:, None]
+        if C.DECAY:
+            decay_k = (decay_k[0][:, None], decay_k[1][:, None])
+        columns = (index[:, None], decay_k, key_bias)
         at = row * tokens_q + start_q
         stats = (level + at, share + at if C.EXACT else share, delta + at, seed, head, batch * tokens_q + start_q, shift, len_q,
-                 high_g, low_g, high_ref, low_ref)  # fmt: skip
+                 high_g, low_g, decay_ref, reference)  # fmt: skip
         of_q = (
             q
             + batch.to(tl.int64) * sqb * C.UNIT
@@ -154,16 +174,18 @@ def attention_backward_keys_kernel(
             state, outer, high, k_1, k_2, v_1, v_2, queries, flows, place, columns, stats, numbers, True, C
         )
         d_k1, d_k2, d_v1, d_v2, sums = state
-        if C.DECAY:
+        if C.DECAY and C.WITH_K:
             tl.store(at_keys + row * tokens_k + start_k + index, sums, mask=index < len_k)
     d_k += (batch.to(tl.int64) * tokens_k + start_k) * heads * C.D + head_k * C.D
     d_v += (batch.to(tl.int64) * tokens_k + start_k) * heads * C.DV + head_k * C.DV
-    store_rows(d_k, d_k1 * d_scale, first, len_k, heads * C.D, C.D, 0, C.D1, C.BN)
-    if C.D2 > 0:
-        store_rows(d_k, d_k2 * d_scale, first, len_k, heads * C.D, C.D, C.D1, C.D2, C.BN)
-    store_rows(d_v, d_v1 * keep_scale, first, len_k, heads * C.DV, C.DV, 0, C.V1, C.BN)
-    if C.V2 > 0:
-        store_rows(d_v, d_v2 * keep_scale, first, len_k, heads * C.DV, C.DV, C.V1, C.V2, C.BN)
+    if C.WITH_K:
+        store_rows(d_k, d_k1 * d_scale, first, len_k, heads * C.D, C.D, 0, C.D1, C.BN)
+        if C.D2 > 0:
+            store_rows(d_k, d_k2 * d_scale, first, len_k, heads * C.D, C.D, C.D1, C.D2, C.BN)
+    if C.WITH_V:
+        store_rows(d_v, d_v1 * keep_scale, first, len_k, heads * C.DV, C.DV, 0, C.V1, C.BN)
+        if C.V2 > 0:
+            store_rows(d_v, d_v2 * keep_scale, first, len_k, heads * C.DV, C.DV, C.V1, C.V2, C.BN)
 
 
 def attention_backward_keys(
@@ -171,7 +193,17 @@ def attention_backward_keys(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = x.q, x.k, x.v
     d_k, d_v = q.new_empty(k.shape), q.new_empty(v.shape)
-    form, launch = x.form("keys", decay is not None)
+    for phase in phases_of_keys(max(k.shape[3], v.shape[3]), q.dtype, x.target):
+        _launch(phase, x, d_o, stats, (d_k, d_v, at_keys), decay)
+    return d_k, d_v
+
+
+def _launch(
+    phase: str, x: Call, d_o: Tensor, stats: Stats, results: tuple[Tensor, Tensor, Tensor | None], decay: Tensor | None
+) -> None:
+    q, k, v = x.q, x.k, x.v
+    d_k, d_v, at_keys = results
+    form, launch = x.form(phase, decay is not None)
     blocks, table = packed_blocks(x.cu_k, x.tokens_k, form.BN)
     programs = blocks * x.batch * x.heads
     if programs > 0:
@@ -181,4 +213,3 @@ def attention_backward_keys(
             x.tokens_q, x.tokens_k, x.heads, x.group, x.batch, blocks, max(1, x.at_once(form) // x.group), x.count,
             *x.numbers(form), x.score.scale, form, **launch,
         )  # fmt: skip
-    return d_k, d_v

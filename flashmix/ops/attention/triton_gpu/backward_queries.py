@@ -11,6 +11,8 @@ from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, p
 from flashmix.ops.attention.triton_gpu.tiles import (
     LOG2_E,
     accumulated,
+    bias_of_keys,
+    bias_of_rows,
     dropout_keeps,
     dropout_rows,
     find_place,
@@ -33,25 +35,23 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
     k, k_desc, k_desc_2, stride_k = keys
     v, v_desc, v_desc_2, stride_v = values
     position, level, share, delta, of_row = rows
-    decay_q, high_g, low_g, decay_ref = gates
+    decay_q, high_g, low_g, decay_ref, reference, row_bias = gates
     tokens_k = numbers[0]
-    row_bias = (0.0, 0.0)
-    if C.DECAY:
-        row_bias = ((decay_q[0] - decay_ref[0]) + (decay_q[1] - decay_ref[1]), 0.0)
     for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
         # k, v: [BN, K], [BN, V], in two parts
         k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
         s = product(q_1, q_2, k_1, k_2, C.D2, C)
-        key = start + tl.arange(0, C.BN)[None, :]
-        of_row_here, decay_k = row_bias, (0.0, 0.0)
+        keys_here = start + tl.arange(0, C.BN)
+        key = keys_here[None, :]
+        decay_k, key_bias, at_rows = (0.0, 0.0), 0.0, level
         if C.DECAY:
-            high_k, low_k = load_decay(high_g, low_g, start + tl.arange(0, C.BN), tokens_k)
-            if MASK:
-                decay_k = (high_k[None, :], low_k[None, :])
-                of_row_here = decay_q
-            else:
-                decay_k = (((decay_ref[0] - high_k) + (decay_ref[1] - low_k))[None, :], 0.0)
-        p, squashed = probabilities(s, position, key, (level, share), of_row_here, decay_k, numbers, MASK, C)
+            decay_k = load_decay(high_g, low_g, keys_here, tokens_k, MASK)
+        if not MASK and (C.DECAY or (C.ALIBI and C.CAUSAL)):
+            key_bias = bias_of_keys(keys_here, reference, numbers[5], decay_k, decay_ref, C)[None, :]
+            at_rows = level - row_bias
+        if MASK and C.DECAY:
+            decay_k = (decay_k[0][None, :], decay_k[1][None, :])
+        p, squashed = probabilities(s, position, key, at_rows, share, decay_q, decay_k, key_bias, numbers, MASK, C)
         v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
         d_p = product(o_1, o_2, v_1, v_2, C.V2, C)
         keeps = 0
@@ -107,18 +107,25 @@ def attention_backward_queries_kernel(
     if C.EXACT:
         of_row = tl.load(share + at, mask=inside, other=0.0)[:, None]
     shift = len_k - len_q
-    slope, hashes, gates = 0.0, 0, ((0.0, 0.0), decay, decay, (0.0, 0.0))
+    slope, hashes = 0.0, 0
     if C.ALIBI:
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
     if C.DROPOUT:
         hashes = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
+    position = index + shift
+    decay_q, decay_ref, high_g, low_g, row_bias = (0.0, 0.0), (0.0, 0.0), decay, decay, 0.0
     if C.DECAY:
         high_g = decay + bh.to(tl.int64) * tokens_k + start_k
         low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
-        high_q, low_q = load_decay(high_g, low_g, index + shift, len_k)
-        gates = ((high_q[:, None], low_q[:, None]), high_g, low_g, load_decay(high_g, low_g, first + shift, len_k))
+        decay_q = load_decay(high_g, low_g, position, len_k, True)
+        decay_ref = load_decay(high_g, low_g, first + shift, len_k, True)
+    if C.DECAY or C.ALIBI:
+        row_bias = bias_of_rows(position, first + shift, slope, decay_q, decay_ref, C)[:, None]
+    if C.DECAY:
+        decay_q = (decay_q[0][:, None], decay_q[1][:, None])
+    gates = (decay_q, high_g, low_g, decay_ref, first + shift, row_bias)
     found = tl.load(delta + at, mask=inside, other=0.0)[:, None]
-    rows = ((index + shift)[:, None], at_row, of_row, found, hashes)
+    rows = (position[:, None], at_row, of_row, found, hashes)
     numbers = (len_k, scale, softcap, left, right, slope, threshold, keep_scale)
     keys, values, place = (
         (k, k_desc, k_desc_2, skt * C.UNIT),

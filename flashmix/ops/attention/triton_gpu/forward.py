@@ -20,6 +20,8 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     LOG2_E,
     LOWEST,
     accumulated,
+    bias_of_keys,
+    bias_of_rows,
     biased,
     dropout_keeps,
     dropout_rows,
@@ -42,16 +44,17 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
     acc, acc_2, m, l = state
     k, k_desc, k_desc_2, stride_k = keys
     v, v_desc, v_desc_2, stride_v = values
-    position, of_row, decay_q, high_g, low_g, decay_ref = rows
+    position, of_row, decay_q, high_g, low_g, decay_ref, reference, row_bias = rows
     tokens_k, scale, softcap, left, right, slope, threshold = numbers
-    row_bias = (0.0, 0.0)
-    if C.DECAY:
-        row_bias = ((decay_q[0] - decay_ref[0]) + (decay_q[1] - decay_ref[1]), 0.0)
     for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
+        keys_here = start + tl.arange(0, C.BN)
+        key = keys_here[None, :]
+        decay_k = (0.0, 0.0)
+        if C.DECAY:
+            decay_k = load_decay(high_g, low_g, keys_here, tokens_k, MASK)
         # k, v: [BN, K], [BN, V], in two parts
         k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
         s = product(q, q_2, k_1, k_2, C.D2, C)
-        key = start + tl.arange(0, C.BN)[None, :]
         if C.RAW:
             if MASK:
                 s = tl.where(visible(position, key, tokens_k, left, right, C), s, -float("inf"))
@@ -59,19 +62,20 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
             p = tl.exp2(s * scale - m_new[:, None])
         else:
             x = tanh(s * scale, C) * softcap if C.SOFTCAP else s * scale
-            decay_k = (0.0, 0.0)
-            if C.DECAY:
-                high_k, low_k = load_decay(high_g, low_g, start + tl.arange(0, C.BN), tokens_k)
-                if not MASK:
-                    high_k = (decay_ref[0] - high_k) + (decay_ref[1] - low_k)
-                decay_k = (high_k[None, :], low_k[None, :])
             if MASK:
-                x = biased(x, position, key, slope, decay_q, decay_k, True, C)
+                if C.DECAY:
+                    decay_k = (decay_k[0][None, :], decay_k[1][None, :])
+                x = biased(x, position, key, slope, decay_q, decay_k, C)
                 x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
+                m_new = tl.maximum(m, tl.max(x, 1))
+                p = tl.exp2(x - m_new[:, None])
             else:
-                x = biased(x, position, key, slope, row_bias, decay_k, False, C)
-            m_new = tl.maximum(m, tl.max(x, 1))
-            p = tl.exp2(x - m_new[:, None])
+                if C.DECAY or (C.ALIBI and C.CAUSAL):
+                    x += bias_of_keys(keys_here, reference, slope, decay_k, decay_ref, C)[None, :]
+                if C.ALIBI and not C.CAUSAL:
+                    x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
+                m_new = tl.maximum(m, tl.max(x, 1) + row_bias)
+                p = tl.exp2(x - (m_new - row_bias)[:, None])
         shrink = tl.exp2(m - m_new)
         l = l * shrink + tl.sum(p, 1)
         if C.DROPOUT:
@@ -130,12 +134,17 @@ def attention_forward_kernel(
     if C.DROPOUT:
         of_row = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
     decay_q, decay_ref, high_g, low_g = (0.0, 0.0), (0.0, 0.0), decay, decay
+    position = index + shift
+    row_bias = m * 0.0
     if C.DECAY:
         high_g = decay + bh.to(tl.int64) * tokens_k + start_k
         low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
-        high_q, low_q = load_decay(high_g, low_g, index + shift, len_k)
+        high_q, low_q = load_decay(high_g, low_g, position, len_k, True)
+        decay_ref = load_decay(high_g, low_g, first + shift, len_k, True)
+        row_bias = bias_of_rows(position, first + shift, slope, (high_q, low_q), decay_ref, C)
         decay_q = (high_q[:, None], low_q[:, None])
-        decay_ref = load_decay(high_g, low_g, first + shift, len_k)
+    elif C.ALIBI:
+        row_bias = bias_of_rows(position, first + shift, slope, decay_q, decay_ref, C)
 
     q_1 = load_rows(q, first, len_q, sqt * C.UNIT, C.D, 0, C.D1, C.BM, True)  # [BM, K]
     q_2 = q_1
@@ -145,7 +154,7 @@ def attention_forward_kernel(
     acc_2 = tl.full([C.BM, C.V2], 0.0, tl.float32) if C.V2 > 0 else m
     state = (acc, acc_2, m, l)
     keys, values = (k, k_desc, k_desc_2, skt * C.UNIT), (v, v_desc, v_desc_2, svt * C.UNIT)
-    rows = ((index + shift)[:, None], of_row, decay_q, high_g, low_g, decay_ref)
+    rows = (position[:, None], of_row, decay_q, high_g, low_g, decay_ref, first + shift, row_bias)
     numbers = (len_k, scale, softcap, left, right, slope, threshold)
     place = (batch, head_k, start_k)
     low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)

@@ -53,6 +53,8 @@ class Form(NamedTuple):
     EXACT: bool  # float32 throughout
     FAST_TANH: bool
     PRECISION: str
+    WITH_K: bool  # whether a pass over the keys makes dK, and dV
+    WITH_V: bool
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class Call:
             EXACT=exact,
             FAST_TANH=not exact and not _gpu.interpreted(),
             PRECISION="ieee" if exact else "tf32",
+            WITH_K=phase != "values",
+            WITH_V=phase != "keys alone",
         )  # fmt: skip
         return form, {"num_warps": tiles.warps, "num_stages": tiles.stages}
 

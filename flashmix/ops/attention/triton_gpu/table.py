@@ -21,11 +21,17 @@ class Tiles(NamedTuple):
     stages: int
 
 
+SEPARATE_CHANNELS = 128
 # By phase, then the most channels a row of the table serves (the first that fits is taken): BM, BN, warps, stages.
 HOPPER = {
-    "forward": {64: (64, 128, 4, 2), 128: (64, 64, 4, 3), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2), 512: (64, 32, 8, 1)},
-    "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 192: (64, 64, 8, 2), 256: (64, 64, 8, 2)},
-    "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 192: (128, 64, 8, 1), 256: (64, 64, 4, 2)},
+    "forward": {
+        64: (64, 128, 4, 2), 96: (128, 64, 4, 3), 128: (64, 64, 4, 3), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2),
+        512: (64, 32, 8, 1),
+    },
+    "keys": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2)},
+    "keys alone": {192: (64, 128, 8, 2), 256: (64, 64, 4, 2)},
+    "values": {192: (64, 128, 8, 2), 256: (64, 128, 8, 2)},
+    "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
 }  # fmt: skip
 # 163 KiB of shared memory and the matrix instructions of Ampere
 AMPERE = {
@@ -45,6 +51,12 @@ FLOAT32 = {
     "keys": {64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "queries": {64: (32, 32, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }  # fmt: skip
+
+
+def phases_of_keys(channels: int, dtype: torch.dtype, target: _gpu.Target) -> tuple[str, ...]:
+    """The passes over keys: one for dK and dV, or one each, where both together do not fit into the registers."""
+    hopper = dtype != torch.float32 and target.capability[0] >= 9 and target.shared_memory >= 160 * 1024
+    return ("keys alone", "values") if hopper and channels > SEPARATE_CHANNELS else ("keys",)
 
 
 def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target) -> Tiles:

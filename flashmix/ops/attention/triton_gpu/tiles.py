@@ -155,30 +155,51 @@ def visible(position, key, tokens_k, left, right, C: tl.constexpr):
 
 
 @triton.jit
-def load_decay(high, low, at, tokens):
-    """The running sum G of the gates in log 2 at `at`, in two float32 parts; outside the sequence that of its nearest end."""
-    at = tl.minimum(tl.maximum(at, 0), tokens - 1)
-    inside = at >= 0
-    return tl.load(high + at, mask=inside, other=0.0), tl.load(low + at, mask=inside, other=0.0)
+def load_decay(high, low, at, tokens, MASK: tl.constexpr):
+    """The running sum G of the gates in log 2 at `at`, in two float32 parts; with MASK, outside the sequence that of its end."""
+    if MASK:
+        at = tl.minimum(tl.maximum(at, 0), tokens - 1)
+        return tl.load(high + at, mask=at >= 0, other=0.0), tl.load(low + at, mask=at >= 0, other=0.0)
+    else:
+        return tl.load(high + at), tl.load(low + at)
 
 
 @triton.jit
-def biased(x, position, key, slope, decay_q, decay_k, NEAR: tl.constexpr, C: tl.constexpr):
-    """Scores in log 2 with ALiBi and the decay between key and query added.
+def biased(x, position, key, slope, decay_q, decay_k, C: tl.constexpr):
+    """Scores in log 2 with ALiBi and the decay between key and query added, exact to float32 wherever the two stand.
 
-    `decay_q` and `decay_k` are pairs that broadcast. NEAR: G in two parts; their difference is exact to float32 wherever
-    key and query stand. Else two numbers at most 0 that add up to the decay (the first of each pair).
+    `decay_q` and `decay_k` are G in two parts each and broadcast.
     """
     if C.ALIBI:
         x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
     if C.DECAY:
-        high_q, low_q = decay_q
-        high_k, low_k = decay_k
-        if NEAR:
-            x += (high_q - high_k) + (low_q - low_k)
-        else:
-            x = (x + high_k) + high_q
+        x += (decay_q[0] - decay_k[0]) + (decay_q[1] - decay_k[1])
     return x
+
+
+@triton.jit
+def bias_of_rows(position, reference, slope, decay_q, decay_ref, C: tl.constexpr):
+    """What the way from a `reference` position to a later row takes off all scores of the row, `[rows]`."""
+    bias = position.to(tl.float32) * 0.0
+    if C.DECAY:
+        bias += (decay_q[0] - decay_ref[0]) + (decay_q[1] - decay_ref[1])
+    if C.ALIBI and C.CAUSAL:
+        bias -= slope * (position - reference).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def bias_of_keys(key, reference, slope, decay_k, decay_ref, C: tl.constexpr):
+    """What the way from a key up to a `reference` position takes off, `[keys]`; with `bias_of_rows` the whole bias.
+
+    The two are kept apart where every key is before every row: that is one addition an element instead of four.
+    """
+    bias = key.to(tl.float32) * 0.0
+    if C.DECAY:
+        bias += (decay_ref[0] - decay_k[0]) + (decay_ref[1] - decay_k[1])
+    if C.ALIBI and C.CAUSAL:
+        bias -= slope * (reference - key).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -248,20 +269,23 @@ def rows_of_keys(first, shift, tokens_q, left, right, C: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, position, key, rows, decay_q, decay_k, numbers, MASK: tl.constexpr, C: tl.constexpr):
-    """P of a tile from `q k^T`, and tanh(scores / softcap)."""
+def probabilities(
+    s, position, key, level, share, decay_q, decay_k, key_bias, numbers, MASK: tl.constexpr, C: tl.constexpr
+):
+    """P of a tile from `q k^T`, and tanh(scores / softcap). Unless MASK, `level` has the bias of the rows taken off it."""
     tokens_k, scale, softcap, left, right, slope, _, _ = numbers
-    level, share = rows
     squashed = s
-    if C.RAW:
-        x = s * scale - level
-    else:
-        if C.SOFTCAP:
-            squashed = tanh(s * scale, C)
-            x = squashed * softcap
-        else:
-            x = s * scale
-        x = biased(x, position, key, slope, decay_q, decay_k, MASK, C) - level
+    x = s * scale
+    if C.SOFTCAP:
+        squashed = tanh(x, C)
+        x = squashed * softcap
+    if MASK:
+        x = biased(x, position, key, slope, decay_q, decay_k, C)
+    elif C.DECAY or (C.ALIBI and C.CAUSAL):
+        x += key_bias
+    if C.ALIBI and not MASK and not C.CAUSAL:
+        x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
+    x -= level
     if MASK:
         x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
     p = tl.exp2(x)
