@@ -151,10 +151,34 @@ def swiglu_row(fla: bool) -> Row:
     return Row("swiglu", "32768x11008", [gate, up], 3 * gate.nbytes, 5 * gate.nbytes, calls)
 
 
+def decay_row(fla: bool) -> Row:
+    x, A_log, dt_bias = normal(4, 8192, 32, 128), normal(32, dtype=WIDE), normal(32, 128, dtype=WIDE)
+    calls: dict[str, Call] = {"flashmix": flashmix.softplus_decay}
+    if fla:
+        from fla.ops.kda.gate import fused_kda_gate
+
+        calls["fla"] = lambda x, a, b: fused_kda_gate(x, a, b.flatten())
+    calls["compile"] = lambda x, a, b: definitions.softplus_decay(x.float(), a, b)
+    return Row("softplus_decay", "4x8192x32x128", [x, A_log, dt_bias], 3 * x.nbytes, 4 * x.nbytes, calls)
+
+
+def shift_row(fla: bool) -> Row:
+    x = normal(4, 8192, 4096)
+    calls: dict[str, Call] = {"flashmix": lambda x: flashmix.token_shift(x)[0]}
+    if fla:
+        from fla.modules.token_shift import token_shift
+
+        calls["fla"] = token_shift  # the difference to the token itself: as many bytes
+    calls["compile"] = lambda x: torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    return Row("token_shift", "4x8192x4096", [x], 2 * x.nbytes, 2 * x.nbytes, calls)
+
+
 ROWS: dict[str, Callable[[bool], list[Row]]] = {
     "norms": norm_rows,
     "rotary": lambda fla: [rotary_row(fla)],
     "swiglu": lambda fla: [swiglu_row(fla)],
+    "decay": lambda fla: [decay_row(fla)],
+    "token_shift": lambda fla: [shift_row(fla)],
 }
 
 

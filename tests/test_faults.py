@@ -3,7 +3,7 @@
 Numbers and names follow the list of faults in the issue trackers of flash-linear-attention, flash-attention, vLLM and
 transformers. Each test fails where the fault is.
 
-To come with the GPU kernels: 1 (more than 65,535 batch x heads), 2 (offsets past 2^31), 3 (a kernel miscompiled), 12 (host
+Those of the row-wise kernels on a GPU are at the end. To come with the others: 1 (more than 65,535 batch x heads), 2 (offsets past 2^31), 3 (a kernel miscompiled), 12 (host
 time of a call), 26 with 1000 repeats, and the GPU's side of 13 (no synchronisation) and 18 (shared
 memory of smaller cards). To come with the adapters: 16 (another version of transformers).
 """
@@ -514,3 +514,78 @@ def test_fault_30_a_misspelt_option_is_swallowed() -> None:
                 assert not is_open(thing), f"{package.__name__}.{name}"
     with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
         flashmix.softmax_attention(**tiny_call("softmax_attention"), casual=True)
+
+
+ROWWISE = ("rotary", "rotary_qk", "rms_norm", "layer_norm", "group_norm", "l2_norm", "gated", "swiglu", "token_shift")
+ROWWISE += ("softplus_decay", "bounded_decay", "write_strength")
+
+
+def on_gpu(op: str, tokens: int = 6) -> dict[str, Any]:
+    """A tiny call of the op's kernels, in bfloat16."""
+    return tiny_call(op, torch.bfloat16, "cuda", tokens) | {"impl": "triton"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [65_538, 200_000])
+@pytest.mark.parametrize("op", ROWWISE)
+def test_fault_01_more_batches_times_heads_than_a_grid_axis_holds(op: str, batch: int) -> None:
+    one = on_gpu(op, 2)
+    rows = {name for name, t in one.items() if isinstance(t, Tensor) and t.shape[0] == 1}
+    call = one | {name: one[name].repeat_interleave(batch, 0) for name in rows}
+    (wanted,) = outputs(op, one)[:1]
+    assert torch.equal(outputs(op, call)[0], wanted.expand(batch, *wanted.shape[1:]))
+
+
+def with_kernel_gradients(op: str, call: dict[str, Any]) -> dict[str, Tensor]:
+    """Outputs and gradients by name, of arguments as they lie; tables have no gradient there."""
+    leaves = {name: t.detach().requires_grad_() for name, t in floating(call).items() if name not in ("cos", "sin")}
+    found = outputs(op, call | leaves)
+    grads = torch.autograd.grad(found, list(leaves.values()), [torch.ones_like(t) for t in found])
+    return {f"output {i}": t.detach() for i, t in enumerate(found)} | dict(zip(leaves, grads, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ROWWISE)
+def test_fault_02_offsets_past_31_bits(op: str) -> None:
+    """The last rows of a tensor past 2^31 elements are what they are alone, and so are their gradients."""
+    one = on_gpu(op, 2)
+    rows = {name for name, t in one.items() if isinstance(t, Tensor) and t.shape[0] == 1}
+    batch = 2**31 // max(one[name].numel() for name in rows) + 3
+    many = one | {name: one[name].repeat_interleave(batch, 0) for name in rows}
+    alone, together = with_kernel_gradients(op, one), with_kernel_gradients(op, many)
+    for name in ("output 0", *rows):
+        assert torch.equal(together[name][-3:], alone[name].expand(3, *alone[name].shape[1:])), name
+
+
+@pytest.mark.gpu
+def test_fault_21_positions_past_the_table_on_the_device() -> None:
+    cos, sin = flashmix.rotary_table(6, 8, device="cuda")
+    x = torch.randn(1, 6, 2, 8, device="cuda")
+    far = torch.tensor([[0, 5, 6, -1, 2**40, -(2**40)]], device="cuda")
+    near = torch.tensor([[0, 5, 5, 0, 5, 0]], device="cuda")
+    turned = [flashmix.rotary(x, cos, sin, positions=places, impl="triton") for places in (far, near)]
+    assert torch.equal(*turned)
+    with flashmix.checks(True), pytest.raises(ValueError, match="positions must be"):
+        flashmix.rotary(x, cos, sin, positions=far)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ROWWISE)
+def test_fault_26_and_27_on_the_device(op: str) -> None:
+    """Inputs that are not contiguous give the bits of those that are, and these the same 100 times."""
+
+    def changes(t: Tensor) -> list[Tensor]:
+        strided = torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
+        return [strided, t.transpose(0, -1).contiguous().transpose(0, -1), t[:1].expand(t.shape)]
+
+    for change in range(3):
+        odd, plain = on_gpu(op), on_gpu(op)
+        for name, t in floating(odd).items():
+            odd[name] = changes(t)[change]
+            plain[name] = odd[name].contiguous()
+        wanted = with_kernel_gradients(op, plain)
+        for name, t in with_kernel_gradients(op, odd).items():
+            assert torch.equal(t, wanted[name]), name
+    for _ in range(100):
+        for name, t in with_kernel_gradients(op, plain).items():
+            assert torch.equal(t, wanted[name]), name
