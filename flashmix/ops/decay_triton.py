@@ -134,7 +134,7 @@ class Gate:
         rows, channels = _tokens(bias, x)
         width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
         gate_forward_kernel[(triton.cdiv(rows.count, TILE // block) * triton.cdiv(width, block),)](
-            rows.tensors[0], A_log, _packed(bias), results[0], rows.count, rows.sizes, rows.strides[0], factor,
+            rows.tensors[0], _packed(A_log), _packed(bias), results[0], rows.count, rows.sizes, rows.strides[0], factor,
             KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE // block, BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
@@ -156,7 +156,7 @@ class Gate:
         parts = min(tiles, triton.cdiv(programs_for(2**31 - 1, x.device, PROGRAMS), blocks))
         partials = [None if t is None else x.new_empty((parts, width), dtype=torch.float32) for t in (dA, dbias)]
         gate_backward_kernel[(blocks * parts,)](
-            rows.tensors[0], A_log, _packed(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
+            rows.tensors[0], _packed(A_log), _packed(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
             *rows.strides, factor,
             KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE // block, BLOCK=block,
             num_warps=WARPS,
