@@ -147,7 +147,7 @@ def test_decays_are_their_formulas() -> None:
     assert_same(RWKV6Decay()(x.clamp(max=7)), -x.clamp(max=7).exp())
     assert_same(ForgetGate()(x), torch.sigmoid(x).log())
     assert_same(ForgetGate(0.4)(x), (0.4 + 0.6 * torch.sigmoid(x)).log())
-    with pytest.raises(ValueError, match="lower must be between 0.0 and 0.999999, got 1.0"):
+    with pytest.raises(ValueError, match=r"lower must be between 0\.0 and 0\.999999, got 1\.0"):
         ForgetGate(1.0)
     assert_same(WriteStrength()(x), torch.sigmoid(x))
     assert_same(WriteStrength(negative_eigenvalues=True)(x), 2 * torch.sigmoid(x))
