@@ -122,9 +122,9 @@ def parity(size: int, batch: int, generator: torch.Generator) -> Batch:
 
 
 def compose(size: int, batch: int, generator: torch.Generator) -> Batch:
-    """Swaps of two of five things; after each of them, which of the 120 permutations have they made so far?
+    """Swaps of neighbours among five things; after each of them, which of the 120 permutations have they made so far?
 
-    The ten swaps (tokens 0 to 9) generate the group S5, whose word problem is complete for NC1.
+    The four swaps (tokens 0 to 3) generate the group S5, whose word problem is complete for NC1.
 
     Source: Merrill et al., arXiv:2404.08819, section 5; swaps as in Grazzi et al., arXiv:2411.12537, section 5.2.
 
@@ -133,7 +133,7 @@ def compose(size: int, batch: int, generator: torch.Generator) -> Batch:
         >>> bool((swaps()[tokens[0, 0]] == targets[0, 0]) & (targets < 120).all())
         True
     """
-    tokens = torch.randint(10, (batch, size), generator=generator)
+    tokens = torch.randint(4, (batch, size), generator=generator)
     steps = permutations()[swaps()[tokens]]  # [B, T, 5]
     digits = torch.tensor([625, 125, 25, 5, 1])
     numbers = torch.zeros(3125, dtype=torch.int64)
@@ -153,8 +153,9 @@ def permutations() -> Tensor:
 
 @lru_cache(maxsize=1)
 def swaps() -> Tensor:
-    """`[10]`: which of the permutations exchange two things and leave the others."""
-    return ((permutations() != torch.arange(5)).sum(1) == 2).nonzero().squeeze(1)
+    """`[4]`: which of the permutations exchange two neighbours and leave the others."""
+    moved = permutations() != torch.arange(5)
+    return ((moved.sum(1) == 2) & (moved[:, 1:] & moved[:, :-1]).any(1)).nonzero().squeeze(1)
 
 
 def _orders(batch: int, count: int, generator: torch.Generator) -> Tensor:
