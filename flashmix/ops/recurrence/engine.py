@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
-from flashmix.ops.recurrence.problem import Operands, Problem
+from flashmix.ops.recurrence.problem import Gate, Operands, Problem
+
+
+def _triton_supports(problem: Problem) -> str | None:
+    if problem.gate is Gate.VALUE:
+        return "its kernels have no decay on the value axis"
+    if max(problem.K, problem.V) > 256:
+        return f"its kernels hold head dimensions up to 256, got K = {problem.K} and V = {problem.V}"
+    return _gpu.refuses(problem.device, problem.dtype)
 
 
 def _portable_supports(problem: Problem) -> str | None:
@@ -16,6 +25,7 @@ def _portable_supports(problem: Problem) -> str | None:
 
 
 IMPLEMENTATIONS: tuple[Implementation[Problem], ...] = (
+    Implementation("triton", "flashmix.ops.recurrence.triton_gpu", _triton_supports),
     Implementation("portable", "flashmix.ops.recurrence.portable", _portable_supports),
 )
 _BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
@@ -66,8 +76,9 @@ def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, sav
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     problem = Problem.of(x, read_before)
     state = v.new_empty(_state_shape(problem), dtype=state_dtype(v.dtype))
-    shapes = _BY_NAME[impl].load().residual_shapes(problem) if save else []
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, [state.new_empty(shape) for shape in shapes]
+    kept = _BY_NAME[impl].load().residual_shapes(problem) if save else []
+    residuals = [state.new_empty(shape, dtype=dtype) for shape, dtype in kept]
+    return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, residuals
 
 
 @torch.library.custom_op("flashmix::recurrence_backward", mutates_args=())

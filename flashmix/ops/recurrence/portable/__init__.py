@@ -39,12 +39,12 @@ def _dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if problem.dtype == torch.float64 else torch.float32
 
 
-def residual_shapes(problem: Problem) -> list[tuple[int, ...]]:
+def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """What `forward` keeps for `backward`: the state each chunk starts from, the scores and, of corrected rules, `nu` and `T`.
 
     A step keeps nothing: its backward computes these again.
     """
-    return [] if _is_step(problem) else _kept_shapes(problem)
+    return [] if _is_step(problem) else [(shape, _dtype(problem)) for shape in _kept_shapes(problem)]
 
 
 def _kept_shapes(problem: Problem) -> list[tuple[int, ...]]:

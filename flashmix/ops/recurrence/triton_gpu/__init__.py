@@ -1,0 +1,389 @@
+"""The recurrence in Triton, on any recent GPU: the phases of docs/chunk_algorithm.md, each once forward and once backward.
+
+Forward: `scores` (all chunks at once), `state` (chunk after chunk, with the output). Backward: `state` again for the state each
+chunk starts from, which was not kept; `state` from the end; then `output`, all chunks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashmix import _gpu
+from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
+from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
+from flashmix.ops.recurrence.triton_gpu.compiled import Kernel
+from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.layout import Layout
+from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
+from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel, segments_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.table import tiles
+
+__all__ = ["backward", "forward", "residual_shapes"]
+
+_RULES = {Rule.LINEAR: 0, Rule.TIED: 1, Rule.UNTIED: 2, Rule.DPLR: 3}
+_GATES = {Gate.NONE: 0, Gate.HEAD: 1, Gate.TOKEN: 2, Gate.CHANNEL: 3}
+_SLOTS = {Rule.LINEAR: 1, Rule.TIED: 2, Rule.UNTIED: 2, Rule.DPLR: 4}
+
+
+@dataclass
+class Scored:
+    """What the `scores` phase leaves: tiles of pairs, the factors or the decayed keys (with the sums of decays they are made
+    of), and each chunk's whole decay.
+    """
+
+    A: Tensor
+    factors: Tensor | None
+    total: Tensor
+    G: Tensor | None
+    keys: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # q, a, k, b as the state phase reads them
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return [] if self.factors is None else [self.A, self.factors, self.total]
+
+
+class Plan:
+    """What all calls of one kind share: the tiles, the constants of the kernels, and the kernels that were compiled with them."""
+
+    def __init__(self, problem: Problem, heads: tuple[int, int, int, int]) -> None:
+        self.tiles = tiles(problem)
+        self.exact = problem.dtype == torch.float32  # then decays are summed in float64
+        self.heads = heads
+        if problem.rule is Rule.TIED:
+            self.state_heads = (heads[0], heads[2], heads[2], heads[2])
+        else:
+            self.state_heads = heads
+        if problem.gate is Gate.CHANNEL:  # the decayed keys, one a value head
+            self.state_heads = (problem.value_heads,) * 4
+        self.problem = problem
+        self._kernels: dict[str, Kernel] = {}
+
+    def kernel(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            kernel, constants = getattr(self, "_" + name)()
+            self._kernels[name] = Kernel(kernel, constants)
+        return self._kernels[name]
+
+    def _sizes(self, heads: tuple[int, int, int, int]) -> dict[str, Any]:
+        p = self.problem
+        named = dict(zip(("HQ", "HA", "HK", "HB"), heads, strict=True))
+        return {"HV": p.value_heads, **named, "K": p.K, "RULE": _RULES[p.rule], "PACKED": p.packed, "C": self.tiles.C}
+
+    def _flags(self) -> dict[str, Any]:
+        p = self.problem
+        flags = {"READ_BEFORE": p.read_before, "PRECISION": self.tiles.precision}
+        if p.gate is Gate.CHANNEL:
+            return {**flags, "LEVELS": self.tiles.C.bit_length() - 1}
+        return {**flags, "GATE": _GATES[p.gate]}
+
+    def _gate(self) -> tuple[Any, dict[str, Any]]:
+        p = self.problem
+        sizes = {"HV": p.value_heads, "K": p.K, "PACKED": p.packed, "C": self.tiles.C}
+        return gate_forward_kernel, {**sizes, "EXACT": self.exact, **self.tiles.gate}
+
+    def _scores(self) -> tuple[Any, dict[str, Any]]:
+        constants = {
+            **self._sizes(self.heads), **self._flags(), **self.tiles.scores, "SLOTS": _SLOTS[self.problem.rule],
+            "INVERSE_PRECISION": self.tiles.inverse_precision,
+        }  # fmt: skip
+        if self.problem.gate is Gate.CHANNEL:
+            return channel_scores_forward_kernel, constants
+        return scores_forward_kernel, {**constants, "EXACT": self.exact}
+
+    def _state_constants(self, table: dict[str, int], **flags: bool) -> dict[str, Any]:
+        p = self.problem
+        return {
+            **self._sizes(self.state_heads), "V": p.V, "CHANNEL": p.gate is Gate.CHANNEL, "SLOTS": _SLOTS[p.rule],
+            "PRECISION": self.tiles.precision, **flags, **table,
+        }  # fmt: skip
+
+    def _state_output(self) -> tuple[Any, dict[str, Any]]:
+        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=True, SAVE=False)
+
+    def _state_save(self) -> tuple[Any, dict[str, Any]]:
+        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=True)
+
+    def _state_maps(self) -> tuple[Any, dict[str, Any]]:
+        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=False)
+
+    def _state_backward(self) -> tuple[Any, dict[str, Any]]:
+        return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=True)
+
+    def _state_ends(self) -> tuple[Any, dict[str, Any]]:
+        return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=False)
+
+    def _join_constants(self) -> dict[str, Any]:
+        p = self.problem
+        return {"K": p.K, "V": p.V, "PRECISION": self.tiles.segment_precision, **self.tiles.join}
+
+    def _join_forward(self) -> tuple[Any, dict[str, Any]]:
+        return segments_forward_kernel, self._join_constants()
+
+    def _join_backward(self) -> tuple[Any, dict[str, Any]]:
+        return segments_backward_kernel, self._join_constants()
+
+    def _output_backward(self) -> tuple[Any, dict[str, Any]]:
+        constants = {**self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": self.problem.V}
+        channel = self.problem.gate is Gate.CHANNEL
+        return (channel_output_backward_kernel if channel else output_backward_kernel), {
+            **constants,
+            "EXACT": self.exact,
+        }
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, heads: tuple[int, int, int, int], precision: str) -> Plan:
+    return Plan(problem, heads)
+
+
+@dataclass
+class Call:
+    """One call of the op: its tensors as the kernels want them, its sizes, its chunks and its plan."""
+
+    problem: Problem
+    x: Operands
+    layout: Layout
+    plan: Plan
+    scale: float
+
+    @staticmethod
+    def of(x: Operands, scale: float, read_before: bool) -> Call:
+        problem = Problem.of(x, read_before)
+        heads = tuple(1 if t is None else t.shape[2] for t in (x.q, x.a, x.k, x.b))
+        plan = _plan(problem, heads, torch.get_float32_matmul_precision())
+        own = {
+            name: t.contiguous()
+            for name in ("q", "k", "v", "beta", "a", "b", "g", "initial_state")
+            if (t := getattr(x, name)) is not None
+        }
+        x = replace(x, **own)
+        return Call(problem, x, Layout.of(problem, x.cu_seqlens, plan.tiles.C), plan, scale)
+
+    @property
+    def chunk_programs(self) -> int:
+        return self.layout.chunks * self.problem.value_heads
+
+    @property
+    def rows(self) -> int:
+        """Sequences times value heads: each has a state."""
+        return self.problem.sequences * self.problem.value_heads
+
+    def tokens_like(self, width: int) -> Tensor:
+        """`[B, T, HV, width]` in the dtype of the call."""
+        p = self.problem
+        return torch.empty(p.batch, p.tokens, p.value_heads, width, dtype=p.dtype, device=p.device)
+
+    def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        p = self.problem
+        return torch.empty(self.layout.chunks, p.value_heads, *shape, dtype=dtype, device=p.device)
+
+    def launch(self, name: str, grid: int, tensors: Sequence[Tensor | None], *numbers: int | float) -> None:
+        if grid:
+            self.plan.kernel(name)(grid, tensors, numbers)
+
+
+def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output `[B, T, HV, V]`, final state `[N, HV, K, V]`, and with `save` what the backward need not make again."""
+    call = Call.of(x, scale, read_before)
+    with _gpu.on(x.q.device):
+        o = call.tokens_like(call.problem.V)
+        state = _state_like(call)
+        scored = _scores(call)
+        joined = _join_forward(call, scored)
+        _state_forward(call, scored, joined, o=o, state=state)
+    return o, state, [*scored.kept, *joined] if save else []
+
+
+def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The tiles of pairs and the factors (with a decay a channel they are made again), and the segments' maps and starts."""
+    table = tiles(problem)
+    rows = Layout.count(problem, table.C), problem.value_heads
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+    if problem.gate is not Gate.CHANNEL:
+        kept += [((*rows, _SLOTS[problem.rule], table.C, table.C), problem.dtype)]
+        kept += [((*rows, 4, table.C), torch.float32), (rows, torch.float32)]
+    if table.segments > 1:
+        kept += [(shape, torch.float32) for shape in _joined_shapes(problem, table.segments)]
+    return kept
+
+
+def backward(
+    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool
+) -> list[Tensor]:
+    """Gradients of the operands that are there, in their order."""
+    call = Call.of(x, scale, read_before)
+    p = call.problem
+    with _gpu.on(x.q.device):
+        do = torch.zeros_like(call.x.v) if do is None else do.to(p.dtype).contiguous()
+        dstate = None if dstate is None else dstate.contiguous()
+        scored = _scores(call, residuals)
+        joined = residuals[-2:] if call.plan.tiles.segments > 1 else []
+        states, dstates = (call.per_chunk(p.V, p.K, dtype=p.dtype) for _ in range(2))
+        e, de = (call.tokens_like(p.V) if p.rule.corrected else None for _ in range(2))
+        _state_forward(call, scored, joined, e=e, states=states)
+        dv = _zeros_if_packed(call, p.V) if p.rule.raw else None
+        if p.rule.corrected and not p.rule.raw:
+            dv = de = _zeros_if_packed(call, p.V)
+        dS0 = None if x.initial_state is None else _state_like(call)
+        _state_backward(call, scored, joined, do, dstate, dstates, de, dv, dS0)
+        return _output_backward(call, scored, e, do, de, states, dstates, dv, dS0)
+
+
+def _state_like(call: Call) -> Tensor:
+    p = call.problem
+    return torch.empty(p.sequences, p.value_heads, p.K, p.V, dtype=torch.float32, device=p.device)
+
+
+def _zeros_if_packed(call: Call, width: int) -> Tensor:
+    """A tensor for gradients of tokens: tokens past the last sequence of a pack are in no chunk and stay 0."""
+    return call.tokens_like(width).zero_() if call.problem.packed else call.tokens_like(width)
+
+
+def _scores(call: Call, kept: Sequence[Tensor] = ()) -> Scored:
+    """The `scores` phase, or its results as they were kept."""
+    p, x, L = call.problem, call.x, call.layout
+    numbers = call.scale, L.tokens, L.per_sequence
+    slots = _SLOTS[p.rule]
+    if p.gate is Gate.CHANNEL:
+        A = call.per_chunk(slots, L.C, L.C, dtype=p.dtype)
+        G = _gate(call)
+        xq = call.tokens_like(p.K)
+        xa, yb = (call.tokens_like(p.K) if p.rule.corrected else None for _ in range(2))
+        yk = call.tokens_like(p.K) if p.rule.raw else None
+        total = call.per_chunk(p.K)
+        keys = (xq, xa, yk, yb)
+        tensors = (x.q, x.k, x.a, x.b, G, x.beta, L.table, A, *keys, total)
+        call.launch("scores", call.chunk_programs, tensors, *numbers)
+        return Scored(A, None, total, G, keys)
+    if kept:
+        A, factors, total = kept[:3]
+    else:
+        A = call.per_chunk(slots, L.C, L.C, dtype=p.dtype)
+        factors, total = call.per_chunk(4, L.C), call.per_chunk()
+        given = (x.q, x.k, x.a, x.b, x.g, x.beta, L.table)
+        call.launch("scores", call.chunk_programs, (*given, A, factors, total), *numbers)
+    a, b = (x.k, x.k) if p.rule is Rule.TIED else (x.a, x.b)
+    return Scored(A, factors, total, x.g, (x.q, a, x.k, b))
+
+
+def _gate(call: Call) -> Tensor:
+    """Sums of a decay a channel, `[B, T, HV, K]`."""
+    p, L = call.problem, call.layout
+    assert call.x.g is not None
+    G = torch.empty(call.x.g.shape, dtype=torch.float64 if call.plan.exact else torch.float32, device=p.device)
+    blocks = triton.cdiv(p.K, call.plan.tiles.gate["BK"])
+    call.launch("gate", call.chunk_programs * blocks, (call.x.g, L.table, G), L.tokens, L.per_sequence)
+    return G
+
+
+def _joined_shapes(problem: Problem, segments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Maps and starts of the segments."""
+    rows = problem.sequences, problem.value_heads, segments
+    return (*rows, problem.V + problem.K, problem.K), (*rows, problem.V, problem.K)
+
+
+def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
+    """Where the state pass is cut into segments: the map of each and the state it starts from; else nothing."""
+    p, table = call.problem, call.plan.tiles
+    if table.segments == 1:
+        return []
+    shapes = _joined_shapes(p, table.segments)
+    maps, starts = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in shapes)
+    blocks = triton.cdiv(p.V, table.state["BV"]) + triton.cdiv(p.K, table.state["BV"])
+    _launch_state(call, "state_maps", scored, blocks, table.segments, maps=maps)
+    tensors = (maps, call.x.initial_state, starts)
+    call.launch("join_forward", call.rows * triton.cdiv(p.V, table.join["BV"]), tensors, table.segments)
+    return [maps, starts]
+
+
+def _launch_state(
+    call: Call, name: str, scored: Scored, blocks: int, segments: int, o: Tensor | None = None,
+    state: Tensor | None = None, e: Tensor | None = None, states: Tensor | None = None, starts: Tensor | None = None,
+    maps: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One launch of the forward state pass; see the kernel for what `starts` and `maps` make of it."""
+    x, L = call.x, call.layout
+    tensors = (
+        *scored.keys, x.v, scored.A, scored.factors, scored.total, x.initial_state, L.cu_seqlens, L.offsets,
+        o, e, states, state, starts, maps,
+    )  # fmt: skip
+    call.launch(name, call.rows * segments * blocks, tensors, L.tokens, L.per_sequence, segments)
+
+
+def _state_forward(
+    call: Call, scored: Scored, joined: Sequence[Tensor], o: Tensor | None = None, state: Tensor | None = None,
+    e: Tensor | None = None, states: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The state pass, in segments where they are `joined`: with the output, or saving what the backward needs."""
+    table = call.plan.tiles
+    blocks = triton.cdiv(call.problem.V, table.state["BV"])
+    starts = joined[1] if joined else None
+    name = "state_save" if o is None else "state_output"
+    _launch_state(call, name, scored, blocks, table.segments if joined else 1, o, state, e, states, starts)
+    if o is not None and call.rows == 0:
+        o.zero_()
+
+
+def _state_backward(
+    call: Call, scored: Scored, joined: Sequence[Tensor], do: Tensor, dstate: Tensor | None, dstates: Tensor,
+    de: Tensor | None, dv: Tensor | None, dS0: Tensor | None,
+) -> None:  # fmt: skip
+    """The state pass from the end, in segments where they are `joined`."""
+    L, table = call.layout, call.plan.tiles
+    segments = table.segments if joined else 1
+    programs = call.rows * segments * triton.cdiv(call.problem.V, table.state_backward["BV"])
+    inputs = (*scored.keys, scored.A, scored.factors, scored.total, do, dstate, L.cu_seqlens, L.offsets)
+    numbers = L.tokens, L.per_sequence, segments
+    starts = None
+    if joined:
+        ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
+        call.launch("state_ends", programs, (*inputs, None, None, None, None, None, ends), *numbers)
+        grid = call.rows * triton.cdiv(call.problem.V, table.join["BV"])
+        call.launch("join_backward", grid, (joined[0], ends, dstate, starts), segments)
+    call.launch("state_backward", programs, (*inputs, dstates, de, dv, dS0, starts, None), *numbers)
+
+
+def _output_backward(
+    call: Call, scored: Scored, e: Tensor | None, do: Tensor, de: Tensor | None, states: Tensor, dstates: Tensor,
+    dv: Tensor | None, dS0: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    p, x, L = call.problem, call.x, call.layout
+    dq = _zeros_if_packed(call, p.K)
+    dk, da, db = (None if t is None else _zeros_if_packed(call, p.K) for t in (x.k, x.a, x.b))
+    dg, dbeta = (_zeros_per_token(call, t) for t in (x.g, x.beta))
+    tensors = (
+        x.q, x.k, x.a, x.b, x.v, scored.G, x.beta, e, do, de, states, dstates, L.table, dq, da, dk, db, dg, dbeta,
+    )  # fmt: skip
+    call.launch("output_backward", call.chunk_programs, tensors, call.scale, L.tokens, L.per_sequence)
+    if p.gate is Gate.HEAD and dg is not None and x.g is not None:
+        dg = dg.sum((0, 1)).to(x.g.dtype)
+    gradients = (
+        _for_heads(dq, x.q), _for_heads(dk, x.k), dv, dbeta, _for_heads(da, x.a), _for_heads(db, x.b), dg, dS0,
+    )  # fmt: skip
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _zeros_per_token(call: Call, t: Tensor | None) -> Tensor | None:
+    """Memory for the gradient of beta or of the decay; a decay a head is summed from one a token, in float32."""
+    p = call.problem
+    if t is None:
+        return None
+    shape = (p.batch, p.tokens, p.value_heads) if t.dim() == 1 else t.shape
+    dtype = torch.float32 if t.dim() == 1 else t.dtype
+    return (torch.zeros if p.packed else torch.empty)(shape, dtype=dtype, device=p.device)
+
+
+def _for_heads(gradient: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """The gradient of an operand that several value heads share: their sum."""
+    if gradient is None or operand is None or gradient.shape[2] == operand.shape[2]:
+        return gradient
+    return gradient.unflatten(2, (operand.shape[2], -1)).sum(3)

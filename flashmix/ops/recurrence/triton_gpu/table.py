@@ -1,0 +1,88 @@
+"""The frozen table of tiles: chosen by head dimensions, gate, dtype and the card's shared memory, never by trying at run time.
+
+`benchmarks/recurrence_gpu.py --table` measures the alternatives and prints what belongs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from flashmix import _gpu
+from flashmix.ops.recurrence.problem import Gate, Problem
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`C` tokens a chunk; of each kernel its tile of keys (`BK`) or values (`BV`), warps and pipeline stages."""
+
+    C: int
+    gate: dict[str, int]
+    scores: dict[str, int]
+    state: dict[str, int]
+    state_backward: dict[str, int]
+    output: dict[str, int]
+    join: dict[str, int]
+    segments: int
+    precision: str
+    segment_precision: str
+    inverse_precision: str
+
+
+def tiles(problem: Problem) -> Tiles:
+    """The entry of a problem."""
+    wide = problem.dtype == torch.float32
+    K = max(16, triton.next_power_of_2(problem.K))
+    V = max(16, triton.next_power_of_2(problem.V))
+    channel = problem.gate is Gate.CHANNEL
+    small = _gpu.target(problem.device).shared_memory < 160 * 1024
+    if wide:
+        precision = _float32_precision()
+        return Tiles(
+            C=32,
+            gate={"BK": min(K, 32), "num_warps": 4},
+            scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
+            state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
+            state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
+            output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
+            join={"BK": K, "BV": 16, "num_warps": 4},
+            segments=_segments(problem, 32, 16),
+            precision=precision,
+            segment_precision=precision,
+            inverse_precision=precision,
+        )
+    BV = min(V, 64 if K <= 128 else 32)
+    stages = 1 if small else 2
+    return Tiles(
+        C=64,
+        gate={"BK": min(K, 64), "num_warps": 4},
+        scores={"BK": min(K, 64), "num_warps": 8 if channel else 4, "num_stages": 1},
+        state={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
+        state_backward={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
+        output={"BK": min(K, 32), "BV": V if V <= 128 else 64, "num_warps": 4, "STAGES": 1},
+        join={"BK": K, "BV": 16, "num_warps": 4},
+        segments=_segments(problem, 64, BV),
+        precision="ieee",
+        segment_precision="tf32x3",
+        inverse_precision="fp16",
+    )
+
+
+def _segments(problem: Problem, C: int, BV: int) -> int:
+    """Into how many segments the state pass cuts each sequence: many for long ones with few heads.
+
+    A segmented pass does the work about twice, and rounds differently. So it is chosen by the length and the heads of one
+    sequence alone, whatever else is in the batch, and not for packed ones, whose lengths only the device knows.
+    """
+    chunks = triton.cdiv(problem.tokens, C)
+    programs = problem.value_heads * triton.cdiv(problem.V, BV)
+    if problem.packed or chunks < 128 or programs > 64:
+        return 1
+    return min(256 // programs, chunks // 16)
+
+
+def _float32_precision() -> str:
+    """What `torch.set_float32_matmul_precision` asks for, in Triton's words."""
+    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]

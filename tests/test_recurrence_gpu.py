@@ -1,0 +1,65 @@
+"""The recurrence's kernels: every case within the error budget on a GPU, a few of them in the interpreter on any machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from budget import assert_within_budget
+from cases import CASES, make_inputs, run_op
+from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
+
+KERNEL_CASES = [case for case in CASES if case.gate != "value"]
+HALF_CASES = [case for case in KERNEL_CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
+INTERPRETED = ("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none")
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def assert_kernels_within_budget(case, dtype):
+    """As the portable implementation's, with rounding steps of the dtype that operands are rounded to; a gradient passes the
+    stages of the forward and as many of the backward.
+    """
+    inputs = make_inputs(case, dtype)
+    exact, plain = references(case, inputs)
+    for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, "triton").items():
+        steps = 2 * STAGES if name.startswith("d") else STAGES
+        baseline = plain[name].to(got.dtype)
+        assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], baseline, dtype, steps)
+
+
+@pytest.mark.gpu
+@named(KERNEL_CASES)
+def test_float32_is_within_budget(case):
+    assert_kernels_within_budget(case, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@named(HALF_CASES)
+def test_half_precision_is_within_budget(case, dtype):
+    assert_kernels_within_budget(case, dtype)
+
+
+@pytest.mark.gpu
+@named(BASE + [case for case in CASES if case.name.endswith(("resets", "packed"))])
+def test_the_portable_implementation_on_a_gpu(case):
+    inputs = make_inputs(case, torch.float32)
+    exact, plain = references(case, inputs)
+    for name, got in evaluate(run_op, case, {n: t.cuda() for n, t in inputs.items()}, "portable").items():
+        assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], plain[name], steps=STAGES)
+
+
+@pytest.mark.gpu
+@named([case for case in KERNEL_CASES if case.name.endswith("-grouped")])
+def test_the_same_bits_again(case):
+    inputs = {name: t.cuda() for name, t in make_inputs(case, torch.bfloat16).items()}
+    first = evaluate(run_op, case, inputs, "triton")
+    for name, got in evaluate(run_op, case, inputs, "triton").items():
+        same_bits(got, first[name], name)
+
+
+@pytest.mark.interpreted
+@named([case for case in KERNEL_CASES if case.name in INTERPRETED])
+def test_kernels_in_the_interpreter(case):
+    assert_kernels_within_budget(case, torch.float32)

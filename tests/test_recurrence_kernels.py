@@ -1,0 +1,61 @@
+"""The recurrence's kernels compile for every target without a GPU, within its shared memory, and spill no more than is known."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cases import Case, make_inputs, run_op
+
+from flashmix._arch import SHARED_MEMORY_KIB
+
+pytest.importorskip("triton")
+from kernels import TARGETS, Launch, compile_launch, recording
+
+EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
+RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
+GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
+SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING else ((128, 128),)
+DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
+STACK = 2048  # bytes a thread, spills included, of the worst: gradients of keys with a decay a channel
+
+
+def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
+    """What forward and backward of a case launch."""
+    leaves = {name: t.requires_grad_() for name, t in make_inputs(case, dtype).items()}
+    with recording(capability) as found:
+        o, state = run_op(case, leaves, "triton")
+        torch.autograd.grad([o, state], list(leaves.values()), [torch.zeros_like(o), torch.zeros_like(state)])
+    return found
+
+
+@pytest.mark.parametrize("capability", TARGETS, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_compile_for_every_target(rule, gate, capability):
+    for K, V in SIZES:
+        for dtype in DTYPES:
+            found = launches(Case("", rule, gate, B=1, T=64, H=1, HV=2, K=K, V=V), dtype, capability)
+            assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
+            for launch in found:
+                made = compile_launch(launch)
+                assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
+                assert made.stack <= STACK, (launch.key, made.stack)
+
+
+def test_a_longer_sequence_or_another_packing_compiles_nothing_new():
+    def keys(**sizes):
+        return {launch.key for launch in launches(Case("", "delta", "token", H=1, **sizes), torch.bfloat16, (9, 0))}
+
+    assert keys(B=1, T=64) == keys(B=3, T=1000)
+    assert keys(B=1, T=70, lengths=(1, 69)) == keys(B=1, T=1000, lengths=(5, 0, 900, 95))
+
+
+def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch():
+    def names(**sizes):
+        case = Case("", "delta", "token", H=1, HV=1, K=64, V=64, states=False, **sizes)
+        return {launch.name for launch in launches(case, torch.bfloat16, (9, 0))}
+
+    assert "segments_forward_kernel" in names(B=1, T=8192) and "segments_backward_kernel" in names(B=2, T=8192)
+    assert "segments_forward_kernel" not in names(B=1, T=4096)
