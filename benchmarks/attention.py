@@ -223,7 +223,7 @@ def tune(phases: list[str], dims: list[int], processes: int) -> list[dict[str, A
     jobs = [
         (phase, dim, tiles)
         for phase, dim in itertools.product(phases, dims)
-        if dim > 128 or phase not in ("keys alone", "values")
+        if (dim > 128) == (phase in ("keys alone", "values")) or phase in ("forward", "queries")
         for tiles in CANDIDATES[phase][next(most for most in CANDIDATES[phase] if dim <= most)]
     ]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

@@ -55,7 +55,7 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
         if not MASK and (C.DECAY or (C.ALIBI and C.CAUSAL)):
             at_rows -= bias_of_rows(index + shift, reference, numbers[5], decay_q, decay_ref, C)
         if MASK and C.DECAY:
-            decay_q = (decay_q[0][None, :], decay_q[1][None, :])
+            decay_q = (decay_q[0][None, :], decay_q[1][None, :])  # type: ignore[index]
         p, squashed = probabilities(
             s, position, key, at_rows[None, :], of_rows, decay_q, decay_k, key_bias, numbers, MASK, C
         )
@@ -142,7 +142,7 @@ def attention_backward_keys_kernel(
         if C.DECAY or C.ALIBI:
             key_bias = bias_of_keys(index, reference, slope, decay_k, decay_ref, C)[:, None]
         if C.DECAY:
-            decay_k = (decay_k[0][:, None], decay_k[1][:, None])
+            decay_k = (decay_k[0][:, None], decay_k[1][:, None])  # type: ignore[index]
         columns = (index[:, None], decay_k, key_bias)
         at = row * tokens_q + start_q
         stats = (level + at, share + at if C.EXACT else share, delta + at, seed, head, batch * tokens_q + start_q, shift, len_q,

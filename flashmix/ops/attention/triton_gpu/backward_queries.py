@@ -50,7 +50,7 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
             key_bias = bias_of_keys(keys_here, reference, numbers[5], decay_k, decay_ref, C)[None, :]
             at_rows = level - row_bias
         if MASK and C.DECAY:
-            decay_k = (decay_k[0][None, :], decay_k[1][None, :])
+            decay_k = (decay_k[0][None, :], decay_k[1][None, :])  # type: ignore[index]
         p, squashed = probabilities(s, position, key, at_rows, share, decay_q, decay_k, key_bias, numbers, MASK, C)
         v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
         d_p = product(o_1, o_2, v_1, v_2, C.V2, C)
@@ -122,7 +122,7 @@ def attention_backward_queries_kernel(
     if C.DECAY or C.ALIBI:
         row_bias = bias_of_rows(position, first + shift, slope, decay_q, decay_ref, C)[:, None]
     if C.DECAY:
-        decay_q = (decay_q[0][:, None], decay_q[1][:, None])
+        decay_q = (decay_q[0][:, None], decay_q[1][:, None])  # type: ignore[index]
     gates = (decay_q, high_g, low_g, decay_ref, first + shift, row_bias)
     found = tl.load(delta + at, mask=inside, other=0.0)[:, None]
     rows = (position[:, None], at_row, of_row, found, hashes)

@@ -38,25 +38,31 @@ def _sequence(n, cu_q, cu_k, count, tokens_q, tokens_k, PACKED: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "heads", "sequences", "count", "sb", "st", "sh"])
 def decay_sums_kernel(
     gates, sums, cu_q, cu_k, tokens_q, tokens_k, heads, sequences, count, sb, st, sh, PACKED: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """G of gates `[B, Tk, HQ]` as sums `[2, B, HQ, Tk]`."""
+    """G of gates `[B, Tk, HQ]` as sums `[3, B, HQ, Tk]`; the third is G at the end of each tile of TILE keys minus G."""
     n, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     _, _, start, tokens = _sequence(n, cu_q, cu_k, count, tokens_q, tokens_k, PACKED)
     batch = n * 0 if PACKED else n
     gates += batch.to(tl.int64) * sb + head.to(tl.int64) * sh + start.to(tl.int64) * st
     sums += (batch * heads + head).to(tl.int64) * tokens_k + start
-    low = sequences.to(tl.int64) * heads * tokens_k
+    part = sequences.to(tl.int64) * heads * tokens_k
     before = tl.zeros([1], tl.float64)
     for first in range(0, tokens, PIECE):
         at = first + tl.arange(0, PIECE)
         gate = tl.load(gates + at.to(tl.int64) * st, mask=at < tokens, other=0.0).to(tl.float64)
         gate = tl.maximum(gate, STRONGEST_DECAY) * LOG2_E
-        total = before + tl.cumsum(gate, 0)
+        inside = tl.cumsum(gate, 0)
+        total = before + inside
         before += tl.sum(gate, 0)
         high = total.to(tl.float32)
         tl.store(sums + at, high, mask=at < tokens)
-        tl.store(sums + low + at, (total - high.to(tl.float64)).to(tl.float32), mask=at < tokens)
+        tl.store(sums + part + at, (total - high.to(tl.float64)).to(tl.float32), mask=at < tokens)
+        if TILE > 0:
+            tiles = tl.reshape(inside, [PIECE // TILE, TILE])
+            last = tl.arange(0, TILE)[None, :] == TILE - 1
+            to_end = tl.sum(tl.where(last, tiles, 0.0), 1)[:, None] - tiles
+            tl.store(sums + 2 * part + at, tl.reshape(to_end, [PIECE]).to(tl.float32), mask=at < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "heads", "count", "sb", "st", "sh"])
@@ -85,16 +91,16 @@ def decay_gradient_kernel(
         tl.store(gradient + at.to(tl.int64) * heads, total.to(gradient.dtype.element_ty), mask=at < tokens)
 
 
-def running_sums(x: Call, log_decay: Tensor | None) -> Tensor | None:
-    """G in log 2, `[2, B, HQ, Tk]` float32: rounded, and what rounding left."""
+def running_sums(x: Call, log_decay: Tensor | None, tile: int = 0) -> Tensor | None:
+    """G in log 2 as float32 `[3, B, HQ, Tk]`: rounded, what rounding left, and from each key to the end of its `tile`."""
     if log_decay is None:
         return None
-    sums = torch.empty(2, x.batch, x.heads_q, x.tokens_k, dtype=torch.float32, device=x.q.device)
+    sums = torch.empty(3 if tile else 2, x.batch, x.heads_q, x.tokens_k, dtype=torch.float32, device=x.q.device)
     programs = (x.batch if x.cu_k is None else x.count + 1) * x.heads_q
     if sums.numel() > 0:
         decay_sums_kernel[(programs,)](
             log_decay, sums, x.cu_q, x.cu_k, x.tokens_q, x.tokens_k, x.heads_q, x.batch, x.count, *log_decay.stride(),
-            x.cu_k is not None, PIECE, num_warps=4,
+            x.cu_k is not None, PIECE, tile, num_warps=4,
         )  # fmt: skip
     return sums
 

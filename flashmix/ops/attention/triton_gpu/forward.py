@@ -20,7 +20,6 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     LOG2_E,
     LOWEST,
     accumulated,
-    bias_of_keys,
     bias_of_rows,
     biased,
     dropout_keeps,
@@ -44,14 +43,19 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
     acc, acc_2, m, l = state
     k, k_desc, k_desc_2, stride_k = keys
     v, v_desc, v_desc_2, stride_v = values
-    position, of_row, decay_q, high_g, low_g, decay_ref, reference, row_bias = rows
+    position, of_row, decay_q, high_g, low_g, tile_g, decay_ref, reference, row_bias = rows
     tokens_k, scale, softcap, left, right, slope, threshold = numbers
     for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
         keys_here = start + tl.arange(0, C.BN)
         key = keys_here[None, :]
-        decay_k = (0.0, 0.0)
-        if C.DECAY:
-            decay_k = load_decay(high_g, low_g, keys_here, tokens_k, MASK)
+        decay_k, of_keys, to_rows = (0.0, 0.0), 0.0, row_bias
+        if C.DECAY and MASK:
+            high_k, low_k = load_decay(high_g, low_g, keys_here, tokens_k, True)
+            decay_k = (high_k[None, :], low_k[None, :])
+        elif C.DECAY:  # from a key to the end of its tile, and from there to the rows
+            end = load_decay(high_g, low_g, start + C.BN - 1, tokens_k, False)
+            of_keys = tl.load(tile_g + keys_here)[None, :]
+            to_rows = row_bias + ((decay_ref[0] - end[0]) + (decay_ref[1] - end[1]))
         # k, v: [BN, K], [BN, V], in two parts
         k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
         s = product(q, q_2, k_1, k_2, C.D2, C)
@@ -63,19 +67,19 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
         else:
             x = tanh(s * scale, C) * softcap if C.SOFTCAP else s * scale
             if MASK:
-                if C.DECAY:
-                    decay_k = (decay_k[0][None, :], decay_k[1][None, :])
                 x = biased(x, position, key, slope, decay_q, decay_k, C)
                 x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
                 m_new = tl.maximum(m, tl.max(x, 1))
                 p = tl.exp2(x - m_new[:, None])
             else:
+                if C.ALIBI and C.CAUSAL:
+                    of_keys -= slope * (reference - key).to(tl.float32)
                 if C.DECAY or (C.ALIBI and C.CAUSAL):
-                    x += bias_of_keys(keys_here, reference, slope, decay_k, decay_ref, C)[None, :]
+                    x += of_keys
                 if C.ALIBI and not C.CAUSAL:
                     x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
-                m_new = tl.maximum(m, tl.max(x, 1) + row_bias)
-                p = tl.exp2(x - (m_new - row_bias)[:, None])
+                m_new = tl.maximum(m, tl.max(x, 1) + to_rows)
+                p = tl.exp2(x - (m_new - to_rows)[:, None])
         shrink = tl.exp2(m - m_new)
         l = l * shrink + tl.sum(p, 1)
         if C.DROPOUT:
@@ -133,12 +137,13 @@ def attention_forward_kernel(
     of_row = 0
     if C.DROPOUT:
         of_row = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
-    decay_q, decay_ref, high_g, low_g = (0.0, 0.0), (0.0, 0.0), decay, decay
+    decay_q, decay_ref, high_g, low_g, tile_g = (0.0, 0.0), (0.0, 0.0), decay, decay, decay
     position = index + shift
     row_bias = m * 0.0
     if C.DECAY:
         high_g = decay + bh.to(tl.int64) * tokens_k + start_k
         low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
+        tile_g = low_g + (batches * heads_q).to(tl.int64) * tokens_k
         high_q, low_q = load_decay(high_g, low_g, position, len_k, True)
         decay_ref = load_decay(high_g, low_g, first + shift, len_k, True)
         row_bias = bias_of_rows(position, first + shift, slope, (high_q, low_q), decay_ref, C)
@@ -154,7 +159,7 @@ def attention_forward_kernel(
     acc_2 = tl.full([C.BM, C.V2], 0.0, tl.float32) if C.V2 > 0 else m
     state = (acc, acc_2, m, l)
     keys, values = (k, k_desc, k_desc_2, skt * C.UNIT), (v, v_desc, v_desc_2, svt * C.UNIT)
-    rows = (position[:, None], of_row, decay_q, high_g, low_g, decay_ref, first + shift, row_bias)
+    rows = (position[:, None], of_row, decay_q, high_g, low_g, tile_g, decay_ref, first + shift, row_bias)
     numbers = (len_k, scale, softcap, left, right, slope, threshold)
     place = (batch, head_k, start_k)
     low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)
@@ -178,7 +183,7 @@ def attention_forward_kernel(
 def attention_forward(x: Call, decay: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each.
 
-    `decay`: the running sums of the gates, `[2, B, HQ, Tk]`.
+    `decay`: the running sums of the gates, `[3, B, HQ, Tk]`.
     """
     q, k, v = x.q, x.k, x.v
     o = q.new_empty(x.batch, x.tokens_q, x.heads_q, v.shape[3])
