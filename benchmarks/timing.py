@@ -30,12 +30,16 @@ def medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int =
 
 
 def cuda_medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int = 3) -> dict[str, float]:
-    """Median milliseconds of each run on the GPU, between events. The runs take turns; each starts with a cold L2 cache."""
+    """Median milliseconds of each run on the GPU, between events. The runs take turns; each starts with a cold L2 cache.
+
+    The GPU idles half a millisecond first, so that the host is ahead of it and its own time is not measured.
+    """
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for turn in range(warmup + repeats):
         for name, run in runs.items():
             flush.zero_()
+            torch.cuda._sleep(1_000_000)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run()

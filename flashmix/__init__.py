@@ -43,6 +43,7 @@ from flashmix.ops.recurrence import (
 )
 from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
 from flashmix.ops.short_conv import short_conv
+from flashmix.ops.short_conv_qkv import short_conv_qkv
 from flashmix.ops.token_shift import token_shift
 
 __version__ = "0.1.0.dev0"
@@ -95,6 +96,7 @@ __all__ = [
     "rwkv6",
     "rwkv7",
     "short_conv",
+    "short_conv_qkv",
     "simple_gla",
     "softmax_attention",
     "softplus_decay",

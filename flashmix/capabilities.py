@@ -62,6 +62,7 @@ _CALLS = {
     "bounded_decay": "x:BTHK A_log:H dt_bias:HK",
     "write_strength": "x:BTH",
     "short_conv": "x:BTD weight:DW",
+    "short_conv_qkv": "q:BTD k:BTD v:BTD q_weight:DW k_weight:DW v_weight:DW",
     "token_shift": "x:BTD",
     "cross_entropy": "logits:BTM target:BT",
     "linear_cross_entropy": "hidden:BTD weight:MD target:BT",

@@ -34,6 +34,7 @@ def _small_calls(device: torch.device | str) -> list[tuple[Callable[..., Any], t
         (flashmix.rotary, (x, table, table)),
         (flashmix.rotary_qk, (x, x, table, table)),
         (flashmix.short_conv, (tokens, zeros(64, 4))),
+        (flashmix.short_conv_qkv, (*[tokens] * 3, *[zeros(64, 4)] * 3)),
         (flashmix.token_shift, (tokens,)),
         (flashmix.rms_norm, (tokens,)),
         (flashmix.layer_norm, (tokens,)),

@@ -196,7 +196,12 @@ REFUSED = [
     (linear_kl_divergence, {"mask": MASK[0]}, ValueError, r"mask must have shape \[2, 5\], got \[5\]"),
     (linear_kl_divergence, {"temperature": 0.0}, ValueError, r"temperature must be positive, got 0\.0"),
     (linear_kl_divergence, {"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'"),
-    (linear_kl_divergence, {"impl": "cuda"}, ValueError, "impl must be one of 'auto', 'triton', 'portable', got 'cuda'"),
+    (
+        linear_kl_divergence,
+        {"impl": "cuda"},
+        ValueError,
+        "impl must be one of 'auto', 'triton', 'portable', got 'cuda'",
+    ),
     (linear_grpo, {"hidden": torch.ones(5, 8)}, ValueError, r"hidden must have shape \[B, T, D\], got \[5, 8\]"),
     (linear_grpo, {"advantages": torch.ones(3)}, ValueError, r"advantages must have shape \[2\], got \[3\]"),
     (linear_grpo, {"advantages": torch.ones(2, 4)}, ValueError, r"advantages must have shape \[2, 5\], got \[2, 4\]"),

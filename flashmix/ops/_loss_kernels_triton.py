@@ -15,17 +15,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix.ops._rowwise_triton import exp_of_minus
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tanh(x):
+def _exp(x, PRECISE: tl.constexpr):
+    """`e^x` of `x <= 0`; PRECISE: to a rounding step of float32."""
+    return exp_of_minus(-x, True) if PRECISE else tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _divided(x, y, PRECISE: tl.constexpr):
+    return tl.div_rn(x, y) if PRECISE else x / y
+
+
+@triton.jit
+def _tanh(x, PRECISE: tl.constexpr):
     """tanh and its slope, to float32's precision near 0 too, where (1 - t) / (1 + t) has lost it."""
     square = x * x
     small = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    t = tl.exp(-2 * tl.abs(x))
-    large = (1 - t) / (1 + t)
-    return tl.where(tl.abs(x) < 0.3, small, tl.where(x < 0, -large, large)), 4 * t / ((1 + t) * (1 + t))
+    t = _exp(-2 * tl.abs(x), PRECISE)
+    large = _divided(1 - t, 1 + t, PRECISE)
+    y = tl.where(tl.abs(x) < 0.3, small, tl.where(x < 0, -large, large))
+    return y, tl.where(tl.abs(y) < 0.7, 1 - y * y, _divided(4 * t, (1 + t) * (1 + t), PRECISE))
 
 
 @triton.jit
@@ -37,7 +51,8 @@ def _scores(logits, bias, column, there, scale, softcap, HAS_BIAS: tl.constexpr,
     z *= scale
     slope = 1.0
     if SOFTCAP:
-        share, slope = _tanh(z / softcap)
+        PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
+        share, slope = _tanh(_divided(z, softcap, PRECISE), PRECISE)
         z = softcap * share
     return z, slope
 
@@ -50,11 +65,11 @@ def _grown(largest, tile):
 
 
 @triton.jit
-def _whole(largest, total):
+def _whole(largest, total, PRECISE: tl.constexpr):
     """Maximum, and sum relative to it, over the lanes."""
     most = tl.max(largest, axis=0)
     level = tl.where(most == float("-inf"), 0.0, most)
-    return level, tl.sum(total * tl.exp2((largest - level) * LOG2E), axis=0)
+    return level, tl.sum(total * _exp(largest - level, PRECISE), axis=0)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -63,6 +78,7 @@ def cross_entropy_forward_kernel(
     HAS_BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTH: tl.constexpr, LINES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Level, whole, `expected = (1 - e) z_target + e sum(z) / total` and, if `loss` is there, the loss of a row."""
+    PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lane = tl.arange(0, LINES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -77,9 +93,9 @@ def cross_entropy_forward_kernel(
             scores += tl.sum(tl.where(there, z, 0.0), axis=0)
         z = tl.where(there, z, float("-inf"))
         new, level = _grown(largest, z)
-        sums = sums * tl.exp2((largest - level) * LOG2E) + tl.sum(tl.exp2((z - level[None, :]) * LOG2E), axis=0)
+        sums = sums * _exp(largest - level, PRECISE) + tl.sum(_exp(z - level[None, :], PRECISE), axis=0)
         largest = new
-    level, whole = _whole(largest, sums)
+    level, whole = _whole(largest, sums, PRECISE)
     wanted = tl.load(target + row)
     here = (wanted >= 0) & (wanted < vocabulary)
     chosen, _ = _scores(logits, bias, wanted, here, scale, softcap, HAS_BIAS, SOFTCAP)
@@ -110,7 +126,9 @@ def cross_entropy_backward_kernel(
     flow, wanted = tl.load(grad + row).to(tl.float32), tl.load(target + row)
     level, whole = tl.load(level_of + row), tl.load(whole_of + row)
     z, slope = _scores(logits + row * stride, bias, column, there, scale, softcap, HAS_BIAS, SOFTCAP)  # [BLOCK]
-    p = tl.exp2((z - level) * LOG2E) * (1 / whole)
+    PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    p = _exp(z - level, PRECISE)
+    p = tl.div_rn(p, whole) if PRECISE else p * (1 / whole)
     dz = (
         p * (1 + 2 * z_loss * (level + tl.log(whole)))
         - tl.where(column == wanted, 1 - smoothing, 0.0)
@@ -133,6 +151,7 @@ def kl_forward_kernel(
 
     That is levels and wholes; REVERSE it is `sum q (z_q - z_p)` in place of the teacher's level.
     """
+    PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     teacher += row * teacher_stride
@@ -148,22 +167,22 @@ def kl_forward_kernel(
         zq, zp = tl.where(there, zq, float("-inf")), tl.where(there, zp, float("-inf"))
         q_new, q_level = _grown(q_max, zq)
         p_new, p_level = _grown(p_max, zp)
-        q, p = tl.exp2((zq - q_level[None, :]) * LOG2E), tl.exp2((zp - p_level[None, :]) * LOG2E)
-        q_old, p_old = tl.exp2((q_max - q_level) * LOG2E), tl.exp2((p_max - p_level) * LOG2E)
+        q, p = _exp(zq - q_level[None, :], PRECISE), _exp(zp - p_level[None, :], PRECISE)
+        q_old, p_old = _exp(q_max - q_level, PRECISE), _exp(p_max - p_level, PRECISE)
         q_sum, p_sum = q_sum * q_old + tl.sum(q, axis=0), p_sum * p_old + tl.sum(p, axis=0)
         if REVERSE:
             terms = terms * q_old + tl.sum(tl.where(q == 0, 0.0, q * (zq - zp)), axis=0)
         else:
             terms = terms * p_old + tl.sum(tl.where(p == 0, 0.0, p * (zp - zq)), axis=0)
         q_max, p_max = q_new, p_new
-    q_level, q_whole = _whole(q_max, q_sum)
-    p_level, p_whole = _whole(p_max, p_sum)
+    q_level, q_whole = _whole(q_max, q_sum, PRECISE)
+    p_level, p_whole = _whole(p_max, p_sum, PRECISE)
     difference = (q_level - p_level) + tl.log(q_whole / p_whole)  # of the two lse
     if REVERSE:
-        mean = tl.sum(terms * tl.exp2((q_max - q_level) * LOG2E), axis=0) / q_whole
+        mean = tl.sum(terms * _exp(q_max - q_level, PRECISE), axis=0) / q_whole
         value, p_level = mean - difference, mean
     else:
-        value = tl.sum(terms * tl.exp2((p_max - p_level) * LOG2E), axis=0) / p_whole + difference
+        value = tl.sum(terms * _exp(p_max - p_level, PRECISE), axis=0) / p_whole + difference
     tl.store(divergence + row, value)
     tl.store(level_of + row, q_level)
     tl.store(whole_of + row, q_whole)
@@ -185,9 +204,10 @@ def kl_backward_kernel(
     zq, _ = _scores(logits + row * stride, bias, column, there, scale, 1.0, HAS_BIAS, False)  # [BLOCK]
     zp, _ = _scores(teacher + row * teacher_stride, teacher_bias, column, there, scale, 1.0, HAS_TEACHER_BIAS, False)
     flow = tl.load(grad + row).to(tl.float32)
-    q = tl.exp2((zq - tl.load(level_of + row)) * LOG2E) * (1 / tl.load(whole_of + row))
+    q = _exp(zq - tl.load(level_of + row), logits.dtype.element_ty == tl.float32) * (1 / tl.load(whole_of + row))
     level = tl.load(teacher_level + row)
-    dz = q - tl.exp2((zp - level) * LOG2E) * (1 / tl.load(teacher_whole + row))
+    p = zp - tl.where(REVERSE, zp, level)  # REVERSE: p is not needed
+    dz = q - _exp(p, logits.dtype.element_ty == tl.float32) * (1 / tl.load(teacher_whole + row))
     if REVERSE:
         dz = tl.where(q == 0, 0.0, q * ((zq - zp) - level))
     dz = tl.where(flow == 0, 0.0, dz * (flow * scale))

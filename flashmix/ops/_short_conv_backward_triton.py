@@ -1,7 +1,7 @@
 """Backward kernels of the short convolution; equations and layout in `_short_conv_forward_triton.py`."""
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,misc,var-annotated"
-# ruff: noqa: B007, RUF005, SIM102, SIM108 (kernels join tuples, and fold a constant condition only alone)
+# ruff: noqa: B007, RUF005 (kernels join tuples, and fold a constant condition only alone)
 from __future__ import annotations
 
 import triton
@@ -17,12 +17,14 @@ from flashmix.ops._short_conv_forward_triton import (
     _before,
     _begin,
     _convolved,
+    _load,
     _offset,
     _part_of,
     _pick,
     _place,
     _state_row,
     _taps,
+    short_sigmoid,
 )
 
 
@@ -32,29 +34,11 @@ def _du(past, x, dy, taps, bias, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, 
     du = dy.to(tl.float32)
     if ACTIVATION == "silu" and not PRECISE:
         u = _convolved(past, x, taps, bias, WIDTH)
-        share = 1.0 / (1.0 + tl.exp(-u))
-        du *= share + u * share * (1.0 - share)
+        share = short_sigmoid(u)
+        du *= share * (1.0 + u * (1.0 - share))
     elif ACTIVATION != "":
         du *= activation_slope(_convolved(past, x, taps, bias, WIDTH), ACTIVATION, PRECISE)
     return du
-
-
-@triton.jit
-def _load_rows(
-    x, dy, start, n, limit, tokens, sequence, starts, x_batch, x_row, dy_batch, dy_row, d, inside,
-    ROWS: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Inputs, gradients and places of ROWS rows from `start` on; 0 past the last."""
-    xs, dys, places = (), (), ()
-    for i in tl.static_range(ROWS):
-        row = start + i
-        m, position = _place(row, n, limit, tokens, sequence, starts, MODE)
-        there = inside & (row < limit)
-        xs = xs + (tl.load(x + _offset(row, m, position, x_batch, x_row, MODE, ALIGN) + d, mask=there, other=0.0),)
-        where = _offset(row, m, position, dy_batch, dy_row, MODE, ALIGN)
-        dys = dys + (tl.load(dy + where + d, mask=there, other=0.0),)
-        places = places + ((m, position),)
-    return xs, dys, places
 
 
 @triton.jit
@@ -74,7 +58,7 @@ def _input_gradient(du, later, ids, m, taps, WIDTH: tl.constexpr, MODE: tl.const
 
 @triton.jit
 def _store_gradient(
-    dx, value, dfinal, row, n, start, limit, tokens, starts, count, size, before, total, d, inside,
+    dx, value, dfinal, out_here, i: tl.constexpr, row, n, start, limit, tokens, starts, count, size, before, total, d, inside,
     WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_DFINAL: tl.constexpr,
 ):  # fmt: skip
     """Adds what comes back through the final state, if the row is one of its sequence's last, and writes `dx`."""
@@ -89,7 +73,7 @@ def _store_gradient(
         value += _state_row(dfinal, n, index, count, before, total, d, inside, there, WIDTH, ALIGN).to(tl.float32)
     where = row * size * ALIGN
     if MODE == LONG:
-        where = (n * tokens + row) * size * ALIGN
+        where = out_here + i * (size * ALIGN)
     tl.store(dx + where + d, value.to(dx.dtype.element_ty), mask=inside & there)
 
 
@@ -99,7 +83,7 @@ def short_conv_backward_kernel(
     tokens, rows, count, span, blocks, jobs, total,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_DBIAS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     job = (pid // blocks).to(tl.int64)
@@ -111,13 +95,13 @@ def short_conv_backward_kernel(
     d = first + tl.arange(0, BLOCK)
     inside = d < size * ALIGN
     taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
-    shift = tl.zeros([BLOCK], tl.float32)
+    shift = None
     if HAS_BIAS:
         shift = tl.load(_pick(bias, part, PARTS) + d, mask=inside, other=0.0).to(tl.float32)
     n, start, limit = job * 0, job * span, rows.to(tl.int64)
     if MODE == LONG:
         spans = tl.cdiv(tokens, span)
-        n, start, limit = job // spans, (job % spans) * span, tokens.to(tl.int64)
+        n, start, limit = job // spans, ((job % spans) * span).to(tl.int32), tokens
     n, position = _place(start, n, limit, tokens, sequence, starts, MODE)
     past = _before(
         x, state, start, n, position, x_batch, x_row, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE
@@ -128,17 +112,30 @@ def short_conv_backward_kernel(
     for k in tl.static_range(WIDTH - 1):
         later, ids = later + (tl.zeros([BLOCK], tl.float32),), ids + (n * 0 - 2,)
     end = tl.minimum(span, limit - start).to(tl.int32)
+    xs_coming, ids_coming, at_coming = _load(
+        x, start, start + end, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN
+    )
+    dys_coming, _, _ = _load(
+        dy, start, start + end, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN
+    )
     for done in range(0, end, GROUP):
-        xs, dys, places = _load_rows(
-            x, dy, start + done, n, limit, tokens, sequence, starts, x_batch, x_row, dy_batch, dy_row, d, inside,
-            GROUP, MODE, ALIGN,
-        )  # fmt: skip
+        xs, dys, own, at = xs_coming, dys_coming, ids_coming, at_coming
+        coming = start + done + GROUP  # loaded while this group is at work
+        xs_coming, ids_coming, at_coming = _load(
+            x, coming, start + end, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN
+        )
+        dys_coming, _, _ = _load(
+            dy, coming, start + end, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN
+        )
+        out_here = (n * tokens + start + done - (WIDTH - 1)) * size * ALIGN
         for i in tl.static_range(GROUP):
-            m = places[i][0]
-            past = _begin(past, state, m, places[i][1], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
+            m = own[i]
+            past = _begin(past, state, m, at[i], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
             value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
-            sums = (dweight[0] + du,)
+            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, PRECISE)
+            sums = (dweight[0],)
+            if HAS_DBIAS:
+                sums = (dweight[0] + du,)
             for k in tl.static_range(WIDTH - 1):
                 sums = sums + (dweight[k + 1] + du * past[k],)
             dweight = sums + (dweight[WIDTH] + du * value,)
@@ -149,24 +146,27 @@ def short_conv_backward_kernel(
             else:
                 gradient, owner = du * taps[0], m
             _store_gradient(
-                dx, gradient, dfinal, row, owner, start, limit, tokens, starts, count, size, before, total, d, inside,
+                dx, gradient, dfinal, out_here, i, row, owner, start, limit, tokens, starts, count, size, before, total, d, inside,
                 WIDTH, MODE, ALIGN, HAS_DFINAL,
             )  # fmt: skip
     after = start + tl.cdiv(end, GROUP) * GROUP
     if WIDTH > 1:  # the last W - 1 rows wait for what the rows after them say
-        xs, dys, places = _load_rows(
-            x, dy, after, n, limit, tokens, sequence, starts, x_batch, x_row, dy_batch, dy_row, d, inside,
-            WIDTH - 1, MODE, ALIGN,
-        )  # fmt: skip
+        xs, own, at = _load(
+            x, after, limit, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, WIDTH - 1, MODE, ALIGN
+        )
+        dys, _, _ = _load(
+            dy, after, limit, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, WIDTH - 1, MODE, ALIGN
+        )
+        out_here = (n * tokens + after - (WIDTH - 1)) * size * ALIGN
         for i in tl.static_range(WIDTH - 1):
-            m = places[i][0]
-            past = _begin(past, state, m, places[i][1], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
+            m = own[i]
+            past = _begin(past, state, m, at[i], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
             value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
+            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, PRECISE)
             gradient = _input_gradient(du, later, ids, m, taps, WIDTH, MODE)
             _store_gradient(
-                dx, gradient, dfinal, after + i - (WIDTH - 1), ids[0], start, limit, tokens, starts, count, size,
-                before, total, d, inside, WIDTH, MODE, ALIGN, HAS_DFINAL,
+                dx, gradient, dfinal, out_here, i, after + i - (WIDTH - 1), ids[0], start, limit, tokens, starts, count,
+                size, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_DFINAL,
             )  # fmt: skip
             past, later, ids = past[1:] + (value,), later[1:] + (du,), ids[1:] + (m,)
     if HAS_PARTIAL:
@@ -211,7 +211,7 @@ def short_conv_state_backward_kernel(
     x, weight, bias, dy, state, dstate, dfinal, starts, x_batch, x_row, dy_batch, dy_row, channels,
     tokens, rows, count, blocks, total,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DFINAL: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_DFINAL: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a sequence's initial state, from its first W - 1 rows: `dstate_j = sum_p weight[:, j-p] du_p`."""
     pid = tl.program_id(0)
@@ -222,7 +222,7 @@ def short_conv_state_backward_kernel(
     d = first + tl.arange(0, BLOCK)
     inside = d < _pick(channels, part, PARTS) * ALIGN
     taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
-    shift = tl.zeros([BLOCK], tl.float32)
+    shift = None
     if HAS_BIAS:
         shift = tl.load(_pick(bias, part, PARTS) + d, mask=inside, other=0.0).to(tl.float32)
     start, end = n * tokens, (n + 1) * tokens
@@ -240,7 +240,7 @@ def short_conv_state_backward_kernel(
         value = tl.load(x + _offset(start + p, n, p, x_batch, x_row, MODE, ALIGN) + d, mask=there, other=0.0)
         value = value.to(tl.float32)
         flow = tl.load(dy + _offset(start + p, n, p, dy_batch, dy_row, MODE, ALIGN) + d, mask=there, other=0.0)
-        du = _du(past, value, flow, taps, shift, WIDTH, ACTIVATION, x.dtype.element_ty == tl.float32)
+        du = _du(past, value, flow, taps, shift, WIDTH, ACTIVATION, PRECISE)
         du = tl.where(there, du, 0.0)
         sums = ()
         for j in tl.static_range(WIDTH - 1):

@@ -113,6 +113,7 @@ def _common(c: Convolution, p: Plan) -> dict[str, object]:
         "ACTIVATION": c.activation,
         "PARTS": len(c.x),
         "HAS_BIAS": bool(c.bias),
+        "PRECISE": c.x[0].dtype == torch.float32 or _gpu.interpreted(),  # the interpreter knows no short exponential
     }
 
 
@@ -166,8 +167,8 @@ def backward(
             c.x, c.weight, c.bias or c.weight, flows, dx, state, final, partial,
             any_of if c.sequence is None else c.sequence, starts, *p.strides[0], *p.strides[1], channels,
             tokens, batch * tokens, c.count, p.span, p.blocks, p.jobs, total,
-            HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted, GROUP=p.group,
-            **_common(c, p),
+            HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted,
+            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, **_common(c, p),
         )  # fmt: skip
     if wanted:
         _sum_weights(c, p, partial, dweight, dbias)
