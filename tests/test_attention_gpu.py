@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from attention_cases import EVERYTHING, Case, make_call
+from budget import assert_within_budget
 from torch import Tensor
 
 from flashmix import Packing, explain
@@ -388,6 +391,28 @@ def test_cache_is_the_whole_sequence(page_size: int, dtype: torch.dtype) -> None
         torch.testing.assert_close(lse, wanted_lse[:, :, new].float(), rtol=0, atol=2 * torch.finfo(dtype).eps * 8)
         start += count
     assert cache.lengths.tolist() == [700] * 3
+
+
+LONG = {
+    "plain": Case("plain", batch=1, heads_q=4),
+    "everything": Case("everything", **EVERYTHING, batch=1, window=(1000, 0)),
+    "large logits": Case("large logits", batch=1, scale=30.0),
+    "one visible key": Case("one visible key", batch=1, window=(0, 0)),
+    "rows that see nothing": Case("rows that see nothing", batch=1, tokens_k=40),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("tokens", [64, 1000, 4096])
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
+def test_long_and_adversarial_inputs_are_within_budget(case: Case, tokens: int, dim: int, dtype: torch.dtype) -> None:
+    made = make_call(replace(case, tokens=tokens, dim=dim), dtype).on("cuda")
+    found, reference, baseline = made.op("triton"), made.definition(torch.float64), made.definition(dtype)
+    for name, wanted in reference.items():
+        seen = wanted != -torch.inf
+        assert torch.equal(found[name] == -torch.inf, ~seen)
+        assert_within_budget(name, found[name][seen], wanted[seen], baseline[name][seen], dtype)
 
 
 def test_explain_names_triton() -> None:

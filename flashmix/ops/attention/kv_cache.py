@@ -13,6 +13,7 @@ from flashmix.ops.attention.problem import CacheProblem, Score
 from flashmix.ops.attention.softmax_attention import check_features, check_softcap, check_window
 from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.rotary import rotary as rotate
+from flashmix.ops.rotary import rotary_qk
 
 
 @dataclass
@@ -115,14 +116,15 @@ def attention_with_cache(
         alibi_slopes: `[HQ]` floating.
         cu_seqlens: `[B + 1]` or `Packing`: how many new tokens each sequence has, where that differs.
         return_lse: return `lse` too.
-        impl: `"auto"` or `"portable"`.
+        impl: `"auto"`, `"triton"` (on a GPU) or `"portable"`.
 
     Returns:
         `o` `[B, T, HQ, V]` and `lse` `[B, HQ, T]` (packed `[HQ, total]`, float32) or None.
 
     Raises:
         TypeError: a dtype that differs from q's.
-        ValueError: shapes that do not fit; more tokens than the cache has room for, or than it holds.
+        ValueError: shapes that do not fit; more tokens than the cache has room for, or than it holds (on a GPU, where nobody
+            waits for the lengths, tokens without room are dropped, and what is not there is not seen).
         RuntimeError: an input requires a gradient: there is none through a cache.
 
     Source: Kwon et al., 2309.06180 (pages).
@@ -145,8 +147,10 @@ def attention_with_cache(
 
     if rotary is not None:
         positions = _positions(cache.lengths, packing, q.shape[1], appends=k is not None)
-        q = rotate(q, *rotary, positions=positions, interleaved=interleaved)
-        k = None if k is None else rotate(k, *rotary, positions=positions, interleaved=interleaved)
+        if k is None:
+            q = rotate(q, *rotary, positions=positions, interleaved=interleaved)
+        else:
+            q, k = rotary_qk(q, k, *rotary, positions=positions, interleaved=interleaved)
     problem = CacheProblem(
         sequences=cache.lengths.shape[0],
         pages=cache.keys.shape[0],
