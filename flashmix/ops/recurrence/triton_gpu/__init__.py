@@ -25,6 +25,7 @@ from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel, segments_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.step import step
 from flashmix.ops.recurrence.triton_gpu.table import tiles
 
 __all__ = ["backward", "forward", "residual_shapes"]
@@ -193,6 +194,8 @@ class Call:
 
 def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output `[B, T, HV, V]`, final state `[N, HV, K, V]`, and with `save` what the backward need not make again."""
+    if _is_step(Problem.of(x, read_before)):
+        return (*step(x, scale, read_before), [])
     call = Call.of(x, scale, read_before)
     with _gpu.on(x.q.device):
         o = call.tokens_like(call.problem.V)
@@ -203,8 +206,17 @@ def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[T
     return o, state, [*scored.kept, *joined] if save else []
 
 
+def _is_step(problem: Problem) -> bool:
+    return problem.tokens == 1 and not problem.packed and problem.batch > 0
+
+
 def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The tiles of pairs and the factors (with a decay a channel they are made again), and the segments' maps and starts."""
+    """The tiles of pairs and the factors (with a decay a channel they are made again), and the segments' maps and starts.
+
+    A step keeps nothing: its backward is that of a chunk of one token.
+    """
+    if _is_step(problem):
+        return []
     table = tiles(problem)
     rows = Layout.count(problem, table.C), problem.value_heads
     kept: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -365,7 +377,7 @@ def _output_backward(
     )  # fmt: skip
     call.launch("output_backward", call.chunk_programs, tensors, call.scale, L.tokens, L.per_sequence)
     if p.gate is Gate.HEAD and dg is not None and x.g is not None:
-        dg = dg.sum((0, 1)).to(x.g.dtype)
+        dg = dg.sum((0, 1), dtype=torch.float64).to(x.g.dtype)
     gradients = (
         _for_heads(dq, x.q), _for_heads(dk, x.k), dv, dbeta, _for_heads(da, x.a), _for_heads(db, x.b), dg, dS0,
     )  # fmt: skip
