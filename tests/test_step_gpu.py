@@ -6,6 +6,8 @@ import pytest
 import test_delta_net_step as layer
 import test_step as plain
 import torch
+from budget import relative_errors
+from model_cases import WIDTH, make_layer, numbers
 from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
 
@@ -173,3 +175,19 @@ def test_another_stream_and_repeats_give_the_same_bits() -> None:
         torch.cuda.synchronize()
     for o, state in results:
         assert torch.equal(o, results[0][0]) and torch.equal(state, results[0][1])
+
+
+@pytest.mark.parametrize(
+    "name", ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "kda_bounded", "rwkv7"]
+)
+def test_layers_decode_what_they_read_at_once(name: str) -> None:
+    """Token by token on the GPU, in float32, against all at once on the CPU in float64; beside it, the CPU in float32."""
+    x = numbers(2, 9, WIDTH)
+    with torch.no_grad():
+        exact = make_layer(name)(x)
+        plain = make_layer(name, torch.float32)(x.float())
+        layer = make_layer(name, torch.float32).cuda()
+        cache = layer.new_cache()
+        got = torch.cat([layer(part, cache=cache) for part in x.float().cuda().split(1, dim=1)], 1)
+    steps = torch.finfo(torch.float32).eps * x.shape[1]  # a rounding a token: they are summed in another order
+    assert relative_errors(got.cpu(), exact)[0] <= 2 * relative_errors(plain, exact)[0] + 4 * steps

@@ -30,6 +30,7 @@ from flashmix.ops.recurrence.step_engine import (
     check_indices,
     check_state,
     check_written,
+    prepared,
     refuse_gradient,
     remember,
     rememberable,
@@ -122,7 +123,7 @@ def delta_net_step(
     if torch.compiler.is_compiling() or not rememberable(tensors, state_indices):
         return _run(tensors, options, impl)[0]
     key = (options, impl, signature(tensors))
-    known = _known.get(key)
+    known = _known.get(key) if aligned(state) else None
     if known is None:
         y, again = _run(tensors, options, impl)
         if again is not None:
@@ -141,9 +142,9 @@ def _run(tensors: Tensors, options: tuple[Any, ...], impl: str) -> tuple[Tensor,
     refuse_gradient("delta_net_step", tensors)
     chosen = choose("delta_net_step", IMPLEMENTATIONS, StepProblem(qkv.dtype, qkv.device), impl)
     y = _delta_net_step(*tensors, *options, chosen.name)
-    if torch.compiler.is_compiling() or chosen.name != "triton" or not aligned(tensors[2]) or y.numel() == 0:
+    if torch.compiler.is_compiling():
         return y, None
-    return y, chosen.load().prepare(tensors, DeltaNetOptions(*options))
+    return y, prepared(chosen, tensors, (tensors[2],), DeltaNetOptions(*options))
 
 
 @torch.library.custom_op("flashmix::delta_net_step", mutates_args=("state", "conv_state"))
@@ -158,8 +159,11 @@ def _delta_net_step(
     )  # fmt: skip
     if qkv.shape[0] == 0:
         return qkv.new_empty(0, state.shape[1], state.shape[3])
+    options = DeltaNetOptions(heads, lower, negative_eigenvalues, gate_activation, eps)
+    again = prepared(_BY_NAME[impl], tensors, (state,), options)
+    if again is not None:
+        return again(tensors)
     with torch.autocast(qkv.device.type, enabled=False):
-        options = DeltaNetOptions(heads, lower, negative_eigenvalues, gate_activation, eps)
         return _BY_NAME[impl].load().delta_net_step(tensors, options)
 
 

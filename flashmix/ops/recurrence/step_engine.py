@@ -37,6 +37,7 @@ IMPLEMENTATIONS: tuple[Implementation[StepProblem], ...] = (
 )
 _BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
 _known: dict[Any, Callable[[Tensors], Tensor]] = {}
+_prepared: dict[Any, Callable[[Tensors], Tensor] | None] = {}
 
 
 def run_step(
@@ -47,7 +48,7 @@ def run_step(
     if torch.compiler.is_compiling() or not rememberable(tensors, tensors[8]):
         return _run(op, tensors, scale, read_before, minus_a, impl, check)[0]
     key = (op, scale, read_before, minus_a, impl, signature(tensors))
-    known = _known.get(key)
+    known = _known.get(key) if aligned(tensors[7], tensors[9]) else None
     if known is None:
         o, again = _run(op, tensors, scale, read_before, minus_a, impl, check)
         if again is not None:
@@ -86,6 +87,11 @@ def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
 
 
+def aligned(*states: Tensor | None) -> bool:
+    """Whether states begin on 16 bytes, as all that torch allocates do: what is remembered is compiled for that."""
+    return not any(t is not None and t.data_ptr() % 16 for t in states)
+
+
 def bump_versions(*written: Tensor | None) -> None:
     """Tells autograd that these were written: what it saved of them before is no longer theirs."""
     for t in written:
@@ -107,14 +113,22 @@ def _run(
     q, k, v, a, b = _autocast(q, k, v, a, b)
     call = (q, k, v, beta, a, b, *rest)
     o = _recurrent_step(*call, scale, read_before, minus_a, chosen.name)
-    if torch.compiler.is_compiling() or chosen.name != "triton" or not aligned(tensors[7], tensors[9]):
+    if torch.compiler.is_compiling():
         return o, None
-    return o, chosen.load().prepare(tensors, scale, read_before, minus_a)
+    return o, prepared(chosen, tensors, (tensors[7], tensors[9]), scale, read_before, minus_a)
 
 
-def aligned(*states: Tensor | None) -> bool:
-    """Whether states begin on 16 bytes, as all that torch allocates do: kernels are compiled for that."""
-    return all(t is None or t.data_ptr() % 16 == 0 for t in states)
+def prepared(
+    implementation: Implementation[StepProblem], tensors: Tensors, states: Tensors, *options: Any
+) -> Callable[[Tensors], Tensor] | None:
+    """The implementation's short way for tensors of this signature: made once, None where there is none."""
+    q = tensors[0]
+    if q is None or not q.is_cuda or implementation.name != "triton" or q.numel() == 0 or not aligned(*states):
+        return None
+    key = (implementation.module, options, signature(tensors))
+    if key not in _prepared:
+        remember(_prepared, key, implementation.load().prepare(tensors, *options))
+    return _prepared[key]
 
 
 def refuse_gradient(op: str, tensors: Tensors) -> None:
@@ -131,6 +145,9 @@ def _recurrent_step(
     tensors = (q, k, v, beta, a, b, g, state, state_indices, history)
     if v.numel() == 0:
         return torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    again = prepared(_BY_NAME[impl], tensors, (state, history), scale, read_before, minus_a)
+    if again is not None:
+        return again(tensors)
     with torch.autocast(q.device.type, enabled=False):
         return _BY_NAME[impl].load().step_in_place(tensors, scale, read_before, minus_a)
 

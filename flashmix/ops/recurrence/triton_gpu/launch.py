@@ -39,15 +39,20 @@ class Launch:
             return
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         pointers = [None if t is None else t.data_ptr() for t in tensors]
-        self._run(self.grid, 1, 1, stream, self._function, self._metadata, None, None, None, *pointers, *self._rest)
+        self._run(self.grid, 1, 1, stream, *self._code, *pointers, *self._rest)
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> None:
         """An ordinary launch; keeps what it compiled to, where there is a GPU."""
         options = {"num_warps": self.warps, "num_stages": 1}
         made = self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options)
-        if DIRECT and isinstance(made, triton.compiler.CompiledKernel):
-            self._function, self._metadata = made.function, made.packed_metadata
-            self._run = made.run  # last: another thread may be looking
+        if not DIRECT or not isinstance(made, triton.compiler.CompiledKernel):
+            return
+        launcher = made.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return  # it takes memory of its own a launch
+        flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        self._code = (made.function, *flags, None, None, made.packed_metadata, None, None, None)
+        self._run = launcher.launch  # last: another thread may be looking
 
 
 def _hooked() -> bool:
