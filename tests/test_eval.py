@@ -308,3 +308,25 @@ def test_names_of_models() -> None:
 
 def test_every_setting_is_an_option() -> None:
     assert {"tasks", "models", "seeds", "lr", "device", *cli.EVAL_NUMBERS} == set(vars(EvalConfig()))
+
+
+# What the documentation shows.
+
+
+def test_the_documented_run_is_the_recorded_one_and_shows_the_known_order() -> None:
+    root = Path(__file__).resolve().parent.parent
+    results = json.loads((root / "benchmarks/results/2026-11-20_evaluation_cpu.json").read_text())
+    assert evaluate.make_table(results) in (root / "docs/evaluation.md").read_text()
+    assert {(c["task"], c["model"], c["seed"]) for c in results["cells"]} == set(EvalConfig().cells())
+    at = {(c["task"], c["model"], int(size)): value for c in results["cells"] for size, value in c["accuracy"].items()}
+    linear = ("linear_attention", "mamba2+state_dim=8")
+    for counts in ("deltanet+negative_eigenvalues", "deltaproduct"):
+        assert at["parity", counts, 128] > 0.9 > 0.6 > max(at["parity", x, 128] for x in (*linear, "deltanet", "rwkv7"))
+        assert at["s5", counts, 32] > 0.3 > 0.1 > max(at["s5", x, 32] for x in (*linear, "deltanet", "transformer"))
+    assert at["s5", "rwkv7", 16] > at["s5", "deltanet", 16] > at["s5", "transformer", 16]
+    for keys in (16, 32, 64):
+        assert (
+            at["recall", "transformer", keys]
+            > at["recall", "deltanet", keys]
+            > 2 * max(at["recall", x, keys] for x in linear)
+        )
