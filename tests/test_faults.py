@@ -5,7 +5,8 @@ transformers. Each test fails where the fault is.
 
 Those of the row-wise kernels on a GPU are at the end, those of attention in test_attention_gpu.py. To come with the other
 kernels: 1 (more than 65,535 batch x heads), 2 (offsets past 2^31), 3 (a kernel miscompiled), 12 (host time of a call), 26
-with 1000 repeats, and the GPU's side of 13 (no synchronisation) and 18 (shared memory of smaller cards). To come with the adapters: 16 (another version of transformers).
+with 1000 repeats, and the GPU's side of 13 (no synchronisation) and 18 (shared memory of smaller cards). To come with the
+adapters: 16 (another version of transformers).
 """
 
 from __future__ import annotations
