@@ -58,7 +58,7 @@ def to_base_2(g, EXACT: tl.constexpr):
     It is summed in float32, beside float32 operands (EXACT) in float64: differences of sums are exponents.
     """
     SUM: tl.constexpr = tl.float64 if EXACT else tl.float32
-    return tl.maximum(g.to(SUM) * LOG2E, -160.0)
+    return tl.maximum(g.to(SUM) * tl.full([], LOG2E, SUM), -160.0)  # a bare constant would be rounded to float32
 
 
 @triton.jit
