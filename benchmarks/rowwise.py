@@ -201,7 +201,8 @@ def measure(row: Row, rate: float, repeats: int) -> dict[str, Any]:
             call(*leaves)
 
     for name, call in row.calls.items():
-        run = torch.compile(call) if name == "compile" else call
+        torch._dynamo.reset()
+        run = torch.compile(call, dynamic=False) if name == "compile" else call
         start = time.perf_counter()
         train(run)
         infer(run)

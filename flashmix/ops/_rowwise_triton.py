@@ -103,7 +103,13 @@ def exp_of_minus(x, PRECISE: tl.constexpr):
         halvings = tl.floor(x * 1.4426950408889634 + 0.5)
         rest = (x - halvings * 0.693359375) + halvings * 2.12194440e-4  # ln 2 in two parts, the first product exact
         rest = tl.where(x < 200.0, rest, 0.0)  # e^-200 is 0, and inf has no remainder
-        return tl.exp2(-halvings) * tl.exp2(rest * -1.4426950408889634)
+        series = rest * (-1.0 / 5040.0) + 1.0 / 720.0  # Taylor's, |rest| <= ln(2) / 2
+        series = series * rest - 1.0 / 120.0
+        series = series * rest + 1.0 / 24.0
+        series = series * rest - 1.0 / 6.0
+        series = series * rest + 0.5
+        series = series * rest - 1.0
+        return tl.exp2(-halvings) * (series * rest + 1.0)
     else:
         return tl.exp(-x)
 
@@ -166,7 +172,7 @@ def activation_slope(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
         return tl.where(x <= 0, 0.0, 2.0 * x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def column_sums_kernel(
     partial_ptr, sum_ptr, programs, columns,
     LINES: tl.constexpr, BLOCK: tl.constexpr,

@@ -32,7 +32,7 @@ def places(
         return column, column, column, column, column < width
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = (row < count)[:, None] & (column < WIDTH)
     gate = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)[:, None] + column
     up = row_starts(row, count, sizes, up_at, WIDTH, OUTER)[:, None] + column

@@ -30,19 +30,22 @@ from flashmix.ops._rowwise_triton import (
     sum_columns,
 )
 
-TILE, WARPS, WIDEST_BLOCK, PROGRAMS = 2048, 4, 512, 6
+TILE, TILE_BACKWARD, WARPS, WIDEST_BLOCK, PROGRAMS = 2048, 1024, 4, 128, 8
 
 
 @triton.jit
-def softplus(z):
-    """`log(1 + e^z)`, its digits kept where it is small: log(1 + e) = 2 atanh(e / (2 + e)), as a series."""
-    small = exp_of_minus(tl.abs(z), True)
-    s = small / (2.0 + small)  # at most 1 / 3
-    q = s * s
-    series = 1.0 / 15.0
-    for odd in tl.static_range(13, 0, -2):
-        series = tl.fma(q, series, 1.0 / odd)
-    return tl.where(z > 0, z, 0.0) + 2.0 * s * series
+def softplus(z, PRECISE: tl.constexpr):
+    """`log(1 + e^z)`, its digits kept where it is small: log(1 + e) / e as a polynomial, to 3e-8 for e up to 1."""
+    e = exp_of_minus(tl.abs(z), PRECISE)
+    series = e * 0.00525345779962444 - 0.029588507403629928
+    series = series * e + 0.07836166803700736
+    series = series * e - 0.1367476970718675
+    series = series * e + 0.19111431081441546
+    series = series * e - 0.2484436989272617
+    series = series * e + 0.33319271342543477
+    series = series * e - 0.4999950151679037
+    series = series * e + 0.9999999705406577
+    return tl.where(z > 0, z, 0.0) + e * series
 
 
 @triton.jit
@@ -61,18 +64,19 @@ def gate_forward_kernel(
     KIND: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, OUTER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = (row < count)[:, None] & (column < WIDTH)
     start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
     z = tl.load(x_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if KIND == "write_strength":
-        g = factor * sigmoid(z, True)
+        g = factor * sigmoid(z, PRECISE)
     else:
         rate, bias = parameters(A_ptr, bias_ptr, column, WIDTH, CHANNELS)  # [1, BLOCK]
         z += bias
-        g = -rate * softplus(z) if KIND == "softplus_decay" else factor * sigmoid(rate * z, True)
+        g = -rate * softplus(z, PRECISE) if KIND == "softplus_decay" else factor * sigmoid(rate * z, PRECISE)
     tl.store(g_ptr + row[:, None] * WIDTH + column, g, mask=there)
 
 
@@ -83,8 +87,9 @@ def gate_backward_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program p sums a block of columns over every `parts`-th tile of rows."""
+    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     part = tl.program_id(0) % parts
-    line = (tl.program_id(0) // parts) * BLOCK + tl.arange(0, BLOCK)
+    line = (tl.program_id(0) // parts).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = line[None, :]
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     dA = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -98,20 +103,22 @@ def gate_backward_kernel(
         start = row_starts(row, count, sizes, dg_at, WIDTH, OUTER)
         dg = tl.load(dg_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         if KIND == "write_strength":
-            dx = factor * sigmoid_slope(z, True) * dg
+            dx = factor * sigmoid_slope(z, PRECISE) * dg
         else:
             z += bias
             if KIND == "softplus_decay":
-                dA -= rate * softplus(z) * dg
-                dx = -rate * sigmoid(z, True) * dg
+                dA -= softplus(z, PRECISE) * dg  # times the rate at the end
+                dx = -rate * sigmoid(z, PRECISE) * dg
             else:
-                dx = factor * sigmoid_slope(rate * z, True) * rate * dg
+                dx = factor * sigmoid_slope(rate * z, PRECISE) * rate * dg
                 dA += dx * z
             dbias += dx
         if dx_ptr is not None:
             tl.store(dx_ptr + row[:, None] * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask=there)
     place = part.to(tl.int64) * WIDTH + line
     if dA_ptr is not None:
+        if KIND == "softplus_decay":
+            dA *= rate
         tl.store(dA_ptr + place, tl.sum(dA, 0), mask=line < WIDTH)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + place, tl.sum(dbias, 0), mask=line < WIDTH)
@@ -152,13 +159,13 @@ class Gate:
             return
         rows, channels = _tokens(bias, x, grads[0])
         width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
-        blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.count, TILE // block)
+        blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.count, TILE_BACKWARD // block)
         parts = min(tiles, triton.cdiv(programs_for(2**31 - 1, x.device, PROGRAMS), blocks))
         partials = [None if t is None else x.new_empty((parts, width), dtype=torch.float32) for t in (dA, dbias)]
         gate_backward_kernel[(blocks * parts,)](
             rows.tensors[0], _packed(A_log), _packed(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
             *rows.strides, factor,
-            KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE // block, BLOCK=block,
+            KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE_BACKWARD // block, BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
         if partials[0] is not None and dA is not None:

@@ -59,13 +59,11 @@ def norm_forward_kernel(
         start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
         gate = tl.load(gate_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if CENTER:
-        mean = tl.sum(h, 1) / WIDTH
+        mean = tl.div_rn(tl.sum(h, 1), WIDTH * 1.0)
         h = tl.where(column < WIDTH, h - mean[:, None], 0.0)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, mask=row < count)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(h * h, 1) / DIVISOR + eps))
-    if scale_ptr is not None:
-        tl.store(scale_ptr + row, scale, mask=row < count)
+        tl.store(mean_ptr + row, mean, mask=row < count)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(h * h, 1), DIVISOR * 1.0) + eps))
+    tl.store(scale_ptr + row, scale, mask=row < count)
     y = h * scale[:, None]
     shared = (row % GROUPS)[:, None] * WIDTH + column if GROUPS > 1 else column
     if weight_ptr is not None:
@@ -159,10 +157,12 @@ def forward_tile(block: int) -> Tile:
     return Tile(max(1, 2048 // block), 4)
 
 
-def backward_tile(block: int) -> Tile:
+def backward_tile(block: int, extras: int) -> Tile:
+    """`extras`: how many of a bias and a gate there are. As many programs as a multiprocessor's registers hold."""
     if block >= 2048:
-        return Tile(1, 4 if block == 2048 else 8 if block == 4096 else 16, {2048: 6, 4096: 3, 8192: 1}[block])
-    return Tile(2048 // block, 4, 6)
+        programs = {2048: (6, 5, 3), 4096: (3, 2, 1), 8192: (1, 1, 1)}[block]
+        return Tile(1, block // 512, programs[extras])
+    return Tile(2048 // block, 4, (6, 5 if block > 512 else 6, 4)[extras])
 
 
 class Norm:
@@ -180,8 +180,7 @@ class Norm:
         if residual is not None:
             h = torch.promote_types(x.dtype, residual.dtype)
             results.append(torch.empty(x.shape, dtype=h, device=x.device))
-        kept = (2 if center else 1) if save else 0
-        return results, [x.new_empty((*x.shape[:-1], groups), dtype=torch.float32) for _ in range(kept)]
+        return results, _statistics(x, groups, center) if save else []
 
     @staticmethod
     def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
@@ -193,7 +192,8 @@ class Norm:
         width = y.shape[-1] // groups
         rows = as_rows(*_grouped(groups, x, residual, gate))
         x, residual, gate = rows.tensors
-        scale, means = (*kept, None, None)[:2]
+        # Kept or not, they are stored: one kernel, and so the same bits, with a gradient and without.
+        scale, means = (*(kept or _statistics(y, groups, center)), None)[:2]
         tensors = (x, residual, _packed(weight), _packed(bias), gate, y, h, scale, means)
         arguments = (*tensors, rows.count, rows.sizes, *rows.strides, eps)
         flags: dict[str, Any] = {
@@ -236,8 +236,10 @@ class Norm:
             wide.norm_backward(rows.count, read, (dh, dgate, dweight, dbias), where, flags)
             return
         block = power_of_two(width)
-        tile = backward_tile(block)
-        each = programs_for(triton.cdiv(rows.count // groups, tile.rows), rows.device, max(1, tile.programs // groups))
+        tile = backward_tile(block, (gate is not None) + (bias is not None))
+        each = triton.cdiv(rows.count // groups, tile.rows)
+        if dweight is not None or dbias is not None:
+            each = programs_for(each, rows.device, max(1, tile.programs // groups))
         partials = [
             None if t is None else t.new_empty((each, t.numel()), dtype=torch.float32) for t in (dweight, dbias)
         ]
@@ -247,6 +249,11 @@ class Norm:
         for partial, out in zip(partials, (dweight, dbias), strict=True):
             if partial is not None and out is not None:
                 sum_columns(partial, out)
+
+
+def _statistics(x: Tensor, groups: int, center: bool) -> list[Tensor]:
+    """Of each row (group) its scale, and its mean if that is taken off."""
+    return [x.new_empty((*x.shape[:-1], groups), dtype=torch.float32) for _ in range(2 if center else 1)]
 
 
 def _grouped(groups: int, *tensors: Tensor | None) -> list[Tensor | None]:

@@ -48,18 +48,16 @@ def norm_forward_wide_kernel(
         for block in range((WIDTH + BLOCK - 1) // BLOCK):
             first = tl.cast(block, tl.int64) * BLOCK
             total += load_sum(x_ptr, residual_ptr, h_ptr, x_start, residual_start, first + column, WIDTH)
-        mean = tl.sum(total) / WIDTH
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean)
+        mean = tl.div_rn(tl.sum(total), WIDTH * 1.0)
+        tl.store(mean_ptr + row, mean)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range((WIDTH + BLOCK - 1) // BLOCK):
         first = tl.cast(block, tl.int64) * BLOCK
         h = load_sum(x_ptr, residual_ptr, h_ptr, x_start, residual_start, first + column, WIDTH)
         h = tl.where(first + column < WIDTH, h - mean, 0.0)
         total += h * h
-    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(total) / DIVISOR + eps))
-    if scale_ptr is not None:
-        tl.store(scale_ptr + row, scale)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(total), DIVISOR * 1.0) + eps))
+    tl.store(scale_ptr + row, scale)
     shared = (row % GROUPS) * WIDTH
     for block in range((WIDTH + BLOCK - 1) // BLOCK):
         first = tl.cast(block, tl.int64) * BLOCK

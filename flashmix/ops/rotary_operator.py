@@ -10,20 +10,17 @@ from torch import Tensor
 from flashmix import _gpu
 from flashmix.ops._rowwise import Operator, Options, Tensors
 
-TENSORS = "Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions"
+TENSORS = "Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens"
 OPTIONS = "SymInt start, int[] axes, bool interleaved, bool inverse"
 
 
 def _turned_back(grads: Tensors, inputs: Tensors, options: Options) -> Tensors:
-    _, _, cos, sin, positions = inputs
     start, axes, interleaved, inverse = options
     first, *second = (grad for grad in grads if grad is not None)
-    back = ROTARY(
-        first, second[0] if second else None, cos, sin, positions, options=(start, axes, interleaved, not inverse)
-    )
-    found = iter(back)
+    options = (start, axes, interleaved, not inverse)
+    found = iter(ROTARY(first, second[0] if second else None, *inputs[2:], options=options))
     d_q, d_k = (None if grad is None else next(found) for grad in (*grads, None)[:2])
-    return d_q, d_k, None, None, None
+    return d_q, d_k, None, None, None, None
 
 
 ROTARY = Operator(
@@ -31,11 +28,11 @@ ROTARY = Operator(
 )
 
 
-def _overwrite(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> None:
+def _overwrite(q: Tensor, *rest: Any) -> None:
     from flashmix.ops import rotary_triton
 
     with _gpu.on(q.device):
-        rotary_triton.rotate_in_place((q, k, cos, sin, positions), options)
+        rotary_triton.rotate_in_place((q, *rest[:5]), rest[5:])
 
 
 IN_PLACE = torch.library.custom_op(

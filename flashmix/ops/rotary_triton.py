@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashmix.ops._rowwise import Options, Tensors
 from flashmix.ops._rowwise_triton import numbers_on, power_of_two
+from flashmix.ops.packing import Packing
 
 PAIRS, WARPS = 1024, 4  # pairs of channels of a program
 
@@ -100,7 +101,7 @@ def rotary_kernel(
 
 
 class Rotary:
-    """Inputs `q, k, cos, sin, positions`; options `start, axes, interleaved, inverse`, see `rotary.py`."""
+    """Inputs `q, k, cos, sin, positions, cu_seqlens`; options `start, axes, interleaved, inverse`, see `rotary.py`."""
 
     @staticmethod
     def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -129,13 +130,15 @@ def rotate_in_place(inputs: Tensors, options: Options) -> None:
 
 
 def _launch(results: Sequence[Tensor], inputs: Tensors, options: Options, in_place: bool) -> None:
-    q, k, cos, sin, positions = inputs
+    q, k, cos, sin, positions, cu_seqlens = inputs
     start, axes, interleaved, inverse = options
     assert q is not None and cos is not None and sin is not None
     (batch, tokens, heads_q, width), half = q.shape, cos.shape[1]
     heads_k = 0 if k is None else k.shape[2]
     if batch * tokens * max(heads_q, heads_k) * width == 0:
         return
+    if cu_seqlens is not None:
+        positions = Packing(cu_seqlens, tokens).positions.unsqueeze(0)
     if half == 0:
         for y, x in zip(results, [q] if k is None else [q, k], strict=True):
             y.copy_(x)

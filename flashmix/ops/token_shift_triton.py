@@ -16,7 +16,7 @@ from torch import Tensor
 from flashmix.ops._rowwise import Options, Tensors
 from flashmix.ops._rowwise_triton import power_of_two
 
-TILE, WARPS, WIDEST_BLOCK = 4096, 4, 2048
+TILE, WARPS, WIDEST_BLOCK = 2048, 8, 1024
 
 
 @triton.jit(do_not_specialize=["tokens", "total"])
@@ -27,7 +27,7 @@ def token_shift_kernel(
     """Rows of `[total]` tokens in sequences of `tokens`; packed, those at a boundary are written once more later."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     short = row.to(total.dtype)
     batch, place = (short // tokens).to(tl.int64), (short % tokens).to(tl.int64)
     inside = (column < WIDTH) & (row < total)[:, None]
@@ -54,7 +54,7 @@ def token_shift_states_kernel(
     """Of each packed sequence the token that the state stands before, and the state after; bounds are never trusted."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     start = tl.maximum(tl.load(cu_seqlens_ptr + sequence).to(tl.int64), 0)
     end = tl.minimum(tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64), tokens)
