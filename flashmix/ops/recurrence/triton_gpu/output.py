@@ -5,8 +5,8 @@
 
 with `dZ` = dO for the rows q and dR for the rows a, `W` = v for the columns k and e for the columns b. The decay of token t has
 part in every pair j < t <= i (t <= i - 1 for rows that read before their decay), in every row i >= t, every column j < t and in
-the carried state: the sums (2.5), taken over just those. Pairs that no decay lies between are worked on apart, lest they cancel
-in its gradient only up to rounding.
+the carried state: the sums (2.5), taken over just those; beside 16-bit operands the pairs as rows less columns. Pairs that no
+decay lies between are worked on apart, lest they cancel in its gradient only up to rounding.
 """
 
 from __future__ import annotations
@@ -146,6 +146,15 @@ def decay_gradient(inclusive, exclusive, written, count, C: tl.constexpr):
 
 
 @triton.jit
+def pairs_across(W, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+    """y_t = sum of W_ij over the pairs whose factor holds the decay of t, j < t <= i (t < i if EXCLUSIVE): [C]."""
+    i = tl.arange(0, C)[:, None]
+    t = tl.arange(0, C)[None, :]
+    seen = (i > t) if EXCLUSIVE else (i >= t)
+    return tl.sum(tl.where(seen, tl.cumsum(W, 1) - W, 0.0), 0)
+
+
+@triton.jit
 def span(EXCLUSIVE: tl.constexpr, C: tl.constexpr):
     """Pairs (i, j), [C, C], that some decay lies between: those without must not reach its gradient, not even to cancel."""
     i = tl.arange(0, C)[:, None]
@@ -245,19 +254,21 @@ def output_backward_kernel(
     values = load_values(v, e, do, de, first, count, head, tl.arange(0, BV), HV, V, RULE, C)
     qk, qb, ak, ab = all_pair_gradients(v, e, do, de, values, first, count, head, HV, V, RULE, C, BV, PRECISION)
     G, before, last = load_sums(g, first, count, head, GATE, HV, C, EXACT)
-    rows_q = before if READ_BEFORE else G
-    rows_a = before if A_EXCLUSIVE else G
+    sums_q = before if READ_BEFORE else G
+    sums_a = before if A_EXCLUSIVE else G
+    decay_to_q = scale * factor(sums_q)
+    decay_to_a = factor(sums_a)
     column = factor(last - G)[:, None]
     strength = tl.full([C], 1.0, tl.float32)
     if RULE == TIED:
         strength = load_numbers(beta, first, count, head, HV, C)
-    decay = pair_decay(rows_q, G, READ_BEFORE, C)
+    decay = pair_decay(sums_q, G, READ_BEFORE, C)
     decay_a = decay
     if RULE != LINEAR:
         if READ_BEFORE == A_EXCLUSIVE:
             decay_a = tl.where(span(False, C), decay, 0.0)
         else:
-            decay_a = pair_decay(rows_a, G, True, C)
+            decay_a = pair_decay(sums_a, G, True, C)
     qk *= scale * decay
     qb *= scale * decay
     ak *= decay_a
@@ -278,6 +289,8 @@ def output_backward_kernel(
     written = tl.zeros([C], tl.float32)
     dbeta = tl.zeros([C], tl.float32)
     carried = 0.0
+    W_q = tl.zeros([C, C], tl.float32)
+    W_a = tl.zeros([C, C], tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         ks = k0 + tl.arange(0, BK)
         xq = load_rows(q, first, count, head // (HV // HQ), HQ, K, ks, C)  # [C, BK]
@@ -297,28 +310,35 @@ def output_backward_kernel(
         if GATE != NO_GATE:
             carried += tl.sum(carried_product(states, dstates, S, dS, chunk, head, ks, HV, K, V, BK, BV), 0)
         dq = state_product(do, dO, states, S, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-        dq *= (scale * factor(rows_q))[:, None]
+        dq *= decay_to_q[:, None]
         da = tl.zeros([C, BK], tl.float32)
         dk = tl.zeros([C, BK], tl.float32)
         db = tl.zeros([C, BK], tl.float32)
+        rows_q = tl.sum(xq * dq, 1)
+        if RULE != LINEAR:
+            da = state_product(de, dR, states, S, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
+            da *= decay_to_a[:, None]
+            rows_a = tl.sum(xa * da, 1)
         if RAW:
             dq = tl.dot(qk, yk, dq, input_precision=PRECISION)
         if RULE != LINEAR:
             dq = tl.dot(qb, yb, dq, input_precision=PRECISION)
-        if READ_BEFORE:
-            exclusive += tl.sum(xq * dq, 1)
-        else:
-            inclusive += tl.sum(xq * dq, 1)
-        if RULE != LINEAR:
-            da = state_product(de, dR, states, S, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-            da *= factor(rows_a)[:, None]
             da = tl.dot(ab, yb, da, input_precision=PRECISION)
             if RULE == DPLR:
                 da = tl.dot(ak, yk, da, input_precision=PRECISION)
+        if not EXACT:  # with the pairs, of which the columns are taken off again
+            rows_q = tl.sum(xq * dq, 1)
+            if RULE != LINEAR:
+                rows_a = tl.sum(xa * da, 1)
+        if READ_BEFORE:
+            exclusive += rows_q
+        else:
+            inclusive += rows_q
+        if RULE != LINEAR:
             if A_EXCLUSIVE:
-                exclusive += tl.sum(xa * da, 1)
+                exclusive += rows_a
             else:
-                inclusive += tl.sum(xa * da, 1)
+                inclusive += rows_a
         if RAW:
             dk = state_product(v, w, dstates, dS, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
             dk *= column
@@ -326,7 +346,8 @@ def output_backward_kernel(
             pairs = tl.dot(tl.trans(qk), xq, input_precision=PRECISION)
             if RULE == DPLR:
                 pairs = tl.dot(tl.trans(ak), xa, pairs, input_precision=PRECISION)
-            inclusive -= tl.sum(yk * pairs, 1)
+            if not EXACT:
+                inclusive -= tl.sum(yk * pairs, 1)
             dk += pairs
         if RULE != LINEAR:
             db = state_product(e, ew, dstates, dS, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
@@ -334,8 +355,17 @@ def output_backward_kernel(
             written += tl.sum(yb * db, 1)
             pairs = tl.dot(tl.trans(qb), xq, input_precision=PRECISION)
             pairs = tl.dot(tl.trans(ab), xa, pairs, input_precision=PRECISION)
-            inclusive -= tl.sum(yb * pairs, 1)
+            if not EXACT:
+                inclusive -= tl.sum(yb * pairs, 1)
             db += pairs
+        if EXACT:
+            if RAW:
+                W_q += tl.dot(xq, tl.trans(yk), input_precision=PRECISION) * qk
+            if RULE != LINEAR:
+                W_q += tl.dot(xq, tl.trans(yb), input_precision=PRECISION) * qb
+                W_a += tl.dot(xa, tl.trans(yb), input_precision=PRECISION) * ab
+            if RULE == DPLR:
+                W_a += tl.dot(xa, tl.trans(yk), input_precision=PRECISION) * ak
         dq, da, dk, db = add_neighbours(
             dq, da, dk, db, xq, yk, yb, near_q, near_a, q, k, a, b, beta, 1.0, first, count, head, ks,
             HV, HQ, HK, HA, HB, K, RULE, READ_BEFORE, C,
@@ -347,6 +377,10 @@ def output_backward_kernel(
     at = (first + t) * HV + head
     if GATE != NO_GATE:
         dg = decay_gradient(inclusive, exclusive, written, count, C) + carried * factor(last)
+        if EXACT:
+            dg += pairs_across(W_q, READ_BEFORE, C)
+            if RULE != LINEAR:
+                dg += pairs_across(W_a, A_EXCLUSIVE, C)
         tl.store(dg_out + at, dg.to(dg_out.dtype.element_ty), mask=t < count)
     if RULE == TIED:
         tl.store(dbeta_out + at, dbeta.to(dbeta_out.dtype.element_ty), mask=t < count)

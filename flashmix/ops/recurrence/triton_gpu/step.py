@@ -94,7 +94,8 @@ def step_kernel(
                 nu = tl.sum(S * (-reader if MINUS_A else reader)[:, None], 0)
                 if not RAW:
                     nu += strength * x
-            writer = key
+            if b is None:
+                writer = key
             if b is not None:
                 writer = tl.load(b + n * b_n + t * b_t + (h // B_GROUP) * b_h + d, mask=in_k, other=0.0).to(tl.float32)
             new = new + writer[:, None] * nu[None, :]
