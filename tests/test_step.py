@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from budget import assert_within_budget, relative_errors
-from cases import GATES
+from cases import GATES, Case
+from cases import make_inputs as recurrence_inputs
 from step_cases import CASES, RULES, StepCase, expected_history, make_history, make_inputs, run_definition, run_op
 from torch import Tensor
 
 import flashmix
+from flashmix.ops.recurrence.portable.step import step as portable_step
+from flashmix.ops.recurrence.problem import Operands
 from flashmix.ops.recurrence.step_engine import IMPLEMENTATIONS, _recurrent_step
 
 STAGES = 2  # what is read of the state, and what is written
@@ -211,3 +216,46 @@ def test_a_state_in_bfloat16_over_many_tokens() -> None:
             flashmix.delta_rule_step(**(state | x))
     rms, _ = relative_errors(narrow["state"], wide["state"])
     assert rms < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def operands(rule: str, gate: str, states: bool, dtype: torch.dtype) -> Operands:
+    case = Case("", rule, gate, T=1, states=states)
+    x = recurrence_inputs(case, dtype)
+    if rule == "untied":
+        x |= {"a": -x["erase"], "b": x["write"]}
+    order = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+    return Operands(*(x.get(name) for name in order), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
+def test_interpreted_step_to_a_new_state(rule: str, gate: str, states: bool) -> None:
+    """The phase of the engine: one token, a new state, nothing written in place."""
+    from flashmix.ops.recurrence.triton_gpu.step import step
+
+    for before in (False, True):
+        x = operands(rule, gate, states, torch.float32)
+        start = None if x.initial_state is None else x.initial_state.clone()
+        exact = portable_step(operands(rule, gate, states, torch.float64), 0.3, before, torch.float64)
+        plain = portable_step(x, 0.3, before, torch.float32)
+        for name, got, reference, baseline in zip(("o", "state"), step(x, 0.3, before), exact, plain, strict=True):
+            assert_within_budget(name, got, reference, baseline, steps=STAGES)
+        assert start is None or torch.equal(x.initial_state, start)  # type: ignore[arg-type]
+
+
+@pytest.mark.interpreted
+def test_interpreted_step_with_a_decay_of_the_value_axis() -> None:
+    from flashmix.ops.recurrence.triton_gpu.step import step
+
+    def values(dtype: torch.dtype) -> Operands:
+        x = operands("linear", "none", True, dtype)
+        return replace(x, g=-x.v.abs(), value_gate=True)
+
+    exact = portable_step(values(torch.float64), 1.0, False, torch.float64)
+    plain = portable_step(values(torch.float32), 1.0, False, torch.float32)
+    for name, got, reference, baseline in zip(
+        ("o", "state"), step(values(torch.float32), 1.0, False), exact, plain, strict=True
+    ):
+        assert_within_budget(name, got, reference, baseline, steps=STAGES)

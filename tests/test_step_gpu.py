@@ -6,7 +6,7 @@ import pytest
 import test_delta_net_step as layer
 import test_step as plain
 import torch
-from budget import relative_errors
+from budget import assert_within_budget, relative_errors
 from model_cases import WIDTH, make_layer, numbers
 from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
@@ -191,3 +191,17 @@ def test_layers_decode_what_they_read_at_once(name: str) -> None:
         got = torch.cat([layer(part, cache=cache) for part in x.float().cuda().split(1, dim=1)], 1)
     steps = torch.finfo(torch.float32).eps * x.shape[1]  # a rounding a token: they are summed in another order
     assert relative_errors(got.cpu(), exact)[0] <= 2 * relative_errors(plain, exact)[0] + 4 * steps
+
+
+@pytest.mark.parametrize("gate", plain.GATES)
+@pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
+def test_step_to_a_new_state(rule: str, gate: str) -> None:
+    from flashmix.ops.recurrence.triton_gpu.step import step
+
+    for states in (True, False):
+        x = plain.operands(rule, gate, states, torch.float32)
+        exact = plain.portable_step(plain.operands(rule, gate, states, torch.float64), 0.3, False, torch.float64)
+        baseline = plain.portable_step(x, 0.3, False, torch.float32)
+        on_card = plain.Operands(*(t.cuda() if isinstance(t, Tensor) else None for t in vars(x).values()))  # type: ignore[arg-type]
+        for name, got, e, b in zip(("o", "state"), step(on_card, 0.3, False), exact, baseline, strict=True):
+            assert_within_budget(name, got.cpu(), e, b, steps=plain.STAGES)

@@ -9,6 +9,7 @@ import torch
 from step_cases import StepCase, make_history, make_inputs, run_op
 from test_delta_net_step import Case, options
 from test_delta_net_step import make_inputs as make_layer_inputs
+from test_step import operands
 
 import flashmix
 
@@ -81,3 +82,13 @@ def test_every_form_of_a_layer_compiles() -> None:
 def test_the_batch_of_a_layer_does_not_recompile() -> None:
     cases = [Case("", "token", "silu", B=B, slots=tuple(range(B)), pool=pool) for B, pool in ((1, 1), (2, 7), (16, 16))]
     assert len({launch.key for case in cases for launch in layer_launches(case, (9, 0))}) == 2
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
+def test_the_step_to_a_new_state_compiles(rule: str) -> None:
+    from flashmix.ops.recurrence.triton_gpu.step import step
+
+    for gate, states in (("token", True), ("channel", False)):
+        with recording((9, 0)) as found:
+            step(operands(rule, gate, states, torch.bfloat16), 1.0, False)
+        assert_fits(found, 1)
