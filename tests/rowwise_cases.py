@@ -27,7 +27,7 @@ def results(op: Op, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
     return [y.detach() for y in outputs], list(torch.autograd.grad(outputs, leaves, grads, materialize_grads=True))
 
 
-def assert_matches(op: Op, definition: Op, *inputs: Tensor) -> None:
+def assert_matches(op: Op, definition: Op, *inputs: Tensor, steps: int = 1) -> None:
     """Outputs and gradients of `op` against `definition` in float64; budget: `definition` in the inputs' dtype."""
     dtype = inputs[0].dtype
     exact = results(definition, [value.double() for value in inputs])
@@ -35,7 +35,7 @@ def assert_matches(op: Op, definition: Op, *inputs: Tensor) -> None:
         ("output", "gradient"), results(op, inputs), exact, plain_results(definition, inputs), strict=True
     ):
         for index, (h, w, b) in enumerate(zip(have, want, baseline, strict=True)):
-            assert_within_budget(f"{kind} {index}", h, w, b, dtype)
+            assert_within_budget(f"{kind} {index}", h, w, b, dtype, steps)
 
 
 def plain_results(definition: Op, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -99,16 +99,19 @@ def cross_entropy_forward_kernel(
     wanted = tl.load(target + row)
     here = (wanted >= 0) & (wanted < vocabulary)
     chosen, _ = _scores(logits, bias, wanted, here, scale, softcap, HAS_BIAS, SOFTCAP)
-    mean = tl.where(here, (1 - smoothing) * chosen, 0.0)
+    share = tl.where(here, (1 - smoothing) * chosen, 0.0)
+    less = (1 - smoothing) * (level - chosen)
     if SMOOTH:
-        mean += smoothing * (tl.sum(scores, axis=0) / total)
+        average = tl.sum(scores, axis=0) / total
+        share += smoothing * average
+        less += smoothing * (level - average)
     tl.store(level_of + row, level)
     tl.store(whole_of + row, whole)
     if expected is not None:
-        tl.store(expected + row, mean)
+        tl.store(expected + row, share)
     if loss is not None:
         lse = level + tl.log(whole)
-        value = (level - mean) + tl.log(whole) + z_loss * lse * lse
+        value = less + tl.log(whole) + z_loss * lse * lse
         tl.store(loss + row, tl.where(wanted == ignore_index, 0.0, value))
 
 

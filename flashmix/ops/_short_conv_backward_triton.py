@@ -171,8 +171,9 @@ def short_conv_backward_kernel(
             past, later, ids = past[1:] + (value,), later[1:] + (du,), ids[1:] + (m,)
     if HAS_PARTIAL:
         for k in tl.static_range(WIDTH + 1):
-            where = ((job * (WIDTH + 1) + k) * total + before) * ALIGN
-            tl.store(partial + where + d, dweight[k], mask=inside)
+            if k > 0 or HAS_DBIAS:
+                where = ((job * (WIDTH + 1) + k) * total + before) * ALIGN
+                tl.store(partial + where + d, dweight[k], mask=inside)
 
 
 @triton.jit(do_not_specialize=["jobs", "total", "channels", "blocks"])
@@ -183,7 +184,7 @@ def short_conv_weight_backward_kernel(
 ):  # fmt: skip
     """Sums what the programs of the backward have of a tap (or, of column 0, the bias) for a block of channels."""
     pid = tl.program_id(0)
-    column = pid // blocks
+    column = pid // blocks + (0 if HAS_BIAS else 1)
     part, first, before = _part_of(pid % blocks, channels, BLOCK, PARTS, ALIGN)
     d = first + tl.arange(0, BLOCK)
     inside = d < _pick(channels, part, PARTS) * ALIGN

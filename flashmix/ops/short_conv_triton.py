@@ -16,9 +16,24 @@ from flashmix.ops import _short_conv_forward_triton as forward_kernels
 from flashmix.ops._rowwise import Options, Tensors
 
 SHORT = 64  # sequences of fewer tokens share a program
+FEW = 2  # rows at once where a program's rows may belong to several sequences: more code a row
 
-# Of the widths up to the first number: channels a block, rows in flight forward and backward. A block has 4 warps.
-TABLE = ((4, 512, 8, 4), (8, 256, 8, 4))
+
+@dataclass(frozen=True)
+class Tile:
+    """Channels of a program and its warps, rows that it loads at once, and programs a multiprocessor."""
+
+    block: int
+    warps: int
+    group: int
+    programs: int
+
+
+# Of the widths up to the first number: tiles forward and backward.
+TABLE = (
+    (4, Tile(512, 4, 4, 32), Tile(128, 2, 8, 16)),
+    (8, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16)),
+)
 
 
 @dataclass(frozen=True)
@@ -82,15 +97,15 @@ class Plan:
 def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) -> Plan:
     """The programs for a convolution and further tensors with rows like those of x."""
     batch, tokens, _ = c.x[0].shape
-    _, most, *groups = next(entry for entry in TABLE if c.width <= entry[0])
-    group, programs = groups[backward], _gpu.target(c.x[0].device).multiprocessors * (8 if backward else 16)
-    block = min(most, triton.next_power_of_2(max(c.channels)))
+    tile = next((first, second)[backward] for width, first, second in TABLE if c.width <= width)
+    group, programs = tile.group, _gpu.target(c.x[0].device).multiprocessors * tile.programs
+    block = min(tile.block, triton.next_power_of_2(max(c.channels)))
     blocks = sum(triton.cdiv(size, block) for size in c.channels)
     if c.starts is None and tokens >= SHORT:
         mode, rows, sequences = 0, tokens, batch
     else:
         mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
-        group = 1 if tokens == 1 and not backward else group
+        group = FEW if backward else 1 if tokens == 1 else group
     spans = max(1, programs // (sequences * blocks))
     span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
     strides = tuple(
@@ -103,7 +118,7 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     align = math.gcd(16, *c.channels, *(stride for pair in strides for part in pair for stride in part))
     jobs = sequences * triton.cdiv(rows, span)
     units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
-    return Plan(mode, block, group, max(1, 4 * block // most), span, blocks, jobs, align, units)
+    return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
 
 
 def _common(c: Convolution, p: Plan) -> dict[str, object]:
@@ -187,7 +202,8 @@ def _sum_weights(c: Convolution, p: Plan, partial: Tensor, dweight: Tensors, dbi
     block = min(64, p.block)
     blocks = sum(triton.cdiv(size, block) for size in c.channels)
     channels, total = _units(c, p)
-    backward_kernels.short_conv_weight_backward_kernel[(blocks * (c.width + 1),)](
+    columns = c.width + 1 if given[1] else c.width
+    backward_kernels.short_conv_weight_backward_kernel[(blocks * columns,)](
         partial, weights, biases, channels, p.jobs, blocks, total, WIDTH=c.width, PARTS=len(c.x), HAS_WEIGHT=given[0],
         HAS_BIAS=given[1], BLOCK=block, GROUP=16, ALIGN=p.align,
     )  # fmt: skip
