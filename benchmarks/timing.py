@@ -57,12 +57,14 @@ def matrix_product_rate(size: int = 2048) -> float:
     return 2 * size**3 / medians({"product": lambda: x @ x}, repeats=7)["product"] / 1e6
 
 
-def write_results(name: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Writes `<date>_<name>.json` with the rows and what they were measured on; written aside and renamed."""
+def write_results(
+    name: str, rows: list[dict[str, Any]], folder: Path | None = None, more: dict[str, Any] | None = None
+) -> Path:
+    """Writes `<date>_<name>.json` with the rows and what they were measured on (and `more` of that); written aside and renamed."""
     folder = RESULTS if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}_{name}.json"
-    about = {"machine": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    about = {"machine": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__, **(more or {})}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"measured_on": about, "rows": rows}, indent=1) + "\n")
     os.replace(partial, path)

@@ -1,0 +1,184 @@
+"""The GPU benchmark of the recurrence, where it needs no GPU: its rows and bounds, what it calls wrong, and its files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("recurrence_rows")
+
+
+@pytest.fixture
+def benchmark(rows: Any) -> Any:
+    return importlib.import_module("recurrence_gpu")
+
+
+def small(rows: Any, rule: str) -> Any:
+    grouped = rule in ("gated_delta_rule", "kda")
+    return rows.Row(rule, 2, 40, 2, 4 if grouped else 2, 16, 8)
+
+
+def test_bounds_are_those_that_are_published(rows: Any) -> None:
+    """0.44 ms for 4 x 8192 x 16 x 64 is of products (164 kFLOP a value head and token), 0.13 for 8 x 4096 x 16 x 16 of bytes."""
+    many, few = (rows.Row("gated_delta_rule", *sizes) for sizes in ((4, 8192, 16, 64), (8, 4096, 16, 16)))
+    assert rows.flops(many) == 163_840 * 4 * 8192 * 64
+    with torch.device("meta"):
+        found = [rows.bounds(row, rows.tensors(row, "meta"))[0] for row in (many, few)]
+    assert all(abs(ms - known) < 0.01 for ms, known in zip(found, (0.44, 0.13), strict=True))
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "gla", "simple_gla", "retention", "delta_rule", "rwkv7"])
+def test_a_group_alone_gives_what_it_gives_among_others(benchmark: Any, rows: Any, rule: str) -> None:
+    row = small(rows, rule)
+    x = rows.tensors(row, "cpu", torch.float32)
+    do = torch.randn(2, 40, row.HV, 8)
+    found = rows.gradients(lambda y: rows.ours(row, y, "portable"), x, do)
+    errors = benchmark.errors(row, found, benchmark.reference(row, x, do))
+    assert set(errors) == {"o", *("d" + name for name, t in x.items() if t.requires_grad)}
+    assert benchmark.wrong(errors, {}) == []
+    spoiled = {**found, "dv": found["dv"] * 1.1}
+    assert benchmark.wrong(benchmark.errors(row, spoiled, benchmark.reference(row, x, do)), {}) == ["dv"]
+    assert benchmark.wrong({"o": float("nan")}, {}) == ["o"]
+
+
+def test_no_speed_up_over_a_wrong_result(benchmark: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`measure` with a stand-in for the GPU: a peer that raises is a message, a wrong result has no ratio."""
+    monkeypatch.setattr(rows.tensors, "__defaults__", ("cpu", torch.float32))
+    monkeypatch.setattr(benchmark, "median", lambda run, milliseconds: 1.0 if run() is not None else 0.0)
+    monkeypatch.setattr(benchmark, "peak", lambda run: 0.5)
+    monkeypatch.setattr(benchmark, "ours", lambda row, x, impl="portable": rows.ours(row, x, "portable"))
+    row, options = small(rows, "kda"), argparse.Namespace(no_peer=False, bounded=True, lift=True, forward=False)
+    monkeypatch.setattr(benchmark, "peers", lambda row, x, bounded=False: rows.ours(row, x, "portable"))
+    found = benchmark.measure(row, options)
+    assert found["both_speedup"] == 1.0 and found["wrong"] == [] and found["fla bounded"]["both_ms"] == 1.0
+    monkeypatch.setattr(
+        benchmark, "sides", lambda row, options: {"flashmix": lambda x: rows.ours(row, x, "portable") * 2}
+    )
+    found = benchmark.measure(row, options)
+    assert "o" in found["wrong"] and "both_speedup" not in found and "WRONG" in benchmark.line(found)
+
+    def breaks(x: Any) -> Any:
+        raise RuntimeError("not on this card")
+
+    sides = {"flashmix": lambda x: rows.ours(row, x, "portable"), "fla": breaks}
+    monkeypatch.setattr(benchmark, "sides", lambda row, options: sides)
+    found = benchmark.measure(row, options)
+    assert "not on this card" in found["fla"]["failed"]["forward"] and "not on this card" in benchmark.line(found)
+    assert found["flashmix"]["both_ms"] == 1.0 and "both_speedup" not in found
+
+
+def test_rows_are_chosen_by_name(benchmark: Any, rows: Any) -> None:
+    assert benchmark.chosen("kda:1,gla") == [rows.Row("kda", 1, 32768, 16, 16), *benchmark.chosen("gla")]
+    assert benchmark.chosen("") == list(rows.ROWS) and len(set(rows.ROWS)) == 23
+    for name, text in (("nothing", "no rule nothing"), ("gla:2", "gla has rows 0 to 1, got 2")):
+        with pytest.raises(SystemExit, match=text):
+            benchmark.chosen(name)
+
+
+def test_parts_are_joined(benchmark: Any, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that had no time in one part come from another; what was measured on other versions is refused."""
+    made = dict(vars(rows.Row("gla", 8, 4096, 16, 16)))
+    about = {"gpu": "a card", "torch": "2", "triton": "3"}
+    parts = [[{**made, "failed": "once"}], [{**made, "failed": "twice"}], [{**made, "skipped": "no time left"}]]
+    files = [tmp_path / f"{i}.json" for i in range(4)]
+    for file, part in zip(files, parts, strict=False):
+        file.write_text(json.dumps({"measured_on": about, "rows": part}))
+    command = ["", "--out", str(tmp_path / "out"), "--merge"]
+    monkeypatch.setattr(sys, "argv", [*command, *map(str, files[:3])])
+    benchmark.main()
+    (joined,) = (tmp_path / "out").iterdir()
+    found = json.loads(joined.read_text())
+    assert found["rows"] == [{**made, "failed": "once"}] and found["measured_on"]["gpu"] == "a card"
+    files[3].write_text(json.dumps({"measured_on": {**about, "triton": "4"}, "rows": []}))
+    monkeypatch.setattr(sys, "argv", [*command, str(files[0]), str(files[3])])
+    with pytest.raises(SystemExit, match="parts differ"):
+        benchmark.main()
+
+
+def test_rows_past_the_time_are_named(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fails(row: Any, options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(benchmark, "measure", fails)
+    monkeypatch.setattr(sys, "argv", ["", "--only", "gla", "--out", str(tmp_path)])
+    benchmark.main()
+    monkeypatch.setattr(sys, "argv", ["", "--only", "gla:0", "--seconds", "1e-9", "--out", str(tmp_path)])
+    benchmark.main()
+    printed = capsys.readouterr().out
+    assert printed.count("RuntimeError: out of memory") == 2 and "no time left" in printed
+
+
+def test_every_kernel_of_the_table_has_candidates_that_are_measured(
+    rows: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With a stand-in for the GPU: the table's own tiles first, then candidates; one that does not fit is a message."""
+    pytest.importorskip("triton")
+    table = importlib.import_module("recurrence_gpu_table")
+    monkeypatch.setattr(table, "tensors", lambda row: rows.tensors(small(rows, row.rule), "cpu", torch.float32))
+    monkeypatch.setattr(table, "ours", lambda row, x: rows.ours(row, x, "portable"))
+    monkeypatch.setattr(table, "kernel_times", lambda run: {"gate_forward_kernel": 0.5, "other": 9.0})
+    found = table.table("channel_gate", None)
+    candidates = table.CANDIDATES["channel_gate"]
+    assert (
+        len(found) == 1 + len(candidates.tiles)
+        and found[0]["table"]
+        and found[1]["tiles"] == {"gate": candidates.tiles[0][0]}
+    )
+    assert all(row["ms"] == 0.5 and row["apart"] == 0.0 for row in found)
+
+    def does_not_fit(run: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(table, "kernel_times", does_not_fit)
+    assert all("out of resources" in row["failed"] for row in table.table("channel_gate", None))
+    assert all("skipped" in row for row in table.table("channel_gate", 1e-9))
+    assert "channel_gate        *" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no candidates for nothing"):
+        table.table("nothing", None)
+
+
+def test_candidates_fit_the_fields_of_the_table(rows: Any) -> None:
+    """Each field gets what it holds now: the same constants, or a number."""
+    pytest.importorskip("triton")
+    table = importlib.import_module("recurrence_gpu_table")
+    problems = importlib.import_module("flashmix.ops.recurrence.problem")
+    tiles = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table").tiles
+    for candidates in table.CANDIDATES.values():
+        row = candidates.row
+        gate = problems.Gate.CHANNEL if rows.RULES[row.rule].gate == "channel" else problems.Gate.TOKEN
+        rule = problems.Rule.DPLR if row.rule == "rwkv7" else problems.Rule.TIED
+        assert candidates.fields and candidates.tiles
+        own = tiles(problem_of(problems, row, rule, gate))
+        for values in candidates.tiles:
+            for field, value in zip(candidates.fields, values, strict=True):
+                was = getattr(own, field)
+                assert type(value) is type(was)
+                if isinstance(was, dict):
+                    assert set(value) - {"maxnreg"} == set(was), (field, value, was)
+
+
+def problem_of(problems: Any, row: Any, rule: Any, gate: Any) -> Any:
+    """The problem of a row, on a GPU that need not be there."""
+    with torch.device("meta"):
+        benchmark = importlib.import_module("recurrence_rows")
+        x = benchmark.tensors(row, "meta")
+    a, b = x.get("a"), x.get("b")
+    operands = problems.Operands(x["q"], x["k"], x["v"], x.get("beta"), a, b, x["g"], None, None)
+    found = problems.Problem.of(operands, False)
+    assert found.rule is rule and found.gate is gate
+    return found
