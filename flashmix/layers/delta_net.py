@@ -120,15 +120,14 @@ class DeltaNet(Mixer[RecurrentCache]):
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         if cache is not None and self.has_step and cache.can_step(x, packing):
             return self.step(x, cache)
-        qkv, recent = self.convolution(
+        q, k, v, recent = self.convolution.of_qkv(
             self.qkv(x),
+            (self.keys, self.steps * self.keys, self.steps * self.values),
             initial_state=None if cache is None else cache.recent,
             return_state=cache is not None,
             cu_seqlens=packing,
         )
-        qk, v = qkv.split([(1 + self.steps) * self.keys, self.steps * self.values], dim=-1)
-        qk = l2_norm(qk.unflatten(-1, ((1 + self.steps) * self.heads, self.head_dim)))
-        q, k = qk.split([self.heads, self.steps * self.heads], dim=2)
+        q, k = (l2_norm(t.unflatten(-1, (-1, self.head_dim))) for t in (q, k))
         v = v.unflatten(-1, (self.steps * self.value_heads, self.value_dim))
         o, state = self.recurrence(x, q, k, v, None if cache is None else cache.state, cache is not None, packing)
         if cache is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from flashmix._checks import check_choice, check_range
 from flashmix.ops.packing import Packing
 from flashmix.ops.short_conv import short_conv
+from flashmix.ops.short_conv_qkv import short_conv_qkv
 
 
 class ShortConvolution(nn.Module):
@@ -69,6 +70,27 @@ class ShortConvolution(nn.Module):
             x,
             self.weight,
             self.bias,
+            activation=self.activation,
+            initial_state=initial_state,
+            return_state=return_state,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def of_qkv(
+        self,
+        qkv: Tensor,
+        sizes: tuple[int, int, int],
+        *,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+        cu_seqlens: Tensor | Packing | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `forward` of `qkv` `[B, T, dim]`, whose channels are queries, keys and values: each in a tensor of its own."""
+        biases = (None, None, None) if self.bias is None else self.bias.split(sizes)
+        return short_conv_qkv(
+            *qkv.split(sizes, dim=-1),
+            *self.weight.split(sizes),
+            *biases,
             activation=self.activation,
             initial_state=initial_state,
             return_state=return_state,
