@@ -520,7 +520,7 @@ def test_fault_30_a_misspelt_option_is_swallowed() -> None:
 
 
 ROWWISE = ("rotary", "rotary_qk", "rms_norm", "layer_norm", "group_norm", "l2_norm", "gated", "swiglu", "token_shift")
-ROWWISE += ("softplus_decay", "bounded_decay", "write_strength")
+ROWWISE += ("softplus_decay", "bounded_decay", "write_strength", "short_conv", "short_conv_qkv")
 
 
 def on_gpu(op: str, tokens: int = 6) -> dict[str, Any]:
@@ -592,3 +592,41 @@ def test_fault_26_and_27_on_the_device(op: str) -> None:
     for _ in range(100):
         for name, t in with_kernel_gradients(op, plain).items():
             assert torch.equal(t, wanted[name]), name
+
+
+@pytest.mark.gpu
+def test_fault_04_06_and_13_of_a_convolution_on_the_device() -> None:
+    """Empty and very short sequences, shorter than the width: a pack has the bits of one by one, without a wait."""
+    lengths = (0, 1, 2, 63, 0, 64, 65, 0)
+    x = torch.randn(1, sum(lengths), 24, device="cuda", requires_grad=True)
+    weight, state = (
+        torch.randn(24, 4, device="cuda"),
+        torch.randn(len(lengths), 3, 24, device="cuda", requires_grad=True),
+    )
+    packing = flashmix.Packing.from_lengths(lengths, device="cuda")
+    flow = torch.randn_like(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, last = flashmix.short_conv(
+            x, weight, initial_state=state, return_state=True, cu_seqlens=packing, impl="triton"
+        )
+        found = torch.autograd.grad([y, last], [x, state], [flow, torch.ones_like(last)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for n, (first, end) in enumerate(pairwise([0, *accumulate(lengths)])):
+        part = x[:, first:end].detach().requires_grad_()
+        own = state[n : n + 1].detach().requires_grad_()
+        one, after = flashmix.short_conv(part, weight, initial_state=own, return_state=True, impl="triton")
+        wanted = torch.autograd.grad([one, after], [part, own], [flow[:, first:end], torch.ones_like(after)])
+        assert torch.equal(y[:, first:end], one) and torch.equal(last[n : n + 1], after)
+        assert torch.equal(found[0][:, first:end], wanted[0]) and torch.equal(found[1][n : n + 1], wanted[1])
+
+
+@pytest.mark.gpu
+def test_fault_20_a_frozen_head_on_the_device() -> None:
+    hidden, weight = torch.randn(12, 8, device="cuda", requires_grad=True), torch.randn(300, 8, device="cuda")
+    target = torch.randint(300, (12,), device="cuda")
+    with torch.profiler.profile() as profile:
+        flashmix.linear_cross_entropy(hidden, weight, target, impl="triton").backward()
+    assert weight.grad is None and hidden.grad is not None
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::addmm_") == 0
