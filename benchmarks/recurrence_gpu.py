@@ -277,7 +277,7 @@ def merge(files: list[Path], options: argparse.Namespace) -> None:
             )
         for found in part["rows"]:
             key = json.dumps([found.get(name) for name in Row.__dataclass_fields__])
-            if key not in rows or not ("skipped" in found or "failed" in found):
+            if key not in rows or "skipped" in rows[key] or not ("skipped" in found or "failed" in found):
                 rows[key] = found
     for found in rows.values():
         print(line(found))
