@@ -53,20 +53,24 @@ def attention_backward_rows_kernel(
             if V2 > 0:
                 found += tl.sum(o_2.to(tl.float32) * d_2.to(tl.float32), 1)
     at = (batch * heads + head) * tokens + token
+    flow = tl.zeros([ROWS], tl.float32)
     if d_lse is not None:
-        found -= tl.load(d_lse + at, mask=inside, other=0.0)
+        flow = tl.load(d_lse + at, mask=inside, other=0.0)
     m = tl.load(top + at, mask=inside, other=0.0)
     l = tl.load(total + at, mask=inside, other=1.0)
     found = tl.where(l == 0, 0.0, found)
+    flow = tl.where(l == 0, 0.0, flow)
     if EXACT:
         tl.store(level + at, m, mask=inside)
         tl.store(share + at, tl.where(l == 0, 0.0, 1.0 / tl.where(l == 0, 1.0, l)), mask=inside)
+        tl.store(share + rows + at, flow, mask=inside)
+        tl.store(delta + at, found, mask=inside)
     else:
         tl.store(level + at, tl.where(l == 0, float("inf"), m + tl.log2(l)), mask=inside)
-    tl.store(delta + at, found, mask=inside)
+        tl.store(delta + at, found - flow, mask=inside)
     if sink is not None:
         at_sink = tl.load(sink + head).to(tl.float32) * LOG2_E
-        tl.store(d_sink + at, tl.where(l == 0, 0.0, -tl.exp2(at_sink - m) / l * found), mask=inside)
+        tl.store(d_sink + at, tl.where(l == 0, 0.0, -tl.exp2(at_sink - m) / l * (found - flow)), mask=inside)
 
 
 def attention_backward(
@@ -75,9 +79,10 @@ def attention_backward(
     """Gradients of q, k, v and of sink and slopes where given; with `decay` the sums of dS by row and by key."""
     q, v = x.q, x.v
     level, delta = (q.new_empty(x.rows, dtype=torch.float32) for _ in range(2))
-    share, d_sink, d_slopes, at_rows = (
+    share = q.new_empty(2, *x.rows, dtype=torch.float32) if q.dtype == torch.float32 else None
+    d_sink, d_slopes, at_rows = (
         q.new_empty(x.rows, dtype=torch.float32) if wanted else None
-        for wanted in (q.dtype == torch.float32, x.sink is not None, x.slopes is not None, decay is not None)
+        for wanted in (x.sink is not None, x.slopes is not None, decay is not None)
     )
     d_lse = None if d_lse is None else d_lse.contiguous()
     rows = x.batch * x.heads_q * x.tokens_q

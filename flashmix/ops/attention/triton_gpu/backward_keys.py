@@ -23,6 +23,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     probabilities,
     product,
     rows_of_keys,
+    scaled,
     score_gradients,
     store_rows,
 )
@@ -35,7 +36,7 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
     d_k, d_k2, d_v, d_v2, sums = state
     q, q_desc, q_desc_2, stride_q = queries
     d_o, o_desc, o_desc_2, stride_o = flows
-    level, share, delta, seed, head, first_row, shift, tokens_q, high_g, low_g, decay_ref, reference = stats
+    level, share, delta, seed, head, first_row, shift, tokens_q, high_g, low_g, decay_ref, reference, all_rows = stats
     key, decay_k, key_bias = columns
     tokens_k = numbers[0]
     for start in tl.range(low, high, C.BM, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
@@ -44,7 +45,8 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
         inside = index < tokens_q
         # q, dO: [BM, K], [BM, V], in two parts
         q_1, q_2 = load_head(q, q_desc, q_desc_2, place, start, tokens_q, stride_q, C.D, 0, C.D1, C.D2, C.BM, MASK, C)
-        s = product(k_1, k_2, q_1, q_2, C.D2, C)  # [BN, BM]
+        s_1, s_2, factor = scaled(q_1, q_2, numbers[1], C)
+        s = product(k_1, k_2, s_1, s_2, C.D2, C)  # [BN, BM]
         at_rows = tl.load(level + index, mask=inside, other=float("inf"))
         of_rows = at_rows[None, :]
         if C.EXACT:
@@ -57,7 +59,7 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
         if MASK and C.DECAY:
             decay_q = (decay_q[0][None, :], decay_q[1][None, :])  # type: ignore[index]
         p, squashed = probabilities(
-            s, position, key, at_rows[None, :], of_rows, decay_q, decay_k, key_bias, numbers, MASK, C
+            s, position, key, at_rows[None, :], of_rows, decay_q, decay_k, key_bias, numbers, factor, MASK, C
         )
         o_1, o_2 = load_head(
             d_o, o_desc, o_desc_2, place, start, tokens_q, stride_o, C.DV, 0, C.V1, C.V2, C.BM, MASK, C
@@ -74,7 +76,10 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
         if C.WITH_K:
             d_p = product(v_1, v_2, o_1, o_2, C.V2, C)
             found = tl.load(delta + index, mask=inside, other=0.0)[None, :]
-            d_s, d_raw = score_gradients(p, d_p, squashed, found, keeps, numbers[7], C)
+            flow = found
+            if C.EXACT:
+                flow = tl.load(share + all_rows + index, mask=inside, other=0.0)[None, :]
+            d_s, d_raw = score_gradients(p, d_p, squashed, found, flow, keeps, numbers[7], C)
             if C.DECAY:
                 sums += tl.sum(d_s, 1)
             d_raw = d_raw.to(q_1.dtype)
@@ -146,7 +151,7 @@ def attention_backward_keys_kernel(
         columns = (index[:, None], decay_k, key_bias)
         at = row * tokens_q + start_q
         stats = (level + at, share + at if C.EXACT else share, delta + at, seed, head, batch * tokens_q + start_q, shift, len_q,
-                 high_g, low_g, decay_ref, reference)  # fmt: skip
+                 high_g, low_g, decay_ref, reference, (batches * heads_q).to(tl.int64) * tokens_q)  # fmt: skip
         of_q = (
             q
             + batch.to(tl.int64) * sqb * C.UNIT

@@ -22,6 +22,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     load_head,
     probabilities,
     product,
+    scaled,
     score_gradients,
     store_rows,
 )
@@ -34,7 +35,7 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
     d_q, d_q2, d_slope, sums = state
     k, k_desc, k_desc_2, stride_k = keys
     v, v_desc, v_desc_2, stride_v = values
-    position, level, share, delta, of_row = rows
+    position, level, share, delta, flow, of_row = rows
     decay_q, high_g, low_g, decay_ref, reference, row_bias = gates
     tokens_k = numbers[0]
     for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
@@ -51,13 +52,15 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
             at_rows = level - row_bias
         if MASK and C.DECAY:
             decay_k = (decay_k[0][None, :], decay_k[1][None, :])  # type: ignore[index]
-        p, squashed = probabilities(s, position, key, at_rows, share, decay_q, decay_k, key_bias, numbers, MASK, C)
+        p, squashed = probabilities(
+            s, position, key, at_rows, share, decay_q, decay_k, key_bias, numbers, numbers[1], MASK, C
+        )
         v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
         d_p = product(o_1, o_2, v_1, v_2, C.V2, C)
         keeps = 0
         if C.DROPOUT:
             keeps = dropout_keeps(of_row, key, numbers[6])
-        d_s, d_raw = score_gradients(p, d_p, squashed, delta, keeps, numbers[7], C)
+        d_s, d_raw = score_gradients(p, d_p, squashed, delta, flow, keeps, numbers[7], C)
         if C.ALIBI:
             d_slope -= tl.sum(d_s * tl.abs(position.to(tl.float32) - key.to(tl.float32)), 1)
         if C.DECAY:
@@ -125,8 +128,12 @@ def attention_backward_queries_kernel(
         decay_q = (decay_q[0][:, None], decay_q[1][:, None])  # type: ignore[index]
     gates = (decay_q, high_g, low_g, decay_ref, first + shift, row_bias)
     found = tl.load(delta + at, mask=inside, other=0.0)[:, None]
-    rows = (position[:, None], at_row, of_row, found, hashes)
-    numbers = (len_k, scale, softcap, left, right, slope, threshold, keep_scale)
+    flow = found
+    if C.EXACT:
+        flow = tl.load(share + (batches * heads_q).to(tl.int64) * tokens_q + at, mask=inside, other=0.0)[:, None]
+    rows = (position[:, None], at_row, of_row, found, flow, hashes)
+    q_1, q_2, factor = scaled(q_1, q_2, scale, C)
+    numbers = (len_k, factor, softcap, left, right, slope, threshold, keep_scale)
     keys, values, place = (
         (k, k_desc, k_desc_2, skt * C.UNIT),
         (v, v_desc, v_desc_2, svt * C.UNIT),

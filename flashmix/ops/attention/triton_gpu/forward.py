@@ -31,6 +31,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     load_head,
     load_rows,
     product,
+    scaled,
     store_rows,
     tanh,
     visible,
@@ -155,12 +156,13 @@ def attention_forward_kernel(
     q_2 = q_1
     if C.D2 > 0:
         q_2 = load_rows(q, first, len_q, sqt * C.UNIT, C.D, C.D1, C.D2, C.BM, True)
+    q_1, q_2, factor = scaled(q_1, q_2, scale, C)
     acc = tl.full([C.BM, C.V1], 0.0, tl.float32)
     acc_2 = tl.full([C.BM, C.V2], 0.0, tl.float32) if C.V2 > 0 else m
     state = (acc, acc_2, m, l)
     keys, values = (k, k_desc, k_desc_2, skt * C.UNIT), (v, v_desc, v_desc_2, svt * C.UNIT)
     rows = (position[:, None], of_row, decay_q, high_g, low_g, tile_g, decay_ref, first + shift, row_bias)
-    numbers = (len_k, scale, softcap, left, right, slope, threshold)
+    numbers = (len_k, factor, softcap, left, right, slope, threshold)
     place = (batch, head_k, start_k)
     low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)
     if C.LEFT:

@@ -22,7 +22,7 @@ from flashmix.ops.attention.triton_gpu.tiles import bounded
 LOG2_E = math.log2(math.e)
 CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
 UNBOUNDED = 1 << 30
-Stats = tuple[Tensor, Tensor | None, Tensor]  # what is taken off a row's scores, 1 / l, delta
+Stats = tuple[Tensor, Tensor | None, Tensor]  # what is taken off a row's scores; 1 / l and dlse (float32); delta
 
 
 class Form(NamedTuple):
@@ -126,7 +126,7 @@ class Call:
         form = Form(
             dim, *parts(dim), dim_v, *parts(dim_v), tiles.BM, tiles.BN,
             STAGES=tiles.stages,
-            MASKED_STAGES=1 if exact else 2,
+            MASKED_STAGES=1 if exact or (self.cu_q is not None and phase != "forward") else 2,
             UNIT=16 // q.element_size(),
             TMA=not exact and self.target.capability[0] >= 9 and self.v.numel() > 0 and q.numel() > 0,
             CAUSAL=score.right == 0,

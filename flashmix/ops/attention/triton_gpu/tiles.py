@@ -111,6 +111,19 @@ def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def scaled(q, q_2, scale, C: tl.constexpr):
+    """Queries, and what is left to multiply their products with.
+
+    In float32 the queries themselves are scaled: the largest score of a row then less its maximum is 0 exactly, with or
+    without a fused multiplication, and a row that sees one key gives its value.
+    """
+    if C.EXACT:
+        return q * scale, q_2 * scale, 1.0
+    else:
+        return q, q_2, scale
+
+
+@triton.jit
 def accumulated(total, a, b, C: tl.constexpr):
     """`total + a b`. In float32 a tile is summed by itself first: one chain over all rows would lose a digit.
 
@@ -269,11 +282,10 @@ def rows_of_keys(first, shift, tokens_q, left, right, C: tl.constexpr):
 
 
 @triton.jit
-def probabilities(
-    s, position, key, level, share, decay_q, decay_k, key_bias, numbers, MASK: tl.constexpr, C: tl.constexpr
-):
+def probabilities(s, position, key, level, share, decay_q, decay_k, key_bias, numbers, scale, MASK: tl.constexpr,
+                  C: tl.constexpr):  # fmt: skip
     """P of a tile from `q k^T`, and tanh(scores / softcap). Unless MASK, `level` has the bias of the rows taken off it."""
-    tokens_k, scale, softcap, left, right, slope, _, _ = numbers
+    tokens_k, _, softcap, left, right, slope, _, _ = numbers
     squashed = s
     x = s * scale
     if C.SOFTCAP:
@@ -295,11 +307,14 @@ def probabilities(
 
 
 @triton.jit
-def score_gradients(p, d_p, squashed, delta, keeps, keep_scale, C: tl.constexpr):
+def score_gradients(p, d_p, squashed, delta, flow, keeps, keep_scale, C: tl.constexpr):
     """dS of the whole score, and of `scale q k^T`, from P and `dO V^T`."""
     if C.DROPOUT:
         d_p = tl.where(keeps, d_p * keep_scale, 0.0)
-    d_s = p * (d_p - delta)
+    d_p -= delta
+    if C.EXACT:
+        d_p += flow  # of lse: by itself, or it would be rounded as delta is
+    d_s = p * d_p
     if C.SOFTCAP:
         return d_s, d_s * (1.0 - squashed * squashed)
     else:
