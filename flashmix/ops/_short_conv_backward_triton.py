@@ -52,7 +52,7 @@ def _input_gradient(du, later, ids, m, taps, WIDTH: tl.constexpr, MODE: tl.const
             value, own = later[i], ids[i]
         if MODE != LONG:
             value = tl.where(own == ids[0], value, 0.0)
-        dx += value * taps[WIDTH - 1 - i]
+        dx = tl.fma(value, taps[WIDTH - 1 - i], dx)
     return dx
 
 
