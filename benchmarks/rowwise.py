@@ -245,7 +245,8 @@ def main() -> None:
             )
             found.append(result)
             print(line(result, calls), flush=True)
-    print(write_results(options.name, found))
+            path = write_results(options.name, found)  # after each row, should it be stopped
+    print(path)
 
 
 def line(result: dict[str, Any], names: dict[str, Call]) -> str:
