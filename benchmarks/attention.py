@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmix import _gpu, softmax_attention
+from flashmix._arch import triton_version
 from flashmix.ops.attention import KVCache, attention_with_cache
 from flashmix.ops.attention.problem import Score
 from flashmix.ops.rotary import rotary_table
@@ -308,7 +309,9 @@ def main() -> None:
         print(*(f"{name}: {value:.3f}" for name, value in found.items()), sep="\n", flush=True)
         rows += [{"what": name, "value": value} for name, value in found.items()]
     if chosen.write:
-        timing.write_results("attention_h200", rows)
+        timing.write_results(
+            "attention_h200", rows, more={"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
+        )
 
 
 if __name__ == "__main__":
