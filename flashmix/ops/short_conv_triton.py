@@ -105,7 +105,7 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
         mode, rows, sequences = 0, tokens, batch
     else:
         mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
-        group = FEW if backward else 1 if tokens == 1 else group
+        group = (FEW if c.width <= 4 else 1) if backward else 1 if tokens == 1 else group
     spans = max(1, programs // (sequences * blocks))
     span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
     strides = tuple(
