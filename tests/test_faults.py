@@ -3,10 +3,9 @@
 Numbers and names follow the list of faults in the issue trackers of flash-linear-attention, flash-attention, vLLM and
 transformers. Each test fails where the fault is.
 
-Those of the row-wise kernels on a GPU are at the end, those of attention in test_attention_gpu.py. To come with the other
-kernels: 1 (more than 65,535 batch x heads), 2 (offsets past 2^31), 3 (a kernel miscompiled), 12 (host time of a call), 26
-with 1000 repeats, and the GPU's side of 13 (no synchronisation) and 18 (shared memory of smaller cards). To come with the
-adapters: 16 (another version of transformers).
+On a GPU those of the row-wise kernels are at the end, those of attention in test_attention_gpu.py, those of the recurrence in
+test_recurrence_gpu_limits.py (sizes, packs, calls) and test_recurrence_gpu_laws.py (the same bits by every way). To come with
+the adapters: 16 (another version of transformers).
 """
 
 from __future__ import annotations
@@ -530,7 +529,7 @@ def on_gpu(op: str, tokens: int = 6) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [65_538, 200_000])
-@pytest.mark.parametrize("op", ROWWISE)
+@pytest.mark.parametrize("op", (*ROWWISE, *RECURRENCES))
 def test_fault_01_more_batches_times_heads_than_a_grid_axis_holds(op: str, batch: int) -> None:
     one = on_gpu(op, 2)
     rows = {name for name, t in one.items() if isinstance(t, Tensor) and t.shape[0] == 1}
@@ -573,7 +572,7 @@ def test_fault_21_positions_past_the_table_on_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ROWWISE)
+@pytest.mark.parametrize("op", (*ROWWISE, *RECURRENCES))
 def test_fault_26_and_27_on_the_device(op: str) -> None:
     """Inputs that are not contiguous give the bits of those that are, and these the same 100 times."""
 
