@@ -214,7 +214,14 @@ def _rotated(
     if inplace and wants_gradient(*tensors, cos, sin):
         raise ValueError("inplace must be False where a gradient is wanted, got True")
     if choose(op, IMPLEMENTATIONS, (*tensors, cos, sin), impl).name == "triton":
-        inputs: tuple[Tensor | None, ...] = (x, tensors[1] if len(tensors) > 1 else None, cos, sin, place.positions, None)
+        inputs: tuple[Tensor | None, ...] = (
+            x,
+            tensors[1] if len(tensors) > 1 else None,
+            cos,
+            sin,
+            place.positions,
+            None,
+        )
         if packing is not None and torch.compiler.is_compiling():  # which need not see how positions are found
             inputs = (*inputs[:4], None, packing.cu_seqlens)
         options = (place.start, place.axes, interleaved, inverse)
