@@ -94,6 +94,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> q = k = v = torch.randn(1, 8, 2, 16)
         >>> print(flashmix.explain(flashmix.linear_attention, q, k, v))
         linear_attention: portable
+          triton: cannot run this: it needs tensors on a CUDA device, got cpu
           portable: taken
     """
     token = _explaining.set(True)

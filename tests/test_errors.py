@@ -79,13 +79,16 @@ PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).paramet
 FREE = {
     ("softmax_attention", "q", 1), ("softmax_attention", "v", 3),
     ("rotary", "x", 0), ("rotary", "x", 1), ("rotary", "x", 2), ("rotary", "x", 3),
+    ("rotary_qk", "q", 2), ("rotary_qk", "q", 3), ("rotary_qk", "k", 2), ("rotary_qk", "k", 3),
+    ("softplus_decay", "x", 0), ("softplus_decay", "x", 1), ("bounded_decay", "x", 0), ("bounded_decay", "x", 1),
+    ("write_strength", "x", 0), ("write_strength", "x", 1), ("write_strength", "x", 2),
 ("l2_norm", "x", 0), ("l2_norm", "x", 1), ("l2_norm", "x", 2),
     ("linear_attention_step", "history", 1),
     ("short_conv", "x", 1), ("token_shift", "x", 1), ("cross_entropy", "logits", 2), ("abc", "s", 3), ("abc", "v", 3), ("gsa", "v", 3),
     ("normalised_linear_attention", "v", 3), ("preconditioned_gated_deltanet", "v", 3), ("preconditioned_kda", "v", 3),
 }  # fmt: skip
 # Arguments of any number of axes, without another argument that would tell.
-ANY_AXES = {("l2_norm", "x")}
+ANY_AXES = {("l2_norm", "x"), ("softplus_decay", "x"), ("bounded_decay", "x"), ("write_strength", "x")}
 
 
 def full_call(op: str) -> dict[str, Any]:
@@ -207,7 +210,7 @@ def test_a_mixture_of_dtypes(op: str) -> None:
     """The second tensor in bfloat16 beside float32: an error where the two belong together."""
     call, (first, *rest) = full_call(op), tensors(op)
     together = [name for name in rest if tiny_call(op, torch.bfloat16).get(name, call[first]).dtype == torch.bfloat16]
-    together = [name for name in together if not name.startswith(("cos", "sin", "weight", "advantages", "teacher_"))]
+    together = [name for name in together if not name.startswith(("cos", "sin", "weight", "advantages", "teacher_", "dt_bias"))]
     for name in together:
         text = error_of(op, call | {name: call[name].bfloat16()}, TypeError)
         assert_names_an_argument(op, text, r"{name} must have dtype (\w+) like \w+, got \w+")
@@ -410,7 +413,9 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1.0"),
         ({"k": zeros(1, T, 3, K), "v": zeros(1, T, 3, K)}, ValueError,
          "the number of heads of q must be a positive multiple of that of k = 3, got 2"),
-        ({"q": zeros(1, T, H, 257), "k": zeros(1, T, H, 257)}, ValueError,
+        ({"q": zeros(1, T, H, 513), "k": zeros(1, T, H, 513)}, ValueError,
+         "the head dim of q must be between 1 and 512, got 513"),
+        ({"q": zeros(1, T, H, 257).requires_grad_(), "k": zeros(1, T, H, 257)}, ValueError,
          "the head dim of q must be between 1 and 256, got 257"),
         ({"log_decay": zeros(1, T, H)}, ValueError,
          "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"),
