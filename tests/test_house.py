@@ -61,7 +61,9 @@ def test_imports_point_one_way(path: Path) -> None:
         return
     for imported in imports_of(path):
         assert floor_of(imported) <= floor_of(module), f"{module} imports {imported}, which is above it"
-        assert module.endswith("definition") or not imported.endswith("definition"), f"{module} imports {imported}: definitions are for tests and docs"
+        assert module.endswith("definition") or not imported.endswith("definition"), (
+            f"{module} imports {imported}: definitions are for tests and docs"
+        )
         back_end, other = back_end_of(module), back_end_of(imported)
         assert back_end is None or other in (None, back_end), f"{module} imports {imported}, another implementation"
 
