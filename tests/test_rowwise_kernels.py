@@ -47,7 +47,7 @@ def norms(width: int, dtype: torch.dtype = BF16, rows: int = 70) -> dict[str, Ca
         f"l2_norm {width} {dtype}": lambda: l2_norm(leaf(rows, width, dtype=dtype)),
         f"gated rms_norm {width} {dtype}": all_of(rms_norm, bias=False),
         f"gated layer_norm {width} {dtype}": all_of(layer_norm),
-        f"group_norm {width} {dtype}": all_of(group_norm, 2),
+        f"group_norm {width} {dtype}": all_of(group_norm, 2 if width % 2 == 0 else 1),
         f"strided rms_norm {width} {dtype}": lambda: rms_norm(leaf(5, width, rows, dtype=dtype).mT, leaf(width)),
     }
 
