@@ -131,7 +131,7 @@ def measure(
 
     changed = {} if values is None else dict(zip(wanted.fields, values, strict=True))
     found: dict[str, Any] = {"table": values is None, "tiles": changed}
-    plans.plan.cache_clear()
+    plans.cached_plan.cache_clear()
     try:
         with mock.patch.object(package, "tiles", replaced), mock.patch.object(plans, "tiles", replaced):
             results = gradients(lambda y: ours(wanted.row, y), x, do)
@@ -139,7 +139,7 @@ def measure(
     except Exception as error:  # a candidate may not fit
         return {**found, "failed": message(error)}
     finally:
-        plans.plan.cache_clear()
+        plans.cached_plan.cache_clear()
     first = first or results
     own = {name: ms for name, ms in times.items() if name.startswith(wanted.kernels)}
     apart = max(((t.float() - first[n].float()).norm() / first[n].float().norm()).item() for n, t in results.items())

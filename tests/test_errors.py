@@ -210,7 +210,9 @@ def test_a_mixture_of_dtypes(op: str) -> None:
     """The second tensor in bfloat16 beside float32: an error where the two belong together."""
     call, (first, *rest) = full_call(op), tensors(op)
     together = [name for name in rest if tiny_call(op, torch.bfloat16).get(name, call[first]).dtype == torch.bfloat16]
-    together = [name for name in together if not name.startswith(("cos", "sin", "weight", "advantages", "teacher_", "dt_bias"))]
+    together = [
+        name for name in together if not name.startswith(("cos", "sin", "weight", "advantages", "teacher_", "dt_bias"))
+    ]
     for name in together:
         text = error_of(op, call | {name: call[name].bfloat16()}, TypeError)
         assert_names_an_argument(op, text, r"{name} must have dtype (\w+) like \w+, got \w+")
@@ -419,7 +421,8 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
          "the head dim of q must be between 1 and 256, got 257"),
         ({"log_decay": zeros(1, T, H)}, ValueError,
          "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"),
-        ({"cu_seqlens_k": torch.tensor([0, T])}, ValueError, "cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None"),
+        ({"cu_seqlens_k": torch.tensor([0, T])}, ValueError,
+         "cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None"),
         ({"cu_seqlens": torch.tensor([0, T]), "cu_seqlens_k": torch.tensor([0, 2, T])}, ValueError,
          "cu_seqlens_k must have shape [2], got [3]"),
         ({"impl": "sdpa", "sink": zeros(H)}, ValueError,

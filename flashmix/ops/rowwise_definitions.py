@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def relu2(x: Tensor) -> Tensor:
     return relu(x) ** 2
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": torch.sigmoid,
     "gelu": gelu,

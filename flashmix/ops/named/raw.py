@@ -205,7 +205,9 @@ def hgrn2(
     dims("log_forget", log_forget, "B T H K")
     check_same_heads(q, "q", v)
     check_operands(q, v, {}, None, log_forget, initial_state, cu_seqlens, {"log_decay": "log_forget"})
-    k = torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))  # expm1's gradient adds 1 to -1 + f
+    k = torch.where(
+        log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget)
+    )  # expm1's gradient adds 1 to -1 + f
     return linear_attention(
         q, k.to(q.dtype), v, log_forget, scale=scale, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
         impl=impl,

@@ -53,8 +53,8 @@ class Call:
     @staticmethod
     def of(x: Operands, scale: float, read_before: bool) -> Call:
         problem = Problem.of(x, read_before)
-        heads = tuple(1 if t is None else t.shape[2] for t in (x.q, x.a, x.k, x.b))
-        its = plan(problem, heads, torch.get_float32_matmul_precision())
+        a, k, b = (1 if t is None else t.shape[2] for t in (x.a, x.k, x.b))
+        its = plan(problem, (x.q.shape[2], a, k, b))
         own = {
             name: t.contiguous()
             for name in ("q", "k", "v", "beta", "a", "b", "g", "initial_state")

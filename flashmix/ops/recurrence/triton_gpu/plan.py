@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Gate, Problem, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.compiled import Kernel
@@ -15,7 +17,7 @@ from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel, segments_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
-from flashmix.ops.recurrence.triton_gpu.table import tiles
+from flashmix.ops.recurrence.triton_gpu.table import Tiles, tiles
 
 _RULES = {Rule.LINEAR: 0, Rule.TIED: 1, Rule.UNTIED: 2, Rule.DPLR: 3}
 _GATES = {Gate.NONE: 0, Gate.HEAD: 1, Gate.TOKEN: 2, Gate.CHANNEL: 3}
@@ -25,8 +27,8 @@ SLOTS = {Rule.LINEAR: 1, Rule.TIED: 2, Rule.UNTIED: 2, Rule.DPLR: 4}
 class Plan:
     """The tiles and kernels of a problem whose operands q, a, k, b have `heads`."""
 
-    def __init__(self, problem: Problem, heads: tuple[int, int, int, int]) -> None:
-        self.tiles = tiles(problem)
+    def __init__(self, problem: Problem, heads: tuple[int, int, int, int], table: Tiles) -> None:
+        self.tiles = table
         self.exact = problem.dtype == torch.float32  # then decays are summed in float64
         self.heads = heads
         if problem.rule is Rule.TIED:
@@ -111,6 +113,16 @@ class Plan:
         }
 
 
+def plan(problem: Problem, heads: tuple[int, int, int, int]) -> Plan:
+    """The plan of a problem; lengths and batches share one, as far as they are cut alike."""
+    kind = replace(problem, batch=0, tokens=0, sequences=0)
+    segments = tiles(problem).segments
+    return cached_plan(kind, heads, segments, torch.get_float32_matmul_precision(), _gpu.target(problem.device))
+
+
 @lru_cache(maxsize=1024)
-def plan(problem: Problem, heads: tuple[int, int, int, int], precision: str) -> Plan:
-    return Plan(problem, heads)
+def cached_plan(
+    kind: Problem, heads: tuple[int, int, int, int], segments: int, precision: str, target: _gpu.Target
+) -> Plan:
+    """What a plan depends on is its key; float32 precision and the card are looked up by the table."""
+    return Plan(kind, heads, replace(tiles(kind), segments=segments))
