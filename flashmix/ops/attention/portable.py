@@ -36,18 +36,18 @@ def forward(
     batch, tokens, heads_q, _ = q.shape
     o = _new_like(q, boundaries, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
     # the lowest number, not -inf: the difference of two of them is 0
-    top = torch.full((batch, tokens, heads_q, 1), torch.finfo(dtype).min, dtype=dtype, device=q.device)
+    lowest = torch.finfo(dtype).min
+    top = torch.full((batch, tokens, heads_q, 1), lowest, dtype=dtype, device=q.device)
     total = torch.zeros_like(top)
+    start: tuple[Tensor, Tensor] | None = None
     if features[0] is not None:
-        sink = features[0].to(dtype)[:, None] * LOG2_E
-        top = top.maximum(sink)
-        total = torch.exp2(sink - top)
+        sink = features[0].to(dtype) * LOG2_E
+        start = sink.clamp(min=lowest), torch.exp2(sink - sink.clamp(min=lowest))
+        top, total = (x[:, None].expand_as(top).clone() for x in start)
     workspace = Workspace()
     for part in parts(q, k, boundaries, score):
         tiles = Tiles(q, k, features, part, score, dtype, workspace)
-        tops, totals = to_row_blocks(top, part, dtype), to_row_blocks(total, part, dtype)
-        mixed = _attend(tiles, to_keys(v, part, dtype), tops, totals)
-        for x, blocks in ((o, mixed), (top, tops), (total, totals)):
+        for x, blocks in zip((o, top, total), _attend(tiles, to_keys(v, part, dtype), start), strict=True):
             write_row_blocks(x, blocks, part)
     top, total = (x[..., 0].transpose(1, 2).contiguous() for x in (top, total))
     # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
@@ -113,33 +113,42 @@ def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: i
     return x.new_empty(shape) if boundaries[0] is None and tokens else x.new_zeros(shape)
 
 
-def _attend(tiles: Tiles, v: Tensor, tops: Tensor, totals: Tensor) -> Tensor:
-    """o `[pairs, blocks, R * rows, V]`; m and l, `[pairs, blocks, R * rows, 1]`, start as given and end complete."""
+def _attend(tiles: Tiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """o `[pairs, blocks, R * rows, V]`, and m and l, `[pairs, blocks, R * rows, 1]`; `start`: what a sink begins them with."""
     o = v.new_empty(*tiles.q.shape[:3], v.shape[2])
+    tops, totals = (v.new_empty(*tiles.q.shape[:3], 1) for _ in range(2))
+    lowest = torch.finfo(v.dtype).min
+    begin = (None, None) if start is None else tuple(tiles.of_rows(x) for x in start)
     for block in range(tiles.q.shape[1]):
-        top, total, mixed = tops[:, block], totals[:, block], None
+        (top, total), mixed = begin, None
         for tile in tiles.of_block(block):
             scores = tiles.products(tile)
             if tiles.score.softcap is not None:
                 tiles.softcap_(scores).mul_(tiles.score.softcap * LOG2_E)
             tiles.add_biases_(scores, tile)
-            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            shrink = torch.exp2(top - new_top)
+            largest = scores.amax(-1, keepdim=True)
+            new_top = largest.clamp_(min=lowest) if top is None else torch.maximum(top, largest)
             p = scores.sub_(new_top).exp2_()
-            total = (total * shrink).add_(p.sum(-1, keepdim=True))
+            own = p.sum(-1, keepdim=True)
             if (factor := tiles.dropout_factor(tile)) is not None:
                 tiles.by_head(p).mul_(factor)
+            if top is not None and total is not None:
+                shrink = torch.exp2(top - new_top)
+                own = (total * shrink).add_(own)
+                if mixed is not None:
+                    mixed.mul_(shrink)
             if mixed is None:
                 mixed = tiles.product("mixed", p, v[:, tile.keys])
             else:
-                mixed.mul_(shrink).baddbmm_(p, v[:, tile.keys])
-            top = new_top
-        if mixed is None:
+                mixed.baddbmm_(p, v[:, tile.keys])
+            top, total = new_top, own
+        tops[:, block] = lowest if top is None else top
+        totals[:, block] = 0 if total is None else total
+        if mixed is None or total is None:
             o[:, block] = 0
         else:
             torch.div(mixed, total.masked_fill(total == 0, 1), out=o[:, block])
-        tops[:, block], totals[:, block] = top, total
-    return o
+    return o, tops, totals
 
 
 def _zeros_by_channel(x: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class Tiles:
         """`q k^T` of a tile, `[pairs, R * rows, keys]`, in the units of `units_of_products`."""
         return self.product("scores", self.q[:, tile.block], self.k[:, tile.keys].transpose(1, 2))
 
+    def of_rows(self, per_head: Tensor) -> Tensor:
+        """`[HQ]` at every row of a block, `[pairs, R * rows, 1]`."""
+        rows = self.part.repeated(per_head).expand(-1, -1, self.part.rows, 1)
+        return rows.reshape(self.q.shape[0], -1, 1)
+
     def by_head(self, x: Tensor) -> Tensor:
         """A tile as a view `[pairs, R, rows, keys]`."""
         return x.view(x.shape[0], self.part.group, self.part.rows, x.shape[2])
