@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.attention.problem import Score
 
 ROWS = 128  # queries of a block
@@ -102,14 +103,14 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def to_row_blocks(x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """The part of `[B, Tq, HQ, D]` as new memory `[pairs, blocks, R * rows, D]`, the last block padded with zeros.
+    """The part of `[B, Tq, HQ, D]` in scratch memory `[pairs, blocks, R * rows, D]`, the last block padded with zeros.
 
     The R query heads that share a key head lie below each other.
     """
     x = part.at_queries(x)
     sequences, tokens, heads_q, dim = x.shape
     shape = (sequences, heads_q // part.group, round_up(tokens, part.rows) // part.rows, part.group, part.rows, dim)
-    blocks = torch.empty(shape, dtype=dtype, device=x.device)
+    blocks = scratch.tile(x.new_empty(0, dtype=dtype), *shape)
     blocks[:, :, tokens // part.rows :].zero_()
     for of_blocks, of_tokens in _same_elements(blocks, x):
         of_blocks.copy_(of_tokens)
@@ -136,11 +137,12 @@ def _same_elements(blocks: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def to_keys(x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """The part of `[B, Tk, H, D]` as `[pairs, Tk padded to ROWS, D]`; for a few queries of one sequence an unpadded view."""
+    """The part of `[B, Tk, H, D]` in scratch memory `[pairs, Tk padded to ROWS, D]`; for a few queries of one sequence an unpadded view."""
     x = part.at_keys(x)
     sequences, tokens, heads, dim = x.shape
     if sequences == 1 and part.rows == FEW_ROWS and x.dtype == dtype and x.stride(3) == 1:
         return x[0].transpose(0, 1)
-    padded = x.new_zeros(sequences, heads, round_up(tokens, ROWS), dim, dtype=dtype)
+    padded = scratch.tile(x.new_empty(0, dtype=dtype), sequences, heads, round_up(tokens, ROWS), dim)
     padded[:, :, :tokens] = x.transpose(1, 2)
+    padded[:, :, tokens:] = 0
     return padded.view(sequences * heads, -1, dim)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.attention.blocks import parts, to_keys, to_row_blocks, write_row_blocks
 from flashmix.ops.attention.problem import Score
 from flashmix.ops.attention.tiles import LOG2_E, STRONGEST_DECAY, Features, Tile, Tiles, Workspace, units_of_products
@@ -46,6 +47,7 @@ def forward(
         top, total = (x[:, None].expand_as(top).clone() for x in start)
     workspace = Workspace()
     for part in parts(q, k, boundaries, score):
+        scratch.restart()
         tiles = Tiles(q, k, features, part, score, dtype, workspace)
         for x, blocks in zip((o, top, total), _attend(tiles, to_keys(v, part, dtype), start), strict=True):
             write_row_blocks(x, blocks, part)
@@ -83,6 +85,7 @@ def backward(
     d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
     workspace = Workspace()
     for part in parts(q, k, boundaries, score):
+        scratch.restart()
         d_o_blocks, *rows = (to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta))))
         tiles = Tiles(q, k, features, part, score, dtype, workspace)
         sums = _Gradients(tiles, to_keys(v, part, dtype), d_o_blocks.mul_(rows[0]), *rows[1:])
@@ -115,8 +118,8 @@ def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: i
 
 def _attend(tiles: Tiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
     """o `[pairs, blocks, R * rows, V]`, and m and l, `[pairs, blocks, R * rows, 1]`; `start`: what a sink begins them with."""
-    o = v.new_empty(*tiles.q.shape[:3], v.shape[2])
-    tops, totals = (v.new_empty(*tiles.q.shape[:3], 1) for _ in range(2))
+    o = scratch.tile(v, *tiles.q.shape[:3], v.shape[2])
+    tops, totals = (scratch.tile(v, *tiles.q.shape[:3], 1) for _ in range(2))
     lowest = torch.finfo(v.dtype).min
     begin = (None, None) if start is None else tuple(tiles.of_rows(x) for x in start)
     for block in range(tiles.q.shape[1]):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.recurrence.portable.gate import make_decay, matmul
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
-from flashmix.ops.recurrence.portable.scratch import scratch
 from flashmix.ops.recurrence.portable.state import Decay, state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
 from flashmix.ops.recurrence.portable.tiles import Gradients, Tiles, load_tiles, row_kinds, target

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.ops.recurrence.portable.scratch import scratch
+from flashmix.ops._scratch import scratch
 
 
 @dataclass(frozen=True)

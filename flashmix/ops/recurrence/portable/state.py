@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
-from flashmix.ops.recurrence.portable.scratch import scratch
 from flashmix.ops.recurrence.portable.value_gate import ValueDecay
 
 Decay = NoDecay | TokenDecay | ChannelDecay | ValueDecay

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.recurrence.portable.gate import Row
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
-from flashmix.ops.recurrence.portable.scratch import scratch
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmix.ops._scratch import scratch
 from flashmix.ops.recurrence.portable.gate import (
     Row,
     _add_rows,
@@ -26,7 +27,6 @@ from flashmix.ops.recurrence.portable.gate import (
     _row_factors,
     _sweep,
 )  # fmt: skip
-from flashmix.ops.recurrence.portable.scratch import scratch
 
 
 class ValueDecay(_Gated):

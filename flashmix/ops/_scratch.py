@@ -1,4 +1,4 @@
-"""Memory for the tiles of one slab, kept from slab to slab and from call to call.
+"""Memory for the tiles that a portable implementation works on, kept from one to the next and from call to call.
 
 On the CPU a fresh tile costs a page fault every 4 KiB and finds nothing in cache; that was a third to half of the time of a call.
 """
@@ -11,7 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-# What a thread keeps at most. Slabs are small, so this is seldom reached; what does not fit is allocated as usual.
+# What a thread keeps at most; what does not fit is allocated as usual. Implementations share it: one op runs at a time in a thread.
 LIMIT = 64 << 20
 
 
