@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,13 @@ STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).pa
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters and op != "attention_with_cache"]
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny here: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def same_numbers() -> None:
+    """Random tensors are the same in any order of the tests."""
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def outputs(op: str, call: dict[str, Any]) -> list[Tensor]:
