@@ -18,7 +18,15 @@ RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else 
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
 SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING else ((128, 128),)
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
-STACK = 2048  # bytes a thread, spills included, of the worst: gradients of keys with a decay a channel
+# Bytes of stack a thread, spills included, of the worst target; a kernel that is not here has none.
+STACK = {
+    "state_forward_kernel": 520,
+    "state_backward_kernel": 328,
+    "output_backward_kernel": 200,
+    "channel_scores_forward_kernel": 88,
+    "channel_output_backward_kernel": 1008,
+}
+STACK_OF_ANY = 2048  # the same of all rules, gates, dtypes and sizes
 
 
 def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
@@ -41,7 +49,8 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
             for launch in found:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
-                assert made.stack <= STACK, (launch.key, made.stack)
+                allowed = STACK_OF_ANY if EVERYTHING else STACK.get(launch.name, 0)
+                assert made.stack <= allowed, (launch.key, made.stack)
 
 
 def test_a_longer_sequence_or_another_packing_compiles_nothing_new():
