@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashmix.ops.recurrence.triton_gpu.launch import DIRECT, _hooked
+from flashmix.ops.recurrence.triton_gpu.launch import DIRECT, hooked
 
 
 class Kernel:
@@ -31,7 +31,7 @@ class Kernel:
         kinds = [None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors]
         key = (device, *kinds, *(number >= 2**31 for number in numbers))
         made = self._made.get(key)
-        if made is None or _hooked():
+        if made is None or hooked():
             made = self.kernel[(grid,)](*tensors, *numbers, **self.constants)
             if DIRECT and isinstance(made, triton.compiler.CompiledKernel):
                 self._made[key] = made

@@ -33,7 +33,7 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
-        if self._run is None or device.index != torch.cuda.current_device() or _hooked():
+        if self._run is None or device.index != torch.cuda.current_device() or hooked():
             with _gpu.on(device):
                 self._first(tensors)
             return
@@ -55,7 +55,7 @@ class Launch:
         self._run = launcher.launch  # last: another thread may be looking
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a profiler wants to see launches: then they are ordinary ones."""
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
