@@ -28,7 +28,7 @@ class Target:
     multiprocessors: int
 
 
-def _constant_when_compiled(function: Answer) -> Answer:
+def constant_when_compiled(function: Answer) -> Answer:
     """`torch.compiler.assume_constant_result`, which would import the compiler to set this mark."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -53,7 +53,7 @@ def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def _triton() -> tuple[int, ...]:
     return _parsed_triton()
 
@@ -64,7 +64,7 @@ def _parsed_triton() -> tuple[int, ...]:
     return () if version is None else tuple(int(part) for part in version.split(".")[:2])
 
 
-@_constant_when_compiled
+@constant_when_compiled
 def target(device: torch.device) -> Target:
     """The facts of `device`; for CPU tensors (the interpreter) those of a Hopper card."""
     if device.type != "cuda":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashmix import _gpu
 from flashmix._checks import (
     check_dtype,
     check_floating,
@@ -87,13 +88,15 @@ def head_inputs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
     """The dtype that autocast wants of `hidden`, or None: it is off, or unknown on this device, or passes float64 by."""
     kind = hidden.device.type
-    if (
-        hidden.dtype == torch.float64
-        or not torch.amp.is_autocast_available(kind)
-        or not torch.is_autocast_enabled(kind)
-    ):
+    if hidden.dtype == torch.float64 or not _knows_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+@_gpu.constant_when_compiled
+def _knows_autocast(kind: str) -> bool:
+    """Whether autocast may be asked about devices of this kind: it may not about "meta". Compilers cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def rows_at_once(chunk: int | None, vocabulary: int) -> int:

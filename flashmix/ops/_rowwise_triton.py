@@ -126,10 +126,10 @@ def sigmoid(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def sigmoid_slope(x, PRECISE: tl.constexpr):
-    """`s (1 - s)` of `s = sigmoid(x)`, whose second factor would lose its digits where s is near 1."""
+    """`s (1 - s)` of `s = sigmoid(x)`, as `e / (1 + e)^2` of `e = e^-|x|`: 1 - s would lose its digits where s is near 1."""
     small = exp_of_minus(tl.abs(x), PRECISE)
-    share = tl.div_rn(1.0, 1.0 + small) if PRECISE else 1.0 / (1.0 + small)
-    return small * share * share
+    whole = 1.0 + small * (2.0 + small)
+    return tl.div_rn(small, whole) if PRECISE else small / whole
 
 
 @triton.jit
