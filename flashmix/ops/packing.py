@@ -68,7 +68,9 @@ class Packing:
         """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
         if self._sequence is None:
             tokens = torch.arange(self.total, device=self.cu_seqlens.device)
-            self._sequence = torch.searchsorted(self.cu_seqlens[1:].to(torch.int64), tokens, right=True)
+            # Not searched in cu_seqlens[1:]: Inductor (torch 2.11, 2.13) forgets where such a view starts.
+            after = torch.searchsorted(self.cu_seqlens.to(torch.int64), tokens, right=True)
+            self._sequence = (after - 1).clamp(min=0)
         return self._sequence
 
     @property
