@@ -15,20 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix.ops._rowwise_triton import exp_of_minus
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from flashmix.ops._rowwise_triton import divided, exp_of_minus
 
 
 @triton.jit
 def _exp(x, PRECISE: tl.constexpr):
-    """`e^x` of `x <= 0`; PRECISE: to a rounding step of float32."""
-    return exp_of_minus(-x, True) if PRECISE else tl.exp2(x * LOG2E)
-
-
-@triton.jit
-def _divided(x, y, PRECISE: tl.constexpr):
-    return tl.div_rn(x, y) if PRECISE else x / y
+    """`e^x` of `x <= 0`."""
+    return exp_of_minus(-x, PRECISE)
 
 
 @triton.jit
@@ -37,9 +30,9 @@ def _tanh(x, PRECISE: tl.constexpr):
     square = x * x
     small = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     t = _exp(-2 * tl.abs(x), PRECISE)
-    large = _divided(1 - t, 1 + t, PRECISE)
+    large = divided(1 - t, 1 + t, PRECISE)
     y = tl.where(tl.abs(x) < 0.3, small, tl.where(x < 0, -large, large))
-    return y, tl.where(tl.abs(y) < 0.7, 1 - y * y, _divided(4 * t, (1 + t) * (1 + t), PRECISE))
+    return y, tl.where(tl.abs(y) < 0.7, 1 - y * y, divided(4 * t, (1 + t) * (1 + t), PRECISE))
 
 
 @triton.jit
@@ -52,7 +45,7 @@ def _scores(logits, bias, column, there, scale, softcap, HAS_BIAS: tl.constexpr,
     slope = 1.0
     if SOFTCAP:
         PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
-        share, slope = _tanh(_divided(z, softcap, PRECISE), PRECISE)
+        share, slope = _tanh(divided(z, softcap, PRECISE), PRECISE)
         z = softcap * share
     return z, slope
 
@@ -131,7 +124,7 @@ def cross_entropy_backward_kernel(
     z, slope = _scores(logits + row * stride, bias, column, there, scale, softcap, HAS_BIAS, SOFTCAP)  # [BLOCK]
     PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
     p = _exp(z - level, PRECISE)
-    p = tl.div_rn(p, whole) if PRECISE else p * (1 / whole)
+    p = divided(p, whole, PRECISE)
     dz = (
         p * (1 + 2 * z_loss * (level + tl.log(whole)))
         - tl.where(column == wanted, 1 - smoothing, 0.0)

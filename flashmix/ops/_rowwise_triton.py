@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from flashmix import _gpu
 
-FLOAT32_REGISTERS = 32  # elements of one tensor that a thread holds at most, so that nothing spills
+INTERPRETED = tl.constexpr(_gpu.interpreted())  # the interpreter knows no assembly
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,10 @@ def row_starts(rows, count, sizes, strides, WIDTH: tl.constexpr, OUTER: tl.const
 
 @triton.jit
 def exp_of_minus(x, PRECISE: tl.constexpr):
-    """`e^-x` of `x >= 0`. PRECISE: to a rounding step of float32, which the product `x log2(e)` alone would lose."""
+    """`e^-x`. PRECISE: of `x >= 0`, to a rounding step of float32, which the product `x log2(e)` alone would lose.
+
+    Else to some bits more than narrow numbers have, in two instructions: kernels that read those are bound by instructions.
+    """
     if PRECISE:
         halvings = tl.floor(x * 1.4426950408889634 + 0.5)
         rest = (x - halvings * 0.693359375) + halvings * 2.12194440e-4  # ln 2 in two parts, the first product exact
@@ -110,26 +112,43 @@ def exp_of_minus(x, PRECISE: tl.constexpr):
         series = series * rest + 0.5
         series = series * rest - 1.0
         return tl.exp2(-halvings) * (series * rest + 1.0)
-    else:
+    elif INTERPRETED:
         return tl.exp(-x)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, e; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def divided(x, y, PRECISE: tl.constexpr):
+    """`x / y`; PRECISE: rounded once. Else not for |y| past 2^126, whose reciprocal is taken for 0."""
+    if PRECISE:
+        return tl.div_rn(x, y)
+    elif INTERPRETED:
+        return x / y
+    else:
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def sigmoid(x, PRECISE: tl.constexpr):
-    """`1 / (1 + e^-x)`, without overflow: the exponential is of a number below 0."""
-    small = exp_of_minus(tl.abs(x), PRECISE)
+    """`1 / (1 + e^-x)`; PRECISE: the exponential is of a number below 0."""
     if PRECISE:
-        return tl.div_rn(tl.where(x >= 0, 1.0, small), 1.0 + small)
+        small = exp_of_minus(tl.abs(x), True)
+        return divided(tl.where(x >= 0, 1.0, small), 1.0 + small, True)
     else:
-        return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+        return divided(1.0, 1.0 + exp_of_minus(x, False), False)
 
 
 @triton.jit
 def sigmoid_slope(x, PRECISE: tl.constexpr):
     """`s (1 - s)` of `s = sigmoid(x)`, as `e / (1 + e)^2` of `e = e^-|x|`: 1 - s would lose its digits where s is near 1."""
     small = exp_of_minus(tl.abs(x), PRECISE)
-    whole = 1.0 + small * (2.0 + small)
-    return tl.div_rn(small, whole) if PRECISE else small / whole
+    return divided(small, 1.0 + small * (2.0 + small), PRECISE)
 
 
 @triton.jit
@@ -155,7 +174,11 @@ def activation(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
 def activation_slope(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
     """The derivative of `activation`."""
     if NAME == "silu":
-        return sigmoid(x, PRECISE) + x * sigmoid_slope(x, PRECISE)
+        share = sigmoid(x, PRECISE)
+        if PRECISE:
+            return share + x * sigmoid_slope(x, True)
+        else:
+            return share * (1.0 + x * (1.0 - share))
     elif NAME == "sigmoid":
         return sigmoid_slope(x, PRECISE)
     elif NAME == "gelu":
@@ -202,7 +225,3 @@ def numbers_on(device: torch.device, values: tuple[int, ...]) -> Tensor:
     """`values` as an int32 tensor that stays on `device`; made once, so that calls do not wait for a copy."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def dtype_of(tensor: Tensor | None, other: Any = None) -> torch.dtype | None:
-    return other if tensor is None else tensor.dtype

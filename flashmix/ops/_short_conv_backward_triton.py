@@ -24,7 +24,6 @@ from flashmix.ops._short_conv_forward_triton import (
     _place,
     _state_row,
     _taps,
-    short_sigmoid,
 )
 
 
@@ -32,11 +31,7 @@ from flashmix.ops._short_conv_forward_triton import (
 def _du(past, x, dy, taps, bias, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
     """The gradient of a row before its activation, float32."""
     du = dy.to(tl.float32)
-    if ACTIVATION == "silu" and not PRECISE:
-        u = _convolved(past, x, taps, bias, WIDTH)
-        share = short_sigmoid(u)
-        du *= share * (1.0 + u * (1.0 - share))
-    elif ACTIVATION != "":
+    if ACTIVATION != "":
         du *= activation_slope(_convolved(past, x, taps, bias, WIDTH), ACTIVATION, PRECISE)
     return du
 

@@ -24,26 +24,6 @@ STRIDES = ["channels", "x_batch", "x_row", "r_batch", "r_row", "dy_batch", "dy_r
 
 
 @triton.jit
-def short_sigmoid(u):
-    """The sigmoid to some bits more than narrow numbers have, in five instructions: what bounds these kernels' speed."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.ftz.f32 e, e, 0f3F800000; "
-        "rcp.approx.ftz.f32 $0, e; }",
-        "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _activated(u, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
-    """The activation; "" is none."""
-    if ACTIVATION == "silu" and not PRECISE:
-        u = u * short_sigmoid(u)
-    elif ACTIVATION != "":
-        u = activation(u, ACTIVATION, PRECISE)
-    return u
-
-
-@triton.jit
 def _part_of(column, channels, BLOCK: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr):
     """Of a block of channels: its part, its first channel there, and the channels of the parts before (like `channels`)."""
     part, first, before = 0, column * BLOCK, 0
@@ -245,7 +225,8 @@ def short_conv_forward_kernel(
                 past = _begin(past, state, m, position, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
                 value = loaded[i].to(tl.float32)
                 u = _convolved(past, value, taps, shift, WIDTH)
-                u = _activated(u, ACTIVATION, PRECISE)
+                if ACTIVATION != "":
+                    u = activation(u, ACTIVATION, PRECISE)
                 if HAS_RESIDUAL:
                     where = _offset(row, m, position, r_batch[0].to(tl.int64), r_row[0].to(tl.int64), MODE, ALIGN)
                     u += tl.load(residual[0] + where + d, mask=inside & (row < limit), other=0.0).to(tl.float32)
