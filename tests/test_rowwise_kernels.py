@@ -141,7 +141,13 @@ FAST = {
     "group_norm 65536 torch.bfloat16",
 }
 # Bytes of stack that a kernel of a call may take, where it takes any.
-STACK = {"l2_norm 8192 torch.bfloat16": 8}
+STACK = {
+    "l2_norm 8192 torch.bfloat16": 8,
+    "gated layer_norm 1000 torch.bfloat16": 16,
+    "group_norm 1000 torch.bfloat16": 8,
+    "gated layer_norm 65536 torch.bfloat16": 8,
+    "group_norm 65536 torch.bfloat16": 8,
+}
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 

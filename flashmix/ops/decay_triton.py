@@ -30,7 +30,11 @@ from flashmix.ops._rowwise_triton import (
     sum_columns,
 )
 
-TILE, TILE_BACKWARD, WARPS, WIDEST_BLOCK, PROGRAMS = 2048, 1024, 4, 128, 8
+TILE, TILE_BACKWARD, WARPS, WIDEST_BLOCK = 2048, 1024, 4, 128
+PROGRAMS, STAGES = (
+    {2: 6, 4: 4},
+    3,
+)  # backward: programs that a multiprocessor holds at once (narrow, float32), tiles on their way
 
 
 @triton.jit
@@ -84,7 +88,7 @@ def gate_forward_kernel(
 def gate_backward_kernel(
     x_ptr, A_ptr, bias_ptr, dg_ptr, dx_ptr, dA_ptr, dbias_ptr, count, parts, sizes, x_at, dg_at, factor,
     KIND: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, OUTER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p sums a block of columns over every `parts`-th tile of rows."""
     PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -95,7 +99,7 @@ def gate_backward_kernel(
     dA = tl.zeros([ROWS, BLOCK], tl.float32)
     if KIND != "write_strength":
         rate, bias = parameters(A_ptr, bias_ptr, column, WIDTH, CHANNELS)  # [1, BLOCK]
-    for tile in range(part, tl.cdiv(count, ROWS), parts):
+    for tile in tl.range(part, tl.cdiv(count, ROWS), parts, num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         there = (row < count)[:, None] & (column < WIDTH)
         start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
@@ -160,13 +164,13 @@ class Gate:
         rows, channels = _tokens(bias, x, grads[0])
         width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
         blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.count, TILE_BACKWARD // block)
-        parts = min(tiles, triton.cdiv(programs_for(2**31 - 1, x.device, PROGRAMS), blocks))
+        parts = min(tiles, max(1, programs_for(2**31 - 1, x.device, PROGRAMS[x.element_size()]) // blocks))
         partials = [None if t is None else x.new_empty((parts, width), dtype=torch.float32) for t in (dA, dbias)]
         gate_backward_kernel[(blocks * parts,)](
             rows.tensors[0], _packed(A_log), _packed(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
             *rows.strides, factor,
             KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE_BACKWARD // block, BLOCK=block,
-            num_warps=WARPS,
+            STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
         if partials[0] is not None and dA is not None:
             each = dA if channels == 1 else dA.new_empty(width, dtype=torch.float32)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix import _gpu
 from flashmix.ops import norm_wide_triton as wide
 from flashmix.ops._rowwise import Options, Tensors
 from flashmix.ops._rowwise_triton import (
@@ -53,7 +54,6 @@ def norm_forward_kernel(
         h += tl.load(residual_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
         if h_ptr is not None:
             rounded = h.to(h_ptr.dtype.element_ty)
-            tl.store(h_ptr + packed, rounded, mask=there)
             h = rounded.to(tl.float32)
     if gate_ptr is not None:
         start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
@@ -72,7 +72,14 @@ def norm_forward_kernel(
         y += tl.load(bias_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)
     if gate_ptr is not None:
         y *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
+    if residual_ptr is not None and h_ptr is not None:
+        tl.store(h_ptr + packed, rounded, mask=there)
     tl.store(y_ptr + packed, y.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -81,7 +88,7 @@ def norm_backward_kernel(
     dh_ptr, dgate_ptr, dweight_ptr, dbias_ptr,
     count, sizes, h_at, gate_at, dy_at, extra_at,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, DIVISOR: tl.constexpr, CENTER: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the tiles p // GROUPS, p // GROUPS + programs / GROUPS, ... of group p % GROUPS."""
     tokens = count // GROUPS
@@ -97,7 +104,7 @@ def norm_backward_kernel(
         dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     if dbias_ptr is not None:
         dbias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(first, tl.cdiv(tokens, ROWS), tl.num_programs(0) // GROUPS):
+    for tile in tl.range(first, tl.cdiv(tokens, ROWS), tl.num_programs(0) // GROUPS, num_stages=STAGES):
         token = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         row = token * GROUPS + group
         there = (token < tokens)[:, None] & (column < WIDTH)
@@ -126,9 +133,11 @@ def norm_backward_kernel(
             dweight += dy * n
         if dh_ptr is not None:
             dn = dy * weight if weight_ptr is not None else dy
-            dn -= n * (tl.sum(dn * n, 1) / DIVISOR)[:, None]
-            if CENTER:
-                dn -= (tl.sum(dn, 1) / WIDTH)[:, None]
+            if CENTER:  # the mean of what is taken off is that of dn: n has mean 0 but for rounding
+                along, total = tl.reduce((dn * n, dn), 1, add_pairs)
+                dn -= n * (along / DIVISOR)[:, None] + (total / WIDTH)[:, None]
+            else:
+                dn -= n * (tl.sum(dn * n, 1) / DIVISOR)[:, None]
             dh = dn * scale
             if extra_ptr is not None:
                 start = row_starts(row, count, sizes, extra_at, WIDTH, OUTER)
@@ -143,26 +152,37 @@ def norm_backward_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a program's tile and its warps; with a backward, how many programs a multiprocessor gets."""
+    """Rows of a program's tile and its warps; with a backward, programs a multiprocessor and tiles on their way at once."""
 
     rows: int
     warps: int
     programs: int = 1
+    stages: int = 1
 
 
-def forward_tile(block: int) -> Tile:
+# Programs of 4 warps that the registers of a multiprocessor hold at once: narrow and float32 rows, plain, with a bias, with
+# a gate, with both. One more would run when these are done.
+PROGRAMS = {2: (6, 5, 5, 3), 4: (4, 4, 2, 2)}
+
+
+def forward_tile(block: int, residual: bool) -> Tile:
     """By the width alone: a row's bits must not depend on how many there are."""
     if block >= 4096:
-        return Tile(1, 8 if block == 4096 else 16)
-    return Tile(max(1, 2048 // block), 4)
+        return Tile(1, 16 if residual or block > 4096 else 8)
+    return Tile(max(1, 1024 // block), 2) if block <= 128 else Tile(2048 // block, 4)
 
 
-def backward_tile(block: int, extras: int) -> Tile:
-    """`extras`: how many of a bias and a gate there are. As many programs as a multiprocessor's registers hold."""
-    if block >= 2048:
-        programs = {2048: (6, 5, 3), 4096: (3, 2, 1), 8192: (1, 1, 1)}[block]
-        return Tile(1, block // 512, programs[extras])
-    return Tile(2048 // block, 4, (6, 5 if block > 512 else 6, 4)[extras])
+def backward_tile(block: int, itemsize: int, bias: bool, gate: bool, shared_memory: int) -> Tile:
+    """As many programs as fit at once; where those are few, the next two rows of each are on their way, if there is room."""
+    rows, warps = max(1, 2048 // block), max(4, block // 512)
+    programs = PROGRAMS[itemsize][bias + 2 * gate] - (block == 512 and itemsize == 2)
+    programs = max(1, programs * 4 // warps)
+    if block < 2048 or (programs * warps > 16 and not bias and not gate):
+        return Tile(rows, warps, programs)
+    programs = min(programs, 16 // warps)
+    coming = 2 * programs * block * itemsize * (3 + gate)  # h, dy, perhaps a gradient of h itself, the gate
+    pays = coming <= shared_memory - 2**14 and not (gate and itemsize == 4)
+    return Tile(rows, warps, programs, 3 if pays else 1)
 
 
 class Norm:
@@ -204,7 +224,7 @@ class Norm:
             wide.norm_forward(rows.count, arguments, flags)
             return
         block = power_of_two(width)
-        tile = forward_tile(block)
+        tile = forward_tile(block, residual is not None)
         norm_forward_kernel[(triton.cdiv(rows.count, tile.rows),)](
             *arguments, **flags, ROWS=tile.rows, BLOCK=block, num_warps=tile.warps
         )
@@ -236,7 +256,9 @@ class Norm:
             wide.norm_backward(rows.count, read, (dh, dgate, dweight, dbias), where, flags)
             return
         block = power_of_two(width)
-        tile = backward_tile(block, (gate is not None) + (bias is not None))
+        size = max(t.element_size() for t in (h, gate, dy) if t is not None)
+        shared = _gpu.target(rows.device).shared_memory
+        tile = backward_tile(block, size, bias is not None, gate is not None, shared)
         each = triton.cdiv(rows.count // groups, tile.rows)
         if dweight is not None or dbias is not None:
             each = programs_for(each, rows.device, max(1, tile.programs // groups))
@@ -244,8 +266,9 @@ class Norm:
             None if t is None else t.new_empty((each, t.numel()), dtype=torch.float32) for t in (dweight, dbias)
         ]
         norm_backward_kernel[(each * groups,)](
-            *read, dh, dgate, *partials, rows.count, *where, **flags, ROWS=tile.rows, BLOCK=block, num_warps=tile.warps
-        )
+            *read, dh, dgate, *partials, rows.count, *where, **flags, ROWS=tile.rows, BLOCK=block, STAGES=tile.stages,
+            num_warps=tile.warps,
+        )  # fmt: skip
         for partial, out in zip(partials, (dweight, dbias), strict=True):
             if partial is not None and out is not None:
                 sum_columns(partial, out)
