@@ -13,9 +13,11 @@ import pytest
 import torch
 from attention_cases import EVERYTHING, Case, make_call
 from budget import assert_within_budget
+from model_cases import left_padded, make_model, some_tokens
 from torch import Tensor
 
 from flashmix import Packing, explain
+from flashmix.models.generate import generate
 from flashmix.ops.attention import KVCache, attention_with_cache, definition, softmax_attention
 
 pytestmark = pytest.mark.gpu
@@ -413,6 +415,16 @@ def test_long_and_adversarial_inputs_are_within_budget(case: Case, tokens: int, 
         seen = wanted != -torch.inf
         assert torch.equal(found[name] == -torch.inf, ~seen)
         assert_within_budget(name, found[name][seen], wanted[seen], baseline[name][seen], dtype)
+
+
+@pytest.mark.parametrize("name", ["transformer", "hybrid", "qwen3_next_like"])
+def test_a_model_generates_what_it_does_on_the_cpu(name: str) -> None:
+    """Prompts of unequal length, then a token at a time from the caches, float32 on both."""
+    model = make_model(name, torch.float32)
+    tokens, mask = left_padded([some_tokens(1, length, seed=length) for length in (1, 70, 4)])
+    wanted = generate(model, tokens, 40, attention_mask=mask)
+    found = generate(model.cuda(), tokens.cuda(), 40, attention_mask=mask.cuda())
+    assert torch.equal(found.cpu(), wanted)
 
 
 def test_explain_names_triton() -> None:

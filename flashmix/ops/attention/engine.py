@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,8 +94,7 @@ def _load(impl: str) -> Any:
     return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == impl).load()
 
 
-@torch.library.custom_op("flashmix::softmax_attention", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -117,8 +117,7 @@ def _forward(
         return _load(impl).forward(q, k, v, (sink, alibi_slopes, log_decay, seed), (cu_seqlens, cu_seqlens_k), score)
 
 
-@_forward.register_fake
-def _(
+def _fake_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -136,8 +135,7 @@ def _(
     return o, lse, [q.new_empty(batch, heads, tokens, dtype=dtype) for _ in range(2)]
 
 
-@torch.library.custom_op("flashmix::softmax_attention_backward", mutates_args=())
-def _backward(
+def _run_backward(
     d_o: Tensor | None,
     d_lse: Tensor | None,
     q: Tensor,
@@ -165,8 +163,7 @@ def _backward(
         return _load(impl).backward(d_o, d_lse, q, k, v, o, kept, features, boundaries, score)
 
 
-@_backward.register_fake
-def _(
+def _fake_backward(
     d_o: Tensor | None,
     d_lse: Tensor | None,
     q: Tensor,
@@ -207,5 +204,19 @@ def _no_double_backward(ctx: Any, *gradients: Any) -> None:
     raise NotImplementedError("softmax_attention has no second derivative")
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
-_backward.register_autograd(_no_double_backward)
+_LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators are there as long as it is
+
+
+def _operator(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.library.custom_op`, but for the import of all of torch's compiler at its first call (3 s on a fresh machine)."""
+    schema = torch.library.infer_schema(run, mutates_args=())
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashmix::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.flashmix, name).default
+
+
+_forward = _operator("softmax_attention", _run_forward, _fake_forward)
+_backward = _operator("softmax_attention_backward", _run_backward, _fake_backward)
+torch.library.register_autograd("flashmix::softmax_attention", _autograd, setup_context=_setup_context, lib=_LIBRARY)
+torch.library.register_autograd("flashmix::softmax_attention_backward", _no_double_backward, lib=_LIBRARY)

@@ -41,7 +41,7 @@ def backward(
     call = Call.of(q, k, v, features, boundaries, score)
     log_decay = features[2]
     with _gpu.on(q.device):
-        gradients, at_rows, at_keys = attention_backward(call, d_o, d_lse, o, kept, running_sums(call, log_decay))
+        gradients, at_rows, at_keys = attention_backward(call, d_o, d_lse, o, kept, running_sums(call, log_decay)[0])
         if log_decay is not None and at_rows is not None and at_keys is not None:
             gradients.append(sums_of_gradients(call, log_decay, at_rows, at_keys))
     return gradients

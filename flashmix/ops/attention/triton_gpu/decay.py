@@ -1,10 +1,11 @@
 """The forget gate: its running sum, which is added to scores, and the gradient of the gates from those of the scores.
 
-    G_t = sum_{s <= t} log2(e) g_s within a sequence;    dg_t = sum_{s >= t} (dG at rows of position s - dG at key s)
+    G_t = sum_{s <= t} g_s within a sequence (times log2 e in half precision)
+    dg_t = sum_{s >= t} (dG at rows of position s - dG at key s)
 
-Both run in float64, a sequence and head a program, always in pieces counted from the sequence's start, so that a sequence
-gets the same bits whatever is packed beside it. G is kept in two float32 parts: the difference of two entries is then
-exact to float32, however long the sequence is.
+Both run in float64, always in pieces counted from the sequence's start, so that a sequence gets the same bits whatever is
+packed beside it. G is kept in two float32 parts: the difference of two entries is then exact to float32, however long the
+sequence is.
 """
 
 # mypy: allow-untyped-defs
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.ops.attention.triton_gpu.launch import Call
-from flashmix.ops.attention.triton_gpu.tiles import LOG2_E, bounded
+from flashmix.ops.attention.triton_gpu.launch import Call, Sums, packed_blocks
+from flashmix.ops.attention.triton_gpu.tiles import LOG2_E, bounded, find_sequence, padded_tokens
 
 STRONGEST_DECAY = tl.constexpr(-1e6)  # its exponential is 0, and float64 sums of it are still exact to 1e-6
 PIECE = 1024
@@ -35,34 +36,70 @@ def _sequence(n, cu_q, cu_k, count, tokens_q, tokens_k, PACKED: tl.constexpr):
     return start_q, len_q, start_k, len_k
 
 
-@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "heads", "sequences", "count", "sb", "st", "sh"])
-def decay_sums_kernel(
-    gates, sums, cu_q, cu_k, tokens_q, tokens_k, heads, sequences, count, sb, st, sh, PACKED: tl.constexpr,
-    PIECE: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def _piece(pid, table, tokens_k, heads, pieces, PACKED: tl.constexpr):
+    """`(batch, head, start of the sequence, tokens of it, piece in it, first slot of it)` of a program."""
+    slot, head = pid // heads, pid % heads
+    start, tokens, batch, piece = tokens_k * 0, tokens_k, slot // pieces, slot % pieces
+    if PACKED:
+        _, start, tokens, _, _, piece = find_sequence(slot, table)
+        batch = slot * 0
+    return batch, head, start, tokens, piece, slot - piece
+
+
+@triton.jit
+def _load_gates(gates, at, tokens, st, EXACT: tl.constexpr):
+    """Gates in units of scores, float64."""
+    gate = tl.load(gates + at.to(tl.int64) * st, mask=at < tokens, other=0.0).to(tl.float64)
+    gate = tl.maximum(gate, STRONGEST_DECAY)
+    if not EXACT:
+        gate *= LOG2_E
+    return gate
+
+
+@triton.jit(do_not_specialize=["tokens_k", "heads", "pieces", "sb", "st", "sh"])
+def decay_totals_kernel(
+    gates, totals, table, tokens_k, heads, pieces, sb, st, sh, PACKED: tl.constexpr, PIECE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """G of gates `[B, Tk, HQ]` as sums `[3, B, HQ, Tk]`; the third is G at the end of each tile of TILE keys minus G."""
-    n, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    _, _, start, tokens = _sequence(n, cu_q, cu_k, count, tokens_q, tokens_k, PACKED)
-    batch = n * 0 if PACKED else n
+    """The sum of each piece of PIECE gates of a head, float64 `[pieces, HQ]`."""
+    batch, head, start, tokens, piece, _ = _piece(tl.program_id(0), table, tokens_k, heads, pieces, PACKED)
     gates += batch.to(tl.int64) * sb + head.to(tl.int64) * sh + start.to(tl.int64) * st
-    sums += (batch * heads + head).to(tl.int64) * tokens_k + start
-    part = sequences.to(tl.int64) * heads * tokens_k
+    at = piece * PIECE + tl.arange(0, PIECE)
+    tl.store(totals + tl.program_id(0), tl.sum(_load_gates(gates, at, tokens, st, EXACT), 0))
+
+
+@triton.jit(do_not_specialize=["tokens_k", "heads", "batches", "pieces", "sb", "st", "sh"])
+def decay_sums_kernel(
+    gates, totals, sums, tiles, ends, table, tokens_k, heads, batches, pieces, sb, st, sh, PACKED: tl.constexpr,
+    PIECE: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """G of a piece of the gates `[B, Tk, HQ]` as sums `[2, B, HQ, Tk]`, as it is, and G at the end of each tile of TILE keys minus G."""
+    batch, head, start, tokens, piece, first = _piece(tl.program_id(0), table, tokens_k, heads, pieces, PACKED)
+    if piece < 0 or piece * PIECE >= tokens:
+        return
+    gates += batch.to(tl.int64) * sb + head.to(tl.int64) * sh + start.to(tl.int64) * st
+    row = (batch * heads + head).to(tl.int64)
     before = tl.zeros([1], tl.float64)
-    for first in range(0, tokens, PIECE):
-        at = first + tl.arange(0, PIECE)
-        gate = tl.load(gates + at.to(tl.int64) * st, mask=at < tokens, other=0.0).to(tl.float64)
-        gate = tl.maximum(gate, STRONGEST_DECAY) * LOG2_E
-        inside = tl.cumsum(gate, 0)
-        total = before + inside
-        before += tl.sum(gate, 0)
-        high = total.to(tl.float32)
-        tl.store(sums + at, high, mask=at < tokens)
-        tl.store(sums + part + at, (total - high.to(tl.float64)).to(tl.float32), mask=at < tokens)
-        if TILE > 0:
-            tiles = tl.reshape(inside, [PIECE // TILE, TILE])
-            last = tl.arange(0, TILE)[None, :] == TILE - 1
-            to_end = tl.sum(tl.where(last, tiles, 0.0), 1)[:, None] - tiles
-            tl.store(sums + 2 * part + at, tl.reshape(to_end, [PIECE]).to(tl.float32), mask=at < tokens)
+    totals += first.to(tl.int64) * heads + head
+    for earlier in range(0, piece, 128):
+        number = earlier + tl.arange(0, 128)
+        before += tl.sum(tl.load(totals + number.to(tl.int64) * heads, mask=number < piece, other=0.0), 0)
+    at = piece * PIECE + tl.arange(0, PIECE)
+    inside = tl.cumsum(_load_gates(gates, at, tokens, st, EXACT), 0)
+    total = before + inside
+    high = total.to(tl.float32)
+    sums += row * tokens_k + start
+    tl.store(sums + at, high, mask=at < tokens)
+    part = batches.to(tl.int64) * heads * tokens_k
+    tl.store(sums + part + at, (total - high.to(tl.float64)).to(tl.float32), mask=at < tokens)
+    if TILE > 0:
+        padded = row * padded_tokens(tokens_k) + start
+        tl.store(ends + padded + at, total, mask=at < tokens)
+        by_tile = tl.reshape(inside, [PIECE // TILE, TILE])
+        last = tl.arange(0, TILE)[None, :] == TILE - 1
+        to_end = tl.sum(tl.where(last, by_tile, 0.0), 1)[:, None] - by_tile
+        tl.store(tiles + padded + at, tl.reshape(to_end, [PIECE]).to(tl.float32), mask=at < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "heads", "count", "sb", "st", "sh"])
@@ -91,18 +128,33 @@ def decay_gradient_kernel(
         tl.store(gradient + at.to(tl.int64) * heads, total.to(gradient.dtype.element_ty), mask=at < tokens)
 
 
-def running_sums(x: Call, log_decay: Tensor | None, tile: int = 0) -> Tensor | None:
-    """G in log 2 as float32 `[3, B, HQ, Tk]`: rounded, what rounding left, and from each key to the end of its `tile`."""
+def running_sums(x: Call, log_decay: Tensor | None, tile: int = 0) -> Sums:
+    """G in units of scores as float32 `[2, B, HQ, Tk]`: rounded, and what rounding left.
+
+    With `tile` also, in padded rows of a flat tensor, from each key to the end of its tile (float32), and G itself (float64).
+    Both may be read up to two tiles past the end.
+    """
     if log_decay is None:
-        return None
-    sums = torch.empty(3 if tile else 2, x.batch, x.heads_q, x.tokens_k, dtype=torch.float32, device=x.q.device)
-    programs = (x.batch if x.cu_k is None else x.count + 1) * x.heads_q
-    if sums.numel() > 0:
-        decay_sums_kernel[(programs,)](
-            log_decay, sums, x.cu_q, x.cu_k, x.tokens_q, x.tokens_k, x.heads_q, x.batch, x.count, *log_decay.stride(),
-            x.cu_k is not None, PIECE, tile, num_warps=4,
+        return None, None, None
+    device, heads, exact = x.q.device, x.heads_q, x.q.dtype == torch.float32
+    sums = torch.empty(2, x.batch, heads, x.tokens_k, dtype=torch.float32, device=device)
+    size = x.batch * heads * triton.cdiv(x.tokens_k, 4) * 4 + 2 * tile
+    tiles, ends = (
+        torch.empty(size, dtype=dtype, device=device) if tile else None for dtype in (torch.float32, torch.float64)
+    )
+    pieces, table = packed_blocks(x.cu_k, x.tokens_k, PIECE)
+    programs = pieces * x.batch * heads
+    if programs > 0:
+        totals = torch.empty(programs, dtype=torch.float64, device=device)
+        common = (table, x.tokens_k, heads)
+        decay_totals_kernel[(programs,)](
+            log_decay, totals, *common, pieces, *log_decay.stride(), x.cu_k is not None, PIECE, exact, num_warps=4,
         )  # fmt: skip
-    return sums
+        decay_sums_kernel[(programs,)](
+            log_decay, totals, sums, tiles, ends, *common, x.batch, pieces, *log_decay.stride(), x.cu_k is not None,
+            PIECE, tile, exact, num_warps=4,
+        )  # fmt: skip
+    return sums, tiles, ends
 
 
 def sums_of_gradients(x: Call, log_decay: Tensor, at_rows: Tensor, at_keys: Tensor) -> Tensor:

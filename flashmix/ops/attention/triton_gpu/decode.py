@@ -22,7 +22,7 @@ from flashmix.ops.attention.triton_gpu.append import Held, cache_append, halving
 from flashmix.ops.attention.triton_gpu.launch import LOG2_E as LOG2E
 from flashmix.ops.attention.triton_gpu.launch import UNBOUNDED, aligned, packed_blocks, steps_of
 from flashmix.ops.attention.triton_gpu.table import parts
-from flashmix.ops.attention.triton_gpu.tiles import LN_2, LOG2_E, LOWEST, accumulated, bounded, product, tanh
+from flashmix.ops.attention.triton_gpu.tiles import LN_2, LOG2_E, LOWEST, accumulated, find_sequence, product, tanh
 
 Features = tuple[Tensor | None, Tensor | None]  # sink, slopes
 MOST_ROWS = 64  # of a tile: new tokens times query heads of a key head
@@ -106,7 +106,7 @@ def _load_queries(q, token, head, inside, sqt, sqh, FIRST: tl.constexpr, WIDTH: 
                        "left", "sqb", "sqt", "sqh", "kp", "kt", "kh", "vp", "vt", "vh"]
 )  # fmt: skip
 def cache_attend_kernel(
-    q, keys, values, page_table, lengths, o, lse, mixed, levels, sink, slopes, cu_seqlens, table,
+    q, keys, values, page_table, lengths, o, lse, mixed, levels, sink, slopes, table,
     sqb, sqt, sqh, kp, kt, kh, vp, vt, vh, tokens, sequences, heads, group, pages, page_size, table_width, blocks, piece, pieces,
     scale, softcap, left, HEADS: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -120,11 +120,7 @@ def cache_attend_kernel(
     head_k = head_k // parts_of_group
     heads_q = heads * group
     if C.PACKED:
-        n = tl.minimum(tl.maximum(tl.load(table + block), 0), sequences)
-        start = bounded(cu_seqlens, n, 0, tokens)
-        end = tl.where(n < sequences, bounded(cu_seqlens, tl.minimum(n + 1, sequences), start, tokens), tokens)
-        count = end - start
-        block = block - (start // (C.BM // HEADS) + n)
+        n, start, count, _, _, block = find_sequence(block, table)
     else:
         n = block // blocks
         block = block % blocks
@@ -380,7 +376,7 @@ def _attend(
     programs = blocks * (1 if cu_seqlens is not None else batch) * heads * -(-group // made.heads) * made.pieces
     cached = [stride // form.UNIT for x in (keys, values) for stride in (x.stride(0), x.stride(1), x.stride(2))]
     cache_attend_kernel[(programs,)](
-        q, keys, values, page_table, lengths, o, lse, mixed, levels, features[0], features[1], cu_seqlens, table,
+        q, keys, values, page_table, lengths, o, lse, mixed, levels, features[0], features[1], table,
         *(step // form.UNIT_Q for step in steps_of(q)), *cached, tokens, sequences, heads, group, keys.shape[0],
         keys.shape[1], page_table.shape[1], blocks, made.piece, made.pieces, *factors, left, made.heads, made.pages,
         made.split, form, num_warps=4, num_stages=form.STAGES,

@@ -22,6 +22,7 @@ from flashmix.ops.attention.triton_gpu.tiles import bounded
 LOG2_E = math.log2(math.e)
 CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
 UNBOUNDED = 1 << 30
+Sums = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the gates, see `decay.running_sums`
 Stats = tuple[Tensor, Tensor | None, Tensor]  # what is taken off a row's scores; 1 / l and dlse (float32); delta
 
 
@@ -49,12 +50,14 @@ class Form(NamedTuple):
     DROPOUT: bool
     SINK: bool
     PACKED: bool
-    RAW: bool  # scores need nothing but their scale, which is positive
-    EXACT: bool  # float32 throughout
+    RAW: bool  # half precision, and scores need nothing but their scale, which is positive
+    EXACT: bool  # float32 throughout, scores in natural units
+    INTERPRETED: bool
     FAST_TANH: bool
     PRECISION: str
     WITH_K: bool  # whether a pass over the keys makes dK, and dV
     WITH_V: bool
+    DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,14 @@ class Call:
             DROPOUT=self.seed is not None,
             SINK=self.sink is not None,
             PACKED=self.cu_q is not None,
-            RAW=plain,
+            RAW=plain and not exact,
             EXACT=exact,
+            INTERPRETED=_gpu.interpreted(),
             FAST_TANH=not exact and not _gpu.interpreted(),
             PRECISION="ieee" if exact else "tf32",
             WITH_K=phase != "values",
             WITH_V=phase != "keys alone",
+            DELTA=phase == "delta",
         )  # fmt: skip
         return form, {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
@@ -161,10 +166,9 @@ class Call:
         """Factor of `q k^T` and of tanh, the window, dropout's threshold and the factor of what it keeps."""
         score = self.score
         bounds = (UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (score.left, score.right))
+        unit = 1.0 if form.EXACT else LOG2_E
         factors = (
-            (score.scale * LOG2_E, 1.0)
-            if score.softcap is None
-            else (score.scale / score.softcap, score.softcap * LOG2_E)
+            (score.scale * unit, 1.0) if score.softcap is None else (score.scale / score.softcap, score.softcap * unit)
         )
         return *factors, *bounds, int(score.dropout_p * 2**32) - 2**31, 1 / (1 - score.dropout_p)
 
@@ -195,26 +199,64 @@ def descriptors(x: Tensor, form: Form, rows: int, first: int, second: int) -> tu
     return tiles[0], tiles[1] if second else None
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "slots"])
-def block_table_kernel(cu_seqlens, table, tokens, count, slots, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Writes n for the slots of sequence n; sequence n starts at slot `cu_seqlens[n] // BLOCK + n`, which leaves room for all."""
+@triton.jit
+def _sequence(n, cu_own, cu_other, count, tokens_own, tokens_other):
+    """`(start, tokens, start of the other side, tokens there)` of sequence n; of sequence `count` what is left."""
+    start = bounded(cu_own, n, 0, tokens_own)
+    last = tl.minimum(n + 1, count)
+    end = tl.where(n < count, bounded(cu_own, last, start, tokens_own), tokens_own)
+    other = bounded(cu_other, n, 0, tokens_other)
+    other_end = tl.where(n < count, bounded(cu_other, last, other, tokens_other), other)
+    return start, end - start, other, other_end - other
+
+
+@triton.jit(do_not_specialize=["tokens_own", "tokens_other", "count", "slots"])
+def block_table_kernel(
+    cu_own, cu_other, table, tokens_own, tokens_other, count, slots, BLOCK: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
+    """Writes the slots of sequence n (see `find_sequence`), behind those of all longer sequences; what is left comes last."""
     n = tl.program_id(0)
-    start = bounded(cu_seqlens, n, 0, tokens)
-    first = start // BLOCK + n
-    last = slots
-    if n < count:
-        last = bounded(cu_seqlens, n + 1, start, tokens) // BLOCK + n + 1
-    for slot in range(first, last, AT_ONCE):
-        at = slot + tl.arange(0, AT_ONCE)
-        tl.store(table + at, tl.full([AT_ONCE], 0, tl.int32) + n, mask=at < last)
+    start, tokens, other, tokens_there = _sequence(n, cu_own, cu_other, count, tokens_own, tokens_other)
+    blocks = tl.cdiv(tokens, BLOCK)
+    first = tl.zeros([1], tl.int64)
+    for some in range(0, count, MANY):
+        each = tl.minimum(some + tl.arange(0, MANY), count - 1)
+        begin = tl.minimum(tl.maximum(tl.load(cu_own + each).to(tl.int32), 0), tokens_own)
+        end = tl.minimum(tl.maximum(tl.load(cu_own + each + 1).to(tl.int32), begin), tokens_own)
+        theirs = tl.cdiv(end - begin, BLOCK)
+        before = (theirs > blocks) | ((theirs == blocks) & (each < n)) | (n == count)
+        before = before & (some + tl.arange(0, MANY) < count)
+        first += tl.sum(tl.where(before, theirs, 0).to(tl.int64), 0)
+    begin = tl.sum(tl.minimum(first, slots), 0).to(tl.int32)
+    last = tl.where(n < count, tl.minimum(begin + blocks, slots), slots)
+    for slot in range(begin, last, MANY):
+        at = slot + tl.arange(0, MANY)
+        row = table + at.to(tl.int64) * 8
+        block = at - begin
+        tl.store(row, tl.zeros_like(at) + n, mask=at < last)
+        tl.store(row + 1, tl.zeros_like(at) + start, mask=at < last)
+        tl.store(row + 2, tl.where(block < blocks, tokens, 0), mask=at < last)
+        tl.store(row + 3, tl.zeros_like(at) + other, mask=at < last)
+        tl.store(row + 4, tl.zeros_like(at) + tokens_there, mask=at < last)
+        tl.store(row + 5, block, mask=at < last)
 
 
-def packed_blocks(cu_seqlens: Tensor | None, tokens: int, block: int) -> tuple[int, Tensor | None]:
-    """How many blocks of `block` tokens there may be, known to the host, and which sequence each belongs to (packed)."""
-    if cu_seqlens is None:
+def packed_blocks(
+    cu_own: Tensor | None, tokens: int, block: int, cu_other: Tensor | None = None, tokens_other: int | None = None
+) -> tuple[int, Tensor | None]:
+    """How many blocks of `block` tokens there may be, known to the host, and (packed) which part of which sequence each is.
+
+    Sequences lie in the order of their lengths, the longest first: they take the longest, and nothing waits for them at the
+    end. The other side of attention has its own boundaries; by default the same.
+    """
+    if cu_own is None:
         return -(-tokens // block), None
-    count = cu_seqlens.shape[0] - 1
+    count = cu_own.shape[0] - 1
     slots = tokens // block + count + 1
-    table = torch.empty(slots, dtype=torch.int32, device=cu_seqlens.device)
-    block_table_kernel[(count + 1,)](cu_seqlens, table, tokens, count, slots, block, 128, num_warps=1)
+    table = torch.empty(slots, 8, dtype=torch.int32, device=cu_own.device)
+    cu_other = cu_own if cu_other is None else cu_other
+    tokens_other = tokens if tokens_other is None else tokens_other
+    block_table_kernel[(count + 1,)](
+        cu_own, cu_other, table, tokens, tokens_other, count, slots, block, 128, num_warps=1
+    )
     return slots, table

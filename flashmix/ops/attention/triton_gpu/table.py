@@ -67,6 +67,7 @@ def phases_of_keys(channels: int, dtype: torch.dtype, target: _gpu.Target) -> tu
 
 def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target) -> Tiles:
     """The table's row for a head of `channels` (the larger of q's and v's)."""
+    phase = "queries" if phase == "delta" else phase
     if dtype == torch.float32:
         table = FLOAT32
     elif target.shared_memory < 160 * 1024:

@@ -33,18 +33,14 @@ def bounded(cu_seqlens, n, low, total):
 
 
 @triton.jit
-def find_sequence(block, cu_own, cu_other, table, count, tokens_own, tokens_other, BLOCK: tl.constexpr):
-    """The packed sequence of a block of BLOCK tokens: `(start, tokens, start of the other side, tokens there, block in it)`.
+def find_sequence(slot, table):
+    """The block of a packed sequence that a slot of `launch.packed_blocks` holds: `(sequence, start, tokens, start of the
+    other side, tokens there, block)`.
 
-    Past the last sequence there is one more, of what is left, with nothing on the other side.
+    Past the last sequence there is one more, of what is left, with nothing on the other side; a free slot has no tokens.
     """
-    n = tl.minimum(tl.maximum(tl.load(table + block), 0), count)
-    start = bounded(cu_own, n, 0, tokens_own)
-    last = tl.minimum(n + 1, count)
-    end = tl.where(n < count, bounded(cu_own, last, start, tokens_own), tokens_own)
-    other = bounded(cu_other, n, 0, tokens_other)
-    other_end = tl.where(n < count, bounded(cu_other, last, other, tokens_other), other)
-    return start, end - start, other, other_end - other, block - (start // BLOCK + n)
+    row = table + slot.to(tl.int64) * 8
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
 
 
 @triton.jit
@@ -72,7 +68,7 @@ def load_head(x, descriptor, rest, place, start, limit, stride, DIM: tl.constexp
     """ROWS rows of one head in its two parts, `[ROWS, WIDTH]` and `[ROWS, WIDTH_2]` (the first again where there is none).
 
     Through descriptors `[B, H, T, D]` at `place` (batch, head, first row of the sequence) with TMA. These read zeros past T,
-    but not past a packed sequence.
+    but not past a packed sequence. Unless MASK all rows are inside.
     """
     if descriptor is not None and not (MASK and C.PACKED):
         batch, head, first = place
@@ -111,16 +107,60 @@ def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def scaled(q, q_2, scale, C: tl.constexpr):
-    """Queries, and what is left to multiply their products with.
+def in_units(x, C: tl.constexpr):
+    """A number added to scores, in their units: natural in float32, log 2 in half precision."""
+    if C.EXACT:
+        return x.to(tl.float32)
+    else:
+        return x.to(tl.float32) * LOG2_E
 
-    In float32 the queries themselves are scaled: the largest score of a row then less its maximum is 0 exactly, with or
-    without a fused multiplication, and a row that sees one key gives its value.
+
+@triton.jit
+def times(x, factor, C: tl.constexpr):
+    """`x factor`; in float32 rounded by itself, whatever is added to it then.
+
+    Fused with the subtraction of a row's largest score it would leave that score at half a digit instead of 0, and a row
+    that sees one key would not give its value.
+    """
+    if C.EXACT and not C.INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x * factor
+
+
+@triton.jit
+def _exp(x):
+    """e^x to one unit in the last place: a polynomial (Cephes) of what whole powers of 2 leave of x. 0 below -88, x at most 88."""
+    x = tl.where(x < -100.0, -100.0, x)
+    whole = tl.floor(x * LOG2_E + 0.5)
+    rest = (x - whole * 0.693359375) + whole * 2.12194440e-4  # ln 2 in two parts
+    y = ((1.9875691500e-4 * rest + 1.3981999507e-3) * rest + 8.3334519073e-3) * rest + 4.1665795894e-2
+    y = (((y * rest + 1.6666665459e-1) * rest + 5.0000001201e-1) * (rest * rest) + rest) + 1.0
+    power = tl.maximum(whole.to(tl.int32), -127) + 127
+    return y * (power << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponential(x, C: tl.constexpr):
+    """A probability from its score, both in the units of `in_units`.
+
+    Half precision takes the GPU's own 2^x, which is right to 2 units in the last place.
     """
     if C.EXACT:
-        return q * scale, q_2 * scale, 1.0
+        return _exp(x)
     else:
-        return q, q_2, scale
+        return tl.exp2(x)
+
+
+@triton.jit
+def log_sum(m, l, C: tl.constexpr):
+    """`m + log l`, natural, of a row's largest score and sum."""
+    if C.EXACT:
+        return m + tl.log(l)
+    else:
+        return (m + tl.log2(l)) * LN_2
 
 
 @triton.jit
@@ -149,8 +189,7 @@ def tanh(x, C: tl.constexpr):
         z = x * x
         near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
         near = (near * z - 3.33332819422e-1) * z * x + x
-        grown = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2 * LOG2_E))
-        far = 1.0 - 2.0 / (grown + 1.0)
+        far = 1.0 - tl.div_rn(2.0, _exp(tl.minimum(tl.abs(x), 20.0) * 2.0) + 1.0)
         return tl.where(z < 0.390625, near, tl.where(x < 0, -far, far))
 
 
@@ -169,7 +208,7 @@ def visible(position, key, tokens_k, left, right, C: tl.constexpr):
 
 @triton.jit
 def load_decay(high, low, at, tokens, MASK: tl.constexpr):
-    """The running sum G of the gates in log 2 at `at`, in two float32 parts; with MASK, outside the sequence that of its end."""
+    """The running sum G of the gates at `at`, in two float32 parts; with MASK, outside the sequence that of its end."""
     if MASK:
         at = tl.minimum(tl.maximum(at, 0), tokens - 1)
         return tl.load(high + at, mask=at >= 0, other=0.0), tl.load(low + at, mask=at >= 0, other=0.0)
@@ -178,8 +217,23 @@ def load_decay(high, low, at, tokens, MASK: tl.constexpr):
 
 
 @triton.jit
+def padded_tokens(tokens):
+    """The row length of float32 numbers by token: a multiple of 16 bytes, so that they are loaded two or four at a time."""
+    return (tokens + 3) // 4 * 4
+
+
+@triton.jit
+def load_numbers(x, at, tokens, other, EDGE: tl.constexpr):
+    """Numbers by token `[rows]`; with EDGE `other` past the last one."""
+    if EDGE:
+        return tl.load(x + at, mask=at < tokens, other=other)
+    else:
+        return tl.load(x + at)
+
+
+@triton.jit
 def biased(x, position, key, slope, decay_q, decay_k, C: tl.constexpr):
-    """Scores in log 2 with ALiBi and the decay between key and query added, exact to float32 wherever the two stand.
+    """Scores with ALiBi and the decay between key and query added, exact to float32 wherever the two stand.
 
     `decay_q` and `decay_k` are G in two parts each and broadcast.
     """
@@ -287,10 +341,10 @@ def probabilities(s, position, key, level, share, decay_q, decay_k, key_bias, nu
     """P of a tile from `q k^T`, and tanh(scores / softcap). Unless MASK, `level` has the bias of the rows taken off it."""
     tokens_k, _, softcap, left, right, slope, _, _ = numbers
     squashed = s
-    x = s * scale
+    x = times(s, scale, C)
     if C.SOFTCAP:
         squashed = tanh(x, C)
-        x = squashed * softcap
+        x = times(squashed, softcap, C)
     if MASK:
         x = biased(x, position, key, slope, decay_q, decay_k, C)
     elif C.DECAY or (C.ALIBI and C.CAUSAL):
@@ -300,7 +354,7 @@ def probabilities(s, position, key, level, share, decay_q, decay_k, key_bias, nu
     x -= level
     if MASK:
         x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
-    p = tl.exp2(x)
+    p = exponential(x, C)
     if C.EXACT:
         p *= share
     return p, squashed
