@@ -16,23 +16,24 @@ from flashmix.ops import _short_conv_forward_triton as forward_kernels
 from flashmix.ops._rowwise import Options, Tensors
 
 SHORT = 64  # sequences of fewer tokens share a program
-FEW = 2  # rows at once where a program's rows may belong to several sequences: more code a row
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Channels of a program and its warps, rows that it loads at once, and programs a multiprocessor."""
+    """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor, groups fetched ahead."""
 
     block: int
     warps: int
     group: int
     programs: int
+    ahead: int = 0
 
 
-# Of the widths up to the first number: tiles forward and backward.
+# Of the widths up to the first number: tiles forward, backward, and backward where a program's rows may belong to several
+# sequences, which is more code a row: few rows at once.
 TABLE = (
-    (4, Tile(512, 4, 4, 32), Tile(128, 2, 8, 16)),
-    (8, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16)),
+    (4, Tile(512, 4, 4, 32), Tile(128, 2, 8, 8), Tile(256, 2, 2, 6)),
+    (8, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16), Tile(128, 4, 1, 16)),
 )
 
 
@@ -87,6 +88,7 @@ class Plan:
     blocks: int
     jobs: int
     align: int
+    ahead: int
     strides: tuple[tuple[tuple[int, ...], ...], ...]  # of x (and dy): those of the batch, those of a row
 
     @property
@@ -97,15 +99,16 @@ class Plan:
 def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) -> Plan:
     """The programs for a convolution and further tensors with rows like those of x."""
     batch, tokens, _ = c.x[0].shape
-    tile = next((first, second)[backward] for width, first, second in TABLE if c.width <= width)
+    whole = c.starts is None and tokens >= SHORT  # sequences have programs of their own
+    tile = next(tiles[0 if not backward else 1 if whole else 2] for width, *tiles in TABLE if c.width <= width)
     group, programs = tile.group, _gpu.target(c.x[0].device).multiprocessors * tile.programs
     block = min(tile.block, triton.next_power_of_2(max(c.channels)))
     blocks = sum(triton.cdiv(size, block) for size in c.channels)
-    if c.starts is None and tokens >= SHORT:
+    if whole:
         mode, rows, sequences = 0, tokens, batch
     else:
         mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
-        group = (FEW if c.width <= 4 else 1) if backward else 1 if tokens == 1 else group
+        group = 1 if tokens == 1 else group
     spans = max(1, programs // (sequences * blocks))
     span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
     strides = tuple(
@@ -118,7 +121,9 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     align = math.gcd(16, *c.channels, *(stride for pair in strides for part in pair for stride in part))
     jobs = sequences * triton.cdiv(rows, span)
     units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
-    return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
+    return Plan(
+        mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, tile.ahead, units
+    )
 
 
 def _common(c: Convolution, p: Plan) -> dict[str, object]:
@@ -150,7 +155,7 @@ def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None, residua
         any_of if final is None else final, any_of if c.sequence is None else c.sequence,
         any_of if c.starts is None else c.starts, *p.strides[0], *p.strides[1], channels,
         tokens, batch * tokens, c.count, p.span, p.blocks, jobs, total,
-        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, **_common(c, p),
+        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, AHEAD=p.ahead, **_common(c, p),
     )  # fmt: skip
 
 
@@ -183,7 +188,7 @@ def backward(
             any_of if c.sequence is None else c.sequence, starts, *p.strides[0], *p.strides[1], channels,
             tokens, batch * tokens, c.count, p.span, p.blocks, p.jobs, total,
             HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted,
-            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, **_common(c, p),
+            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, AHEAD=p.ahead, **_common(c, p),
         )  # fmt: skip
     if wanted:
         _sum_weights(c, p, partial, dweight, dbias)
