@@ -1,0 +1,124 @@
+"""Seconds of the first call of each row-wise op, forward and backward, on a GPU: a process of its own, an empty compile cache.
+
+    python benchmarks/first_calls.py [--at-once 4] [--only rms_norm,swiglu]
+
+The clock starts when torch has started (a context, a backward, a matrix product) and flashmix is imported. It runs over the
+import of triton, the compilation of every kernel of the call, and the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from timing import write_results
+from torch import Tensor
+
+import flashmix
+
+Call = Callable[[], Tensor | tuple[Tensor, ...]]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def calls() -> dict[str, Callable[[], Call]]:
+    """Of each op by name: what makes its inputs and gives the call."""
+
+    def of(op: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Callable[[], Call]:
+        def make() -> Call:
+            inputs = [leaf(*shape) for shape in shapes]
+            return lambda: op(*inputs, **options)
+
+        return make
+
+    def gated(op: Callable[..., Any], *shapes: tuple[int, ...]) -> Callable[[], Call]:
+        return of(lambda x, gate, *rest: op(x, *rest, gate=gate), shapes[0], *shapes)
+
+    def rotary() -> Call:
+        q, k, table = leaf(2, 512, 32, 128), leaf(2, 512, 8, 128), flashmix.rotary_table(512, 128, device="cuda")
+        return lambda: flashmix.rotary_qk(q, k, *table)
+
+    def head() -> Call:
+        hidden, weight, target = leaf(512, 256), leaf(32000, 256), torch.zeros(512, dtype=torch.int64, device="cuda")
+        return lambda: flashmix.linear_cross_entropy(hidden, weight, target)
+
+    def loss() -> Call:
+        logits, target = leaf(512, 32000), torch.zeros(512, dtype=torch.int64, device="cuda")
+        return lambda: flashmix.cross_entropy(logits, target)
+
+    row, heads = (512, 4096), (512, 16, 128)
+    qkv = ((2, 512, 2048),) * 3 + ((2048, 4),) * 3
+    return {
+        "rms_norm": of(flashmix.rms_norm, row, row[1:]),
+        "gated rms_norm": gated(flashmix.rms_norm, heads, heads[2:]),
+        "layer_norm": of(flashmix.layer_norm, row, row[1:], row[1:]),
+        "l2_norm": of(flashmix.l2_norm, heads),
+        "rotary_qk": lambda: rotary(),
+        "swiglu": of(flashmix.swiglu, (512, 11008), (512, 11008)),
+        "short_conv": of(lambda x, w: flashmix.short_conv(x, w)[0], (2, 512, 4096), (4096, 4)),
+        "short_conv_qkv": of(lambda *t: flashmix.short_conv_qkv(*t)[:3], *qkv),
+        "token_shift": of(lambda x: flashmix.token_shift(x)[0], (2, 512, 4096)),
+        "softplus_decay": of(flashmix.softplus_decay, (2, 512, 32, 128), (32,), (32, 128)),
+        "bounded_decay": of(flashmix.bounded_decay, (2, 512, 32, 128), (32,), (32, 128)),
+        "write_strength": of(flashmix.write_strength, (2, 512, 32)),
+        "cross_entropy": lambda: loss(),
+        "linear_cross_entropy": lambda: head(),
+    }
+
+
+def first(name: str) -> float:
+    """In the process of one op."""
+    call = calls()[name]()
+    started = leaf(256, 256)
+    (started @ started).sum().backward()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    got = call()
+    results = (got,) if isinstance(got, Tensor) else got
+    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_a_process(name: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--first", name]
+        done = subprocess.run(
+            command, env={**os.environ, "TRITON_CACHE_DIR": folder}, capture_output=True, text=True, check=True
+        )
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(calls()))
+    parser.add_argument("--at-once", type=int, default=4, help="processes")
+    parser.add_argument("--first", default="", help="this op, in this process")
+    options = parser.parse_args()
+    if options.first:
+        print(first(options.first))
+        return
+    names = options.only.split(",")
+    with ThreadPoolExecutor(options.at_once) as pool:
+        found = [
+            {"op": name, "first_s": round(seconds, 2)}
+            for name, seconds in zip(names, pool.map(in_a_process, names), strict=True)
+        ]
+    for row in found:
+        print(f"{row['op']:22} {row['first_s']:.2f} s")
+    about = {"gpu": torch.cuda.get_device_name(), "processes_at_once": options.at_once}
+    print(write_results("first_calls_" + about["gpu"].split()[-1].lower(), found, more=about))
+
+
+if __name__ == "__main__":
+    main()
