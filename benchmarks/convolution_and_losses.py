@@ -143,11 +143,16 @@ def main() -> None:
                 row.calls.pop(name, None)
             found.append(measure(row, rate, options.repeats))
             print(line(found[-1], row.calls), flush=True)
+            write_results(options.name, found)  # after each row, should it be stopped
     if "loss" in only:
-        found.append(measure_cross_entropy(16384, 128256, rate, max(5, options.repeats // 3)))
-        print(found[-1], flush=True)
-        found.append(measure_loss(16384, 2048, 128256, fla, max(5, options.repeats // 3)))
-        print(found[-1], flush=True)
+        few = max(5, options.repeats // 3)
+        for run in (
+            lambda: measure_cross_entropy(16384, 128256, rate, few),
+            lambda: measure_loss(16384, 2048, 128256, fla, few),
+        ):
+            found.append(run())
+            print(found[-1], flush=True)
+            write_results(options.name, found)
     print(write_results(options.name, found))
 
 
