@@ -16,13 +16,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import TARGETS, compile_launch, recording
+from kernels import MULTIPROCESSORS, TARGETS, compile_launch, recording
 
 from flashmix._arch import SHARED_MEMORY_KIB
 from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
 from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary import rotary, rotary_qk
+from flashmix.ops.short_conv import short_conv
 from flashmix.ops.token_shift import token_shift
 
 BF16 = torch.bfloat16
@@ -172,3 +173,31 @@ def test_kernels_compile(name: str) -> None:
             made = compile_launch(launch)
             assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.name, made.shared)
             assert made.stack <= STACK.get(name, 0), (launch.name, capability, made.stack)
+
+
+def resident(registers: int, warps: int) -> int:
+    """Programs of so many registers a thread that a multiprocessor holds: each of its quarters has 16,384 of them."""
+    return 16384 // (-(-registers // 8) * 8 * 32) * 4 // warps
+
+
+SUMMING: dict[str, Call] = {
+    "rms_norm of 128": lambda: rms_norm(leaf(20_000, 128), leaf(128)),
+    "gated rms_norm of 128": lambda: rms_norm(leaf(20_000, 128), leaf(128), gate=leaf(20_000, 128)),
+    "layer_norm of 512": lambda: layer_norm(leaf(4_000, 512), leaf(512), leaf(512)),
+    "layer_norm of 2048": lambda: layer_norm(leaf(2_000, 2048), leaf(2048), leaf(2048)),
+    "rms_norm of 4096": lambda: rms_norm(leaf(800, 4096), leaf(4096)),
+    "layer_norm of 4096": lambda: layer_norm(leaf(800, 4096), leaf(4096), leaf(4096)),
+    "rms_norm of 8192": lambda: rms_norm(leaf(400, 8192), leaf(8192)),
+    "float32 rms_norm of 4096": lambda: rms_norm(leaf(800, 4096, dtype=torch.float32), leaf(4096)),
+    "softplus_decay": lambda: softplus_decay(leaf(4, 512, 32, 128), leaf(32), leaf(32, 128)),
+    "short_conv": lambda: short_conv(leaf(4, 2048, 4096), leaf(4096, 4))[0],
+}
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_programs_that_sum_run_at_once(name: str) -> None:
+    """One more than registers hold would run when all others are done, and the backward take twice as long."""
+    launches = [launch for launch in launches_of(SUMMING[name], (9, 0)) if "backward_kernel" in launch.name]
+    launch = next(launch for launch in launches if "weight" not in launch.name)
+    fit = resident(compile_launch(launch).registers, dict(launch.kwargs)["num_warps"])
+    assert launch.grid[0] <= fit * MULTIPROCESSORS[9, 0], (launch.grid[0] / MULTIPROCESSORS[9, 0], fit)

@@ -17,7 +17,6 @@ from flashmix.ops._short_conv_forward_triton import (
     _before,
     _begin,
     _convolved,
-    _fetch,
     _load,
     _offset,
     _part_of,
@@ -80,7 +79,6 @@ def short_conv_backward_kernel(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
     HAS_DBIAS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     job = (pid // blocks).to(tl.int64)
@@ -124,8 +122,6 @@ def short_conv_backward_kernel(
         dys_coming, _, _ = _load(
             dy, coming, start + end, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN
         )
-        _fetch(x, coming, start + end, n, x_batch, x_row, first, size, AHEAD, GROUP, BLOCK, MODE, ALIGN)
-        _fetch(dy, coming, start + end, n, dy_batch, dy_row, first, size, AHEAD, GROUP, BLOCK, MODE, ALIGN)
         out_here = (n * tokens + start + done - (WIDTH - 1)) * size * ALIGN
         for i in tl.static_range(GROUP):
             m = own[i]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix.ops._rowwise_triton import INTERPRETED, activation
+from flashmix.ops._rowwise_triton import activation
 
 LONG, FOLDED, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LENGTHS = ["tokens", "rows", "count", "span", "blocks", "jobs", "total"]
@@ -92,24 +92,6 @@ def _load(
         loaded = loaded + (tl.load(x + where + d, mask=inside & (row < end), other=0.0),)  # [BLOCK]
         ids, positions = ids + (m,), positions + (position,)
     return loaded, ids, positions
-
-
-@triton.jit
-def _fetch(
-    x, row, end, n, batch, stride, first, size, AHEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    MODE: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Asks for the rows that come AHEAD groups after those from `row` on to be in the cache: registers hold too few of them."""
-    if AHEAD > 0 and MODE == LONG and not INTERPRETED:
-        LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
-        LINES: tl.constexpr = (BLOCK + LINE - 1) // LINE
-        place = tl.arange(0, ROWS * LINES)
-        later = tl.minimum(row + AHEAD * ROWS + place // LINES, end - 1)
-        d = tl.minimum(first + place % LINES * LINE, size * ALIGN - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
-            [x + _offset(later, n, later, batch, stride, MODE, ALIGN) + d], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -203,7 +185,7 @@ def short_conv_forward_kernel(
     tokens, rows, count, span, blocks, jobs, total,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_STATE: tl.constexpr, PRECISE: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     job = (pid // blocks).to(tl.int64)
@@ -237,9 +219,6 @@ def short_conv_forward_kernel(
                 x, start + done + GROUP, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
                 GROUP, MODE, ALIGN,
             )  # fmt: skip
-            _fetch(
-                x, start + done + GROUP, start + end, n, batch, stride, first, size, AHEAD, GROUP, BLOCK, MODE, ALIGN
-            )
             there = (n * tokens + start + done) * size * ALIGN
             for i in tl.static_range(GROUP):
                 row, m, position = start + done + i, ids[i], positions[i]

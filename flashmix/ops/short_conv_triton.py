@@ -20,13 +20,12 @@ SHORT = 64  # sequences of fewer tokens share a program
 
 @dataclass(frozen=True)
 class Tile:
-    """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor, groups fetched ahead."""
+    """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor."""
 
     block: int
     warps: int
     group: int
     programs: int
-    ahead: int = 0
 
 
 # Of the widths up to the first number: tiles forward, backward, and backward where a program's rows may belong to several
@@ -88,7 +87,6 @@ class Plan:
     blocks: int
     jobs: int
     align: int
-    ahead: int
     strides: tuple[tuple[tuple[int, ...], ...], ...]  # of x (and dy): those of the batch, those of a row
 
     @property
@@ -121,9 +119,7 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     align = math.gcd(16, *c.channels, *(stride for pair in strides for part in pair for stride in part))
     jobs = sequences * triton.cdiv(rows, span)
     units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
-    return Plan(
-        mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, tile.ahead, units
-    )
+    return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
 
 
 def _common(c: Convolution, p: Plan) -> dict[str, object]:
@@ -155,7 +151,7 @@ def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None, residua
         any_of if final is None else final, any_of if c.sequence is None else c.sequence,
         any_of if c.starts is None else c.starts, *p.strides[0], *p.strides[1], channels,
         tokens, batch * tokens, c.count, p.span, p.blocks, jobs, total,
-        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, AHEAD=p.ahead, **_common(c, p),
+        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, **_common(c, p),
     )  # fmt: skip
 
 
@@ -188,7 +184,7 @@ def backward(
             any_of if c.sequence is None else c.sequence, starts, *p.strides[0], *p.strides[1], channels,
             tokens, batch * tokens, c.count, p.span, p.blocks, p.jobs, total,
             HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted,
-            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, AHEAD=p.ahead, **_common(c, p),
+            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, **_common(c, p),
         )  # fmt: skip
     if wanted:
         _sum_weights(c, p, partial, dweight, dbias)
