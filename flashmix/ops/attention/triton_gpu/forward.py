@@ -41,6 +41,15 @@ from flashmix.ops.attention.triton_gpu.tiles import (
 
 
 @triton.jit
+def _divided(acc, l, keep_scale, C: tl.constexpr):
+    """`keep_scale a / l`; in float32 rounded once, where the GPU's own division is right to 2 units in the last place."""
+    if C.EXACT:
+        return tl.div_rn(acc * keep_scale, tl.broadcast_to(l[:, None], acc.shape))
+    else:
+        return acc * (keep_scale / l)[:, None]
+
+
+@triton.jit
 def _to_rows(row_bias, end_g, end, distance, slope, C: tl.constexpr):
     """What the way from the end of a tile (G there, and how far it is) to the rows takes off their scores, `[BM]`."""
     if C.DECAY:
@@ -210,14 +219,11 @@ def attention_forward_kernel(
     state = _attend(state, outer, high, q_1, q_2, keys, values, place, rows, numbers, True, C)
     acc, acc_2, m, l = state
 
-    if C.EXACT:  # the division of float32 by itself is only right to 2 units in the last place
-        share = tl.div_rn(keep_scale, tl.where(l == 0, 1.0, l))
-    else:
-        share = keep_scale / tl.where(l == 0, 1.0, l)
+    divisor = tl.where(l == 0, 1.0, l)
     o += (batch.to(tl.int64) * tokens_q + start_q) * heads_q * C.DV + head * C.DV
-    store_rows(o, acc * share[:, None], first, len_q, heads_q * C.DV, C.DV, 0, C.V1, C.BM)
+    store_rows(o, _divided(acc, divisor, keep_scale, C), first, len_q, heads_q * C.DV, C.DV, 0, C.V1, C.BM)
     if C.V2 > 0:
-        store_rows(o, acc_2 * share[:, None], first, len_q, heads_q * C.DV, C.DV, C.V1, C.V2, C.BM)
+        store_rows(o, _divided(acc_2, divisor, keep_scale, C), first, len_q, heads_q * C.DV, C.DV, C.V1, C.V2, C.BM)
     inside = index < len_q
     tl.store(lse + row + index, log_sum(m, l, C), mask=inside)
     tl.store(top + row + index, m, mask=inside)
