@@ -38,8 +38,7 @@ class Scratch(threading.local):
         if start + size > len(self._memory):
             return like.new_empty(shape)
         tile = self._memory[start : start + size].view(like.dtype).view(shape)
-        fill: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        if fill and torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tile.fill_(torch.nan)  # as torch.empty does then
         return tile
 

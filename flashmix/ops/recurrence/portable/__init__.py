@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flashmix.ops._scratch import scratch
-from flashmix.ops.recurrence.portable.gate import make_decay, matmul
+from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay, matmul
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
 from flashmix.ops.recurrence.portable.state import Decay, state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
-from flashmix.ops.recurrence.portable.tiles import Gradients, Tiles, load_tiles, row_kinds, target
+from flashmix.ops.recurrence.portable.tiles import Gradients, Tiles, load_tiles, row_kinds
 from flashmix.ops.recurrence.portable.transform import transform_forward
 from flashmix.ops.recurrence.portable.value_gate import ValueDecay
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
@@ -52,7 +52,7 @@ def _kept_shapes(problem: Problem) -> list[tuple[int, ...]]:
     if not problem.rule.corrected:
         return [(chunks, problem.K, problem.V), (chunks, C, C)]
     S = 2 if problem.rule is Rule.DPLR else 1
-    return [(chunks, problem.K, problem.V), (chunks, 2 * C, S * C), (chunks, C, problem.V), (chunks, C, C)]
+    return [(chunks, problem.K, problem.V), (chunks, 2 * C, S * C), (chunks, S * C, problem.V), (chunks, C, C)]
 
 
 def _chunked_forward(
@@ -74,31 +74,34 @@ def _forward_slab(
     problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, S: Tensor, kept: list[Tensor], o: Tensor
 ) -> None:
     """Advances `S` over a slab and writes its part of `o` and, unless the list is empty, of the residuals."""
-    C, rule = layout.C, problem.rule
+    C, V, rule = layout.C, problem.V, problem.rule
     scratch.restart()
-    tiles = load_tiles(problem, layout, slab, x, scale, S)
-    decay = _decay(problem, tiles)
-    A = decay.pairs(tiles.X, tiles.Y, kept[1] if kept else scratch.tile(S, slab.count, *_kept_shapes(problem)[1][1:]))
-    T = None
-    if rule.corrected:
-        T = transform_forward(A[:, C:, -C:], kept[3] if kept else scratch.tile(A, slab.count, C, C))
-    rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
-    within = decay.within(A[:, :, :C], tiles.v) if rule.raw else None
+    tiles = load_tiles(problem, layout, slab, x, S)
     states = kept[0] if kept else None
-    Z = state_forward(layout, slab, S, decay, rows, columns, T, within, target(problem, tiles), tiles.W, states)
-    o_tile = Z[:, :C]
-    if T is not None:
-        nu = tiles.W[:, -C:]
-        o_tile = matmul(A[:, :C, -C:], nu).add_(o_tile)
-        if kept:
-            kept[2].copy_(nu)
-    layout.store(o_tile, slab, o)
+    A, *corrected = kept[1:] or [scratch.tile(S, slab.count, *shape[1:]) for shape in _kept_shapes(problem)[1:]]
+    decay = _decay(problem, tiles)
+    X, Y = tiles.X, tiles.Y
+    decay.pairs(X, Y, A)
+    rows, columns = decay.rows(X, out=X).flatten(1, 2), decay.columns(Y, out=Y).flatten(1, 2)
+    W = corrected[0] if corrected else scratch.tile(S, slab.count, C, V)
+    if rule.raw:
+        layout.load(x.v, slab, W[:, :C])
+    R = T = None
+    if rule.corrected:
+        T = transform_forward(A[:, C:, -C:], corrected[1])
+        R = matmul(A[:, C:, :C], W[:, :C]) if rule.raw else layout.load(x.v, slab, scratch.tile(S, slab.count, C, V))
+    Z = state_forward(layout, slab, S, decay.total, rows, columns, T, R, decay.written(W), states)
+    layout.store(decay.output(Z[:, :C], A[:, :C], W, scale), slab, o)
 
 
 def backward(
-    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool
-) -> list[Tensor]:
-    """Gradients of the operands that are there, in their order, from those of the output and of the final state."""
+    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool,
+    gate_gradient: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the operands that are there, in their order, from those of the output and of the final state.
+
+    The decay's is there only with `gate_gradient`.
+    """
     problem = Problem.of(x, read_before)
     layout = Layout(problem, x.cu_seqlens)
     dtype = _dtype(problem)
@@ -106,7 +109,7 @@ def backward(
         _, _, residuals = _chunked_forward(problem, layout, x, scale, save=True)
     do = torch.zeros_like(x.v) if do is None else do
     dS = layout.first_state(dstate, dtype)
-    grads = Gradients(problem, x)
+    grads = Gradients(problem, x, gate_gradient)
     for slab in reversed(layout.slabs()):
         kept = [residual[slab.chunks] for residual in residuals]
         _backward_slab(problem, layout, slab, x, scale, do, dS, kept, grads)
@@ -120,30 +123,36 @@ def _backward_slab(
     """Takes `dS` back over a slab and writes its part of the gradients."""
     C, rule = layout.C, problem.rule
     scratch.restart()
-    tiles = load_tiles(problem, layout, slab, x, scale, dS)
-    decay = _decay(problem, tiles)
-    rows, columns = decay.rows(tiles.X), decay.columns(tiles.Y)
     states, A, *corrected = kept
+    tiles = load_tiles(problem, layout, slab, x, dS)
+    decay = _decay(problem, tiles)
+    rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
     dZ = scratch.tile(A, slab.count, A.shape[1], problem.V)
-    layout.load(do, slab, dZ[:, :C])
+    layout.load(do, slab, dZ[:, :C]).mul_(scale)
     T = None
     if corrected:
-        tiles.W[:, -C:], T = corrected
-    dW = decay.written_backward(A[:, :C], tiles.W, dZ[:, :C])
-    drows, dcolumns = state_backward(
-        layout, slab, dS, decay, rows.flatten(1, 2), columns.flatten(1, 2), T, states, tiles.W, dZ, dW
-    )
-    dX, dY = decay.keys_backward(rows, drows.view(rows.shape), columns, dcolumns.view(columns.shape))
-    decay.pairs_backward(tiles.X, tiles.Y, A, decay.scores_backward(dZ, tiles.W), dX, dY)
-    dR = dZ[:, -C:] if corrected else None
-    dv = None
+        W, T = corrected
+    else:
+        W = layout.load(x.v, slab, scratch.tile(A, slab.count, C, problem.V))
+    dW = decay.within_backward(A[:, :C], W, dZ[:, :C])
+    dread = decay.read_backward(dZ, rows, states)
+    drows, dcolumns = state_backward(layout, slab, dS, decay, rows, columns, T, states, decay.written(W), dread, dW)
+    X, Y = tiles.X, tiles.Y
+    dX, dY = decay.keys_backward(rows.view_as(X), drows.view_as(X), columns.view_as(Y), dcolumns.view_as(Y))
+    decay.pairs_backward(X, Y, A, decay.scores_backward(dZ, W), dX, dY)
+    dv = dZ[:, -C:]
     if rule.raw:
-        dv = dW[:, :C] if dR is None else dW[:, :C] + A[:, C:, :C].mT @ dR
-    grads.store(layout, slab, tiles, dX, dY, dv, dR, decay.finish(), scale)
+        dv = decay.written_backward(W, dW)[:, :C]
+        if rule.corrected:
+            dv = dv + matmul(A[:, C:, :C].mT, dZ[:, C:])
+    grads.store(layout, slab, tiles, dX, dY, dv, None if grads.g is None else decay.finish())
 
 
 def _decay(problem: Problem, tiles: Tiles) -> Decay:
     """The decay of a slab."""
-    if problem.gate is Gate.VALUE and tiles.g is not None:
-        return ValueDecay(tiles.g.exp_(), row_kinds(problem))
-    return make_decay(tiles.g, row_kinds(problem), tiles.Y.shape[1])
+    rows = row_kinds(problem)
+    if tiles.g is None:
+        return NoDecay(rows)
+    if problem.gate is Gate.VALUE:
+        return ValueDecay(tiles.g, rows)
+    return ChannelDecay(tiles.g, rows) if problem.gate is Gate.CHANNEL else TokenDecay(tiles.g, rows)

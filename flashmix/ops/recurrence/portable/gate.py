@@ -4,17 +4,14 @@ Row keys `X` `[chunks, R, C, K]` read the state (the query, and the vector that 
 `[chunks, S, C, K]` write to it. With `G` the in-chunk cumulative log decay, a decay offers
 
     rows(X)      ~x_i = x_i e^{G_i}, or x_i e^{G_{i-1}} for a row key that reads the state before its token's decay
-    columns(Y)   ^y_j = y_j e^{G_C - G_j}
+    columns(Y)   ^y_j = y_j e^{G_C - G_j}; both into `out` if it is given (it may be the keys themselves)
     total        e^{G_C}, a factor of the state, [chunks, K or 1, 1]; None without a gate
     pairs(X, Y)  A_ij = sum_k x_ik y_jk e^{G_i - G_j} (or e^{G_{i-1} - G_j}) for j <= i or j < i, [chunks, R * C, S * C]
 
-Decays are multiplied up from single tokens, level by level: every factor is a product of the decays between two tokens, so it
-is at most 1, keeps its relative precision, and is 0 where a gate is -inf. Nothing is divided and no sums are subtracted. Each
-`*_backward` returns the gradient of its keys and collects that of the logarithms of the factors it used; `finish` takes these back
-down the levels to the gates. A gate's gradient is thus a sum over the pairs that it lies between, where nothing cancels.
-
-A decay of whole tokens is one number a row. Instead of the keys it scales what is read with them (`row_scale`) and what is
-written under them (`column_scale`, both `[chunks, R * C or S * C, 1]`); `rows` and `columns` then return the keys as they are.
+Decays are multiplied up from single tokens: every factor is a product of the decays between two tokens, so it is at most 1,
+keeps its relative precision, and is 0 where a gate is -inf. Nothing is divided and no sums are subtracted. Each `*_backward`
+returns the gradient of its keys and collects that of the logarithms of the factors it used; `finish` takes these back to the
+gates. A gate's gradient is thus a sum over the pairs that it lies between, where nothing cancels.
 """
 
 from __future__ import annotations
@@ -36,44 +33,50 @@ class Row:
     diagonal: bool
 
 
-def make_decay(g: Tensor | None, rows: tuple[Row, ...], columns: int) -> NoDecay | TokenDecay | ChannelDecay:
-    """The decay of a slab: log-decay tile (None, `[chunks, C]` or `[chunks, C, K]`), row kinds, number of column keys."""
-    if g is None:
-        return NoDecay(rows)
-    return TokenDecay(g.exp_(), rows, columns) if g.dim() == 2 else ChannelDecay(g.exp_(), rows)
-
-
 class _Decay:
-    """How rows read values and what comes back; a decay of values has ways of its own (`value_gate.ValueDecay`)."""
+    """What reads, writes and comes back on the side of the values, where a decay of keys has no part (`ValueDecay` has)."""
 
-    def within(self, A: Tensor, v: Tensor) -> Tensor:
-        """What rows read of the values `[chunks, C, V]` in their own chunk, `A` `[chunks, R * C, C]`."""
-        return matmul(A, v)
+    total: Tensor | None = None
+    shared = 2  # the axis of the state whose channels have one decay
 
-    def written_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
-        """What reaches the written `W` from `dO` within the chunk, `A` `[chunks, C, S * C]`."""
+    def written(self, W: Tensor) -> Tensor:
+        """What of `W` `[chunks, S * C, V]` is written to the state."""
+        return W
+
+    def output(self, Z: Tensor, A: Tensor, W: Tensor, scale: float) -> Tensor:
+        """The output: what queries read of the state, `Z` `[chunks, C, V]`, and of `W` by scores `A` `[chunks, C, S * C]`."""
+        return torch.baddbmm(Z, A, W, beta=scale, alpha=scale, out=scratch.tile(Z, *Z.shape))
+
+    def read_backward(self, dZ: Tensor, rows: Tensor, states: Tensor) -> Tensor:
+        """What reaches `rows S` from the gradient of what rows read."""
+        return dZ
+
+    def within_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
+        """What reaches `W` from the output by scores; what the state passes on is then added to it."""
         return matmul(A.mT, dO)
+
+    def written_backward(self, W: Tensor, dW: Tensor) -> Tensor:
+        """What reaches `W` in all."""
+        return dW
 
     def scores_backward(self, dZ: Tensor, W: Tensor) -> Tensor:
         """The gradient of the scores."""
         return matmul(dZ, W.mT)
 
-    def scales_backward(self, at: slice, rows: Tensor, S: Tensor, dZ: Tensor, W: Tensor, reached: Tensor) -> None:
-        """Takes note of what `row_scale` (of `rows S`) and `column_scale` (of `W`, which `reached` reaches) pass back."""
+    def total_backward(self, shares: Tensor) -> None:
+        """From `e^{G_C} S dS'` summed over the shared axis, `[chunks, K or V]`."""
 
 
 class NoDecay(_Decay):
     """No gate: every factor is 1, pairs are masked."""
 
-    total = row_scale = column_scale = None
-
     def __init__(self, rows: tuple[Row, ...]) -> None:
         self._kinds = rows
 
-    def rows(self, X: Tensor) -> Tensor:
+    def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
         return X
 
-    def columns(self, Y: Tensor) -> Tensor:
+    def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
         return Y
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
@@ -91,67 +94,65 @@ class NoDecay(_Decay):
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         _product_backward(X, Y, self._mask(dA, X.shape[2]), dX, dY)
 
-    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
-        pass
-
     def finish(self) -> Tensor | None:
         return None
 
 
 class _Gated(_Decay):
-    """What all gated decays share: factors of rows and columns of the whole chunk, and the way back to the gate."""
+    """What all gated decays share: gradients of the factors of rows and columns of the whole chunk, and of the state's."""
 
-    total: Tensor
-    row_scale: Tensor | None = None
-    column_scale: Tensor | None = None
+    total: Tensor  # [chunks, K or 1, V or 1]
 
-    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
+        """From the log decay's tile, `[chunks, C, 1 or K or V]`, which it overwrites, and what kinds of rows there are."""
         self._kinds = rows
-        self._dprefix = torch.zeros_like(decay)  # of log e^{G_i}
-        self._dsuffix = torch.zeros_like(decay)  # of log e^{G_C - G_j}
+        self._dprefix = torch.zeros_like(g)  # of log e^{G_i}
+        self._dsuffix = torch.zeros_like(g)  # of log e^{G_C - G_j}
 
-    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
-        """Adds what the pairs of the level of size h pass back to the logarithms of its factors."""
-        raise NotImplementedError
-
-    def _collect(self, rows: Tensor, columns: Tensor) -> None:
-        """What row keys `[chunks, R, C, ...]` and column keys `[chunks, S, C, ...]` pass back to the logarithms of their factors."""
-        for r, kind in enumerate(self._kinds):
-            _add_rows(self._dprefix, rows[:, r], kind)
-        self._dsuffix += columns.sum(1)
-
-    def finish(self) -> Tensor:
-        """The gradient of the log decay, like its tile."""
-        return _sweep_backward(self._dprefix, self._dsuffix, self._level_backward)
+    def total_backward(self, shares: Tensor) -> None:
+        last = self._dprefix[:, -1]
+        last += shares if last.shape == shares.shape else shares.sum(1, keepdim=True)
 
 
-class TokenDecay(_Gated):
-    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
+class _KeyDecay(_Gated):
+    """A decay on the side of the keys: factors `[chunks, R (1 if all rows read alike) or 1, C, K or 1]`."""
 
-    def __init__(self, decay: Tensor, rows: tuple[Row, ...], columns: int) -> None:
-        super().__init__(decay, rows)
-        chunks, C = decay.shape
-        self._between = between = scratch.tile(decay, chunks, C, C).zero_()  # e^{G_i - G_j} on and below the diagonal
-        between.diagonal(dim1=1, dim2=2).fill_(1)
+    _row: Tensor
+    _column: Tensor
 
-        def fill(h: int, upper: Tensor, lower: Tensor) -> None:
-            torch.mul(upper.unsqueeze(-1), lower.unsqueeze(-2), out=_blocks(between, h))
+    def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
+        return _times(X, self._row, out)
 
-        prefix, suffix = _sweep(decay, fill)
-        factors = _row_factors(prefix, rows)
-        self.row_scale = torch.cat([factors[min(r, len(factors) - 1)] for r in range(len(rows))], 1).unsqueeze(-1)
-        self.column_scale = suffix.repeat(1, columns).unsqueeze(-1)
-        self.total = prefix[:, -1:, None]
-
-    def rows(self, X: Tensor) -> Tensor:
-        return X
-
-    def columns(self, Y: Tensor) -> Tensor:
-        return Y
+    def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
+        return _times(Y, self._column, out)
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
-        self._collect(_times(rows, drows).sum(-1), _times(columns, dcolumns).sum(-1))
-        return drows, dcolumns
+        from_rows, from_columns = _times(rows, drows), _times(columns, dcolumns)
+        if self._column.shape[3] == 1:
+            from_rows, from_columns = from_rows.sum(3, keepdim=True), from_columns.sum(3, keepdim=True)
+        for r, kind in enumerate(self._kinds):
+            _add_rows(self._dprefix, from_rows[:, r], kind)
+        self._dsuffix += from_columns.sum(1)
+        return drows.mul_(self._row), dcolumns.mul_(self._column)
+
+
+class TokenDecay(_KeyDecay):
+    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
+
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
+        super().__init__(g, rows)
+        chunks, C, _ = g.shape
+        decay = g.double().exp_()  # products in float64, rounded once
+        ones = decay.new_ones(C, C)
+        self._later = ones.triu(1).to(g.dtype)  # [j, t]: 1 where j < t
+        # e^{G_i - G_j}: down a column, from token j + 1 on, one decay after the other; 0 above the diagonal
+        products = torch.addcmul(ones.triu(), decay, ones.tril(-1), out=scratch.tile(decay, chunks, C, C))
+        products = torch.cumprod(products, 1, out=products)
+        self._between = between = scratch.tile(g, chunks, C, C).copy_(products).tril_()
+        prefix = torch.cumprod(decay, 1).to(g.dtype)
+        self._row = torch.stack(_row_factors(prefix, rows), 1)
+        self._column = between[:, -1, None, :, None]
+        self.total = prefix[:, -1:]
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
@@ -176,27 +177,29 @@ class TokenDecay(_Gated):
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         C = X.shape[2]
         self._dbetween = scratch.tile(A, *self._between.shape).zero_()  # of log e^{G_i - G_j}
-        P = _times(dA, A).unflatten(2, (-1, C))
-        for r, kind in enumerate(self._kinds):
-            for s in range(P.shape[2]):
-                _add_rows(self._dbetween, P[:, r * C : (r + 1) * C, s], kind)
+        for rows, drows, kind in zip(A.split(C, 1), dA.split(C, 1), self._kinds, strict=True):
+            for pairs, dpairs in zip(rows.split(C, 2), drows.split(C, 2), strict=True):
+                if kind.exclusive:
+                    self._dbetween[:, :-1].addcmul_(pairs[:, 1:], dpairs[:, 1:])
+                else:
+                    self._dbetween.addcmul_(pairs, dpairs)
         _product_backward(X, Y, self._decay(dA), dX, dY)
 
-    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
-        block = _blocks(self._dbetween, h)
-        dupper += block.sum(-1)
-        dlower += block.sum(-2)
+    def finish(self) -> Tensor:
+        """The gradient of the log decay, like its tile: of token t the sum over `j < t <= i` of what pairs `i, j` pass back.
 
-    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
-        """`S` the state chunks `at` start from, `dS` the gradient of the state they end with."""
-        self._dprefix[at, -1] += (S * dS).sum((-2, -1)) * self.total[at].flatten()
+        A row's factor is a pair with the token before the chunk, a column's one with the last token.
+        """
+        self._dbetween[:, -1] += self._dsuffix.squeeze(2)
+        before = torch.bmm(self._dbetween, self._later.expand_as(self._dbetween)).add_(self._dprefix)
+        return before.tril_().sum(1).unsqueeze(2)
 
 
-class ChannelDecay(_Gated):
+class ChannelDecay(_KeyDecay):
     """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored at its middle (`_sweep`)."""
 
-    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
-        super().__init__(decay, rows)
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
+        super().__init__(g, rows)
         # h, row factors, column factor; each factor [chunks, C / 2h, h, K]
         self._levels: list[tuple[int, list[Tensor], Tensor]] = []
 
@@ -204,20 +207,10 @@ class ChannelDecay(_Gated):
             factors = _row_factors(upper, rows)  # upper is overwritten by the next level
             self._levels.append((h, [f.clone() if f is upper else f for f in factors], lower.clone()))
 
-        prefix, suffix = _sweep(decay, keep)
-        self._row = torch.stack(_row_factors(prefix, rows), 1)  # [chunks, R (1 if all rows read alike), C, K]
+        prefix, suffix = _sweep(g.exp_(), keep)
+        self._row = torch.stack(_row_factors(prefix, rows), 1)
         self._column = suffix.unsqueeze(1)
         self.total = prefix[:, -1].unsqueeze(-1)
-
-    def rows(self, X: Tensor) -> Tensor:
-        return _times(X, self._row)
-
-    def columns(self, Y: Tensor) -> Tensor:
-        return _times(Y, self._column)
-
-    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
-        self._collect(_times(rows, drows), _times(columns, dcolumns))
-        return drows.mul_(self._row), dcolumns.mul_(self._column)
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         chunks, R, C, _ = X.shape
@@ -260,14 +253,9 @@ class ChannelDecay(_Gated):
                 dX[:, r] += (d * Y).sum(1)
                 dY.addcmul_(d, X[:, r, None])
 
-    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
-        level = self._dlevels[h]
-        dupper += level[0]
-        dlower += level[1]
-
-    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
-        """`S` the state chunks `at` start from, `dS` the gradient of the state they end with."""
-        self._dprefix[at, -1] += (S * dS).sum(-1) * self.total[at].squeeze(-1)
+    def finish(self) -> Tensor:
+        """The gradient of the log decay, like its tile."""
+        return _sweep_backward(self._dprefix, self._dsuffix, self._dlevels)
 
 
 def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
@@ -278,10 +266,8 @@ def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple
     second one for the first halves, both `[chunks, C / 2h, h, ...]`. The levels h = 1, 2, ..., C/2 cover each pair i > j once.
     Returns `e^{G_i}` and `e^{G_C - G_j}`.
     """
-    prefix, suffix = (
-        decay.clone(),
-        torch.ones_like(decay),
-    )  # from the start of the half up to i; after j up to the end of the half
+    # from the start of the half up to i; after j up to the end of the half
+    prefix, suffix = decay.clone(), torch.ones_like(decay)
     h = 1
     while h < decay.shape[1]:
         first, upper = prefix.unflatten(1, (-1, 2, h)).unbind(2)
@@ -293,21 +279,22 @@ def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple
     return prefix, suffix
 
 
-def _sweep_backward(dprefix: Tensor, dsuffix: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> Tensor:
-    """The gradient of the log decays from those of the logarithms of what `_sweep` returned, in place; `level` adds its own."""
+def _sweep_backward(dprefix: Tensor, dsuffix: Tensor, dlevels: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient of the log decays from those of the logarithms of what `_sweep` returned, in place, and of each level's factors."""
     h = dprefix.shape[1] // 2
     while h:
         dfirst, dupper = dprefix.unflatten(1, (-1, 2, h)).unbind(2)
         dlower, _ = dsuffix.unflatten(1, (-1, 2, h)).unbind(2)
         dfirst[:, :, -1] += dupper.sum(2)
         dupper[:, :, -1] += dlower.sum(2)
-        level(h, dupper, dlower)
+        dupper += dlevels[h][0]
+        dlower += dlevels[h][1]
         h //= 2
     return dprefix
 
 
 def _add_rows(total: Tensor, rows: Tensor, kind: Row) -> None:
-    """Adds what rows `[..., h, K]` (or `[chunks, C]`, `[chunks, C, C]`) pass back; an exclusive row has the factor of the row above."""
+    """Adds what rows `[..., h, K]` pass back; an exclusive row has the factor of the row above."""
     dim = 2 if total.dim() == 4 else 1
     if kind.exclusive:
         n = total.shape[dim] - 1
@@ -332,9 +319,9 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x, y, out=scratch.tile(x, x.shape[0], x.shape[1], y.shape[2]))
 
 
-def _times(x: Tensor, factor: Tensor) -> Tensor:
-    """`x * factor` in the shape of `x`, in scratch memory."""
-    return torch.mul(x, factor, out=scratch.tile(x, *x.shape))
+def _times(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+    """`x * factor` in the shape of `x`, in scratch memory unless there is an `out`."""
+    return torch.mul(x, factor, out=scratch.tile(x, *x.shape) if out is None else out)
 
 
 def _product_backward(X: Tensor, Y: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:

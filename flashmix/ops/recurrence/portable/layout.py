@@ -7,7 +7,9 @@ lie side by side, so that the serial pass over depths works on plain slices, for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,55 +94,51 @@ class Layout:
                 first = depth
         return found
 
-    def at(self, depth: int, slab: Slab) -> slice:
-        """The chunks of one depth, as a slice of the tiles of its slab."""
-        HV = self.problem.value_heads
-        return slice(self.starts[depth] * HV - slab.chunks.start, self.starts[depth + 1] * HV - slab.chunks.start)
+    def depths(self, tile: Tensor | None, slab: Slab) -> Sequence[Any]:
+        """The chunks of each depth of a slab, views of its tile; as many None for None."""
+        counts = [active * self.problem.value_heads for active in self.active[slab.first : slab.last]]
+        return [None] * len(counts) if tile is None else torch.split_with_sizes(tile, counts)
 
     def load(self, x: Tensor, slab: Slab, tile: Tensor) -> Tensor:
-        """Fills `tile` `[chunks, C, ...]` with the tokens of a slab: heads repeated to the value heads, zeros where no token is."""
+        """Fills `tile` `[chunks, C, D]` with the tokens of a slab: heads repeated to the value heads, zeros where no token is."""
         HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
-        H = x.shape[2]
-        tile_heads = (
-            tile.unflatten(0, (-1, H, HV // H)).movedim(3, 1).movedim(3, 2)
-        )  # [pairs, C, group, H, ...] order below
-        tile_heads = tile_heads.transpose(2, 3)  # [pairs, C, H, group, ...]
+        B, _, H = x.shape[:3]
+        x = x.reshape(B, T, H, 1, -1)
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
-            tile_heads.copy_(x[0][index.clamp(max=T - 1)].unsqueeze(3))
-            tile_heads[index == T] = 0
+            tokens = tile.view(-1, H, HV // H, C, tile.shape[-1]).permute(0, 3, 1, 2, 4)  # [pairs, C, H, group, D]
+            tokens.copy_(x[0][index.clamp(max=T - 1)])
+            tokens[index == T] = 0
             return tile
         n = slab.last - slab.first
-        tokens = tile_heads.unflatten(0, (n, -1)).transpose(0, 1)  # [B, n, C, H, group, ...]
-        whole = min(slab.last * C, T) // C - slab.first
-        first = slab.first * C
-        tokens[:, :whole].copy_(x[:, first : first + whole * C].unflatten(1, (whole, C)).unsqueeze(4))
+        tokens = tile.view(n, B, H, HV // H, C, tile.shape[-1]).permute(1, 0, 4, 2, 3, 5)  # [B, n, C, H, group, D]
+        whole, first = min(slab.last, T // C) - slab.first, slab.first * C
+        tokens[:, :whole].copy_(x[:, first : first + whole * C].unflatten(1, (whole, C)))
         if whole < n:
             rest = x[:, first + whole * C :]
-            tokens[:, whole, : rest.shape[1]].copy_(rest.unsqueeze(3))
+            tokens[:, whole, : rest.shape[1]].copy_(rest)
             tokens[:, whole, rest.shape[1] :] = 0
         return tile
 
     def store(self, tile: Tensor, slab: Slab, out: Tensor) -> None:
-        """The chunks of a slab back to their tokens in `out` `[B, T, H, ...]`, summed over the value heads of a head."""
+        """The chunks `[chunks, C, D]` of a slab back to their tokens in `out` `[B, T, H, D]`, summed over the value heads of a head."""
         HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
-        H = out.shape[2]
+        B, _, H = out.shape[:3]
+        out = out.view(B, T, H, -1)
         if H != HV:
             tile = tile.unflatten(0, (-1, HV // H)).sum(1)
-        tile = tile.unflatten(0, (-1, H)).transpose(1, 2)  # [pairs, C, H, ...]
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
             there = index < T
-            out[0, index[there]] = tile[there].to(out.dtype)
+            out[0, index[there]] = tile.unflatten(0, (-1, H)).transpose(1, 2)[there].to(out.dtype)
             return
         n = slab.last - slab.first
-        tile = tile.unflatten(0, (n, -1)).transpose(0, 1)  # [B, n, C, H, ...]
-        whole = min(slab.last * C, T) // C - slab.first
-        first = slab.first * C
-        out[:, first : first + whole * C].unflatten(1, (whole, C)).copy_(tile[:, :whole])
+        tokens = tile.unflatten(0, (n, B, H)).permute(1, 0, 3, 2, 4)  # [B, n, C, H, D]
+        whole, first = min(slab.last, T // C) - slab.first, slab.first * C
+        out[:, first : first + whole * C].unflatten(1, (whole, C)).copy_(tokens[:, :whole])
         if whole < n:
             rest = out[:, first + whole * C :]
-            rest.copy_(tile[:, whole, : rest.shape[1]])
+            rest.copy_(tokens[:, whole, : rest.shape[1]])
 
     def first_state(self, state: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The state `[N, HV, K, V]` a pass starts from (None: zeros), in the order of the chunks, as a new `[N * HV, K, V]`."""

@@ -1,7 +1,7 @@
 """The `state` phase: the one serial pass, chunk after chunk (docs/chunk_algorithm.md, section 5).
 
-    forward      Z = ~X S (+ what is read within the chunk);   nu = T Z_a;   S <- e^{G_C} S + ^Y^T W
-    backward     dW += ^Y dS;   dR = T^T dnu;   d~X = [do; dR] S^T;   d^Y = W dS^T;   dS <- e^{G_C} dS + ~X^T [do; dR]
+    forward      Z = ~X S;   nu = T (Z_a + R);   S <- e^{G_C} S + ^Y^T W
+    backward     dnu += ^b dS;   dR = T^T dnu;   d~X = [do; dR] S^T;   d^Y = W dS^T;   dS <- e^{G_C} dS + ~X^T [do; dR]
 
 `~X` stacks the row keys (query, and correction), `^Y` the column keys, `W` what they write (values, and corrected values `nu`), `Z`
 what the rows read. The chunks of one depth advance together, with their states still in cache.
@@ -21,33 +21,27 @@ Decay = NoDecay | TokenDecay | ChannelDecay | ValueDecay
 
 
 def state_forward(
-    layout: Layout, slab: Slab, S: Tensor, decay: Decay, rows: Tensor, columns: Tensor, T: Tensor | None,
-    within: Tensor | None, target: Tensor | None, W: Tensor, states: Tensor | None,
+    layout: Layout, slab: Slab, S: Tensor, total: Tensor | None, rows: Tensor, columns: Tensor, T: Tensor | None,
+    R: Tensor | None, W: Tensor, states: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Advances `S` over a slab; returns `Z` `[chunks, R * C, V]`, fills the last `C` rows of `W` with `nu`, and `states` if it is given.
+    """Advances `S` over a slab; returns `Z`, and where there is a `T`, fills the last `C` rows of `W` with `nu`.
 
-    `within` is what rows read of raw writes in their own chunk, `target` what the correction aims at.
+    `R` is the target of the correction. `states`, if it is given, is filled with what each chunk starts from.
     """
     C = layout.C
-    Z = scratch.tile(W, *rows.shape[:2], W.shape[-1])
-    for depth in range(slab.first, slab.last):
-        at = layout.at(depth, slab)
-        S_now = S[: at.stop - at.start]
-        if states is not None:
-            states[at] = S_now
-        Z_now = torch.bmm(rows[at], S_now, out=Z[at])
-        if decay.row_scale is not None:
-            Z_now *= decay.row_scale[at]
-        if within is not None:
-            Z_now += within[at]
-        if T is not None:
-            R = Z_now[:, -C:]
-            if target is not None:
-                R += target[at]
-            W[at][:, -C:] = T[at] @ R
-        if decay.total is not None:
-            S_now *= decay.total[at]
-        S_now.baddbmm_(columns[at].mT, W[at] if decay.column_scale is None else W[at] * decay.column_scale[at])
+    Z = scratch.tile(W, *rows.shape[:2], W.shape[2])
+    tiles = (total, rows, columns.mT, T, R, Z, Z[:, -C:], W, W[:, -C:], states)
+    depths = zip(*(layout.depths(t, slab) for t in tiles), strict=True)
+    for decay, row, column, T_now, R_now, Z_now, U, W_now, nu, start in depths:
+        S_now = S[: Z_now.shape[0]]
+        if start is not None:
+            start.copy_(S_now)
+        torch.bmm(row, S_now, out=Z_now)
+        if T_now is not None:
+            _product(T_now, U.add_(R_now), nu)
+        if decay is not None:
+            S_now *= decay
+        S_now.baddbmm_(column, W_now)
     return Z
 
 
@@ -55,30 +49,34 @@ def state_backward(
     layout: Layout, slab: Slab, dS: Tensor, decay: Decay, rows: Tensor, columns: Tensor, T: Tensor | None,
     states: Tensor, W: Tensor, dZ: Tensor, dW: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Takes `dS` back over a slab; returns `d~X` and `d^Y`, fills the last `C` rows of `dZ` with `dR` and adds to `dW`.
+    """Takes `dS` back over a slab; returns `d~X` and `d^Y`, adds to `dW` what written values pass on, tells `decay` what its total does.
 
-    `dZ` comes in holding `do` in its first `C` rows, `dW` what reaches the written values within their chunk from `do`.
+    `dZ` comes in holding `do` in its first `C` rows; the last are filled with `dR` where there is a `T`.
     """
-    C = layout.C
+    C, axis = layout.C, decay.shared
     drows, dcolumns = scratch.tile(rows, *rows.shape), scratch.tile(columns, *columns.shape)
-    for depth in range(slab.last - 1, slab.first - 1, -1):
-        at = layout.at(depth, slab)
-        dS_now = dS[: at.stop - at.start]
-        W_now = W[at]
-        if decay.column_scale is None:
-            dW[at].baddbmm_(columns[at], dS_now)
-        else:
-            reached = torch.bmm(columns[at], dS_now).mul_(decay.column_scale[at])
-            dW[at].add_(reached)
-            decay.scales_backward(at, rows[at], states[at], dZ[at], W_now, reached)
-            W_now = W_now * decay.column_scale[at]
-        torch.bmm(W_now, dS_now.mT, out=dcolumns[at])
-        if T is not None:
-            dZ[at][:, -C:] = T[at].mT @ dW[at][:, -C:]
-        dZ_now = dZ[at] if decay.row_scale is None else dZ[at] * decay.row_scale[at]
-        torch.bmm(dZ_now, states[at].mT, out=drows[at])
-        decay.total_backward(at, states[at], dS_now)
-        if decay.total is not None:
-            dS_now *= decay.total[at]
-        dS_now.baddbmm_(rows[at].mT, dZ_now)
+    kept, product = scratch.tile(states, slab.count, states.shape[3 - axis]), scratch.tile(dS, *dS.shape)
+    Tt = None if T is None else T.mT
+    tiles = (decay.total, rows.mT, columns, Tt, states, W, dZ, dZ[:, -C:], dW, dW[:, -C:], drows, dcolumns, kept)
+    depths = zip(*(reversed(layout.depths(t, slab)) for t in tiles), strict=True)
+    for total, row, column, T_now, S, W_now, dZ_now, dR, dW_now, dnu, drow, dcolumn, kept_now in depths:
+        dS_now = dS[: S.shape[0]]
+        dW_now.baddbmm_(column, dS_now)
+        if T_now is not None:
+            _product(T_now, dnu, dR)
+        torch.bmm(W_now, dS_now.mT, out=dcolumn)
+        torch.bmm(dZ_now, S.mT, out=drow)
+        if total is not None:
+            dS_now *= total
+            torch.sum(torch.mul(S, dS_now, out=product[: S.shape[0]]), axis, out=kept_now)
+        dS_now.baddbmm_(row, dZ_now)
+    decay.total_backward(kept)
     return drows, dcolumns
+
+
+def _product(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """`x @ y` into `out`; written to a part of a stacked tile, torch would make the products one by one."""
+    if out.is_contiguous():
+        torch.bmm(x, y, out=out)
+    else:
+        out.copy_(torch.bmm(x, y))

@@ -1,8 +1,8 @@
 """A decay of the value axis, `S diag(e^g)`: a chunk's keys meet without it, what they read and write decays (docs/chunk_algorithm.md,
 section 12).
 
-Every factor of `gate` belongs to a channel of the values instead of the keys. Rows and columns of the chunk are scaled on their
-value side (`row_scale`, `column_scale`, both `[chunks, C, V]`); within a chunk, level by level, with the halves `u` and `l` of a block,
+Every factor of `gate` belongs to a channel of the values instead of the keys: what rows read and what columns write is scaled
+(`_row`, `_column`, both `[chunks, C, V]`). Within a chunk, level by level, with the halves `u` and `l` of a block,
 
     O[u] += upper o (A[u, l] (lower o V[l]))          A = X Y^T
 
@@ -26,15 +26,20 @@ from flashmix.ops.recurrence.portable.gate import (
     _product_backward,
     _row_factors,
     _sweep,
+    _sweep_backward,
+    _times,
+    matmul,
 )  # fmt: skip
 
 
 class ValueDecay(_Gated):
     """One decay a token, head and channel of the values, `[chunks, C, V]`."""
 
-    def __init__(self, decay: Tensor, rows: tuple[Row, ...]) -> None:
-        super().__init__(decay, rows)
-        (self._row,) = rows
+    shared = 1
+
+    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
+        super().__init__(g, rows)
+        (self._kind,) = rows
         self._levels: list[tuple[int, Tensor, Tensor]] = []  # h, upper, lower; both [chunks, C / 2h, h, V]
 
         def keep(h: int, upper: Tensor, lower: Tensor) -> None:
@@ -42,39 +47,59 @@ class ValueDecay(_Gated):
             factor = factor.clone() if factor is upper else factor
             self._levels.append((h, factor, lower.clone()))
 
-        prefix, self.column_scale = _sweep(decay, keep)
-        (self.row_scale,) = _row_factors(prefix, rows)
+        prefix, self._column = _sweep(g.exp_(), keep)
+        (self._row,) = _row_factors(prefix, rows)
         self.total = prefix[:, -1:]
 
-    def rows(self, X: Tensor) -> Tensor:
+    def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
         return X
 
-    def columns(self, Y: Tensor) -> Tensor:
+    def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
         return Y
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
         return drows, dcolumns
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
-        return torch.bmm(X[:, 0], Y[:, 0].mT, out=out).tril_(0 if self._row.diagonal else -1)
+        return torch.bmm(X[:, 0], Y[:, 0].mT, out=out).tril_(0 if self._kind.diagonal else -1)
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         _product_backward(X, Y, dA, dX, dY)
 
-    def within(self, A: Tensor, v: Tensor) -> Tensor:
+    def written(self, W: Tensor) -> Tensor:
+        return _times(W, self._column)
+
+    def output(self, Z: Tensor, A: Tensor, W: Tensor, scale: float) -> Tensor:
+        return _times(Z, self._row).add_(self._within(A, W)).mul_(scale)
+
+    def _within(self, A: Tensor, v: Tensor) -> Tensor:
+        """What rows read of the values in their own chunk."""
         read = scratch.tile(v, *v.shape).zero_()
-        if self._row.diagonal:
+        if self._kind.diagonal:
             torch.mul(v, A.diagonal(dim1=1, dim2=2).unsqueeze(-1), out=read)
         for h, upper, lower in self._levels:
             written = _halves(v, h, 0) * lower
             _halves(read, h, 1).addcmul_(_apply(_block(A, h), written).view(upper.shape), upper)
         return read
 
-    def written_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
+    def read_backward(self, dZ: Tensor, rows: Tensor, states: Tensor) -> Tensor:
+        _add_rows(self._dprefix, matmul(rows, states).mul_(self._row).mul_(dZ), self._kind)
+        return _times(dZ, self._row)
+
+    def within_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
+        self._dwithin = self._within_backward(A, W, dO)
+        return scratch.tile(W, *W.shape).zero_()  # what the state passes on decays first
+
+    def written_backward(self, W: Tensor, dW: Tensor) -> Tensor:
+        self._dsuffix.addcmul_(dW.mul_(self._column), W)
+        return self._dwithin.add_(dW)
+
+    def _within_backward(self, A: Tensor, W: Tensor, dO: Tensor) -> Tensor:
+        """What reaches `W` by the scores; takes note of what reaches these and the gate."""
         dW = scratch.tile(W, *W.shape).zero_()
         self._dA = scratch.tile(A, *A.shape).zero_()
         self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
-        if self._row.diagonal:
+        if self._kind.diagonal:
             torch.mul(dO, A.diagonal(dim1=1, dim2=2).unsqueeze(-1), out=dW)
             self._dA.diagonal(dim1=1, dim2=2).copy_((dO * W).sum(-1))
         for h, upper, lower in self._levels:
@@ -84,26 +109,16 @@ class ValueDecay(_Gated):
             _halves(dW, h, 0).addcmul_(dwritten, lower)
             _blocks(self._dA, h).copy_(_product(read, written).view(A.shape[0], -1, h, h))
             dupper = torch.zeros_like(upper)
-            _add_rows(dupper, read * _apply(block, written).view(upper.shape), self._row)
+            _add_rows(dupper, read * _apply(block, written).view(upper.shape), self._kind)
             self._dlevels[h] = dupper, dwritten.mul_(written)
         return dW
 
     def scores_backward(self, dZ: Tensor, W: Tensor) -> Tensor:
         return self._dA
 
-    def scales_backward(self, at: slice, rows: Tensor, S: Tensor, dZ: Tensor, W: Tensor, reached: Tensor) -> None:
-        assert self.row_scale is not None
-        _add_rows(self._dprefix[at], torch.bmm(rows, S).mul_(self.row_scale[at]).mul_(dZ), self._row)
-        self._dsuffix[at].addcmul_(reached, W)
-
-    def total_backward(self, at: slice, S: Tensor, dS: Tensor) -> None:
-        """`S` the state chunks `at` start from, `dS` the gradient of the state they end with."""
-        self._dprefix[at, -1] += (S * dS).sum(-2) * self.total[at].squeeze(-2)
-
-    def _level_backward(self, h: int, dupper: Tensor, dlower: Tensor) -> None:
-        level = self._dlevels[h]
-        dupper += level[0]
-        dlower += level[1]
+    def finish(self) -> Tensor:
+        """The gradient of the log decay, like its tile."""
+        return _sweep_backward(self._dprefix, self._dsuffix, self._dlevels)
 
 
 def _block(A: Tensor, h: int) -> Tensor:
