@@ -200,10 +200,11 @@ def kl_backward_kernel(
     zq, _ = _scores(logits + row * stride, bias, column, there, scale, 1.0, HAS_BIAS, False)  # [BLOCK]
     zp, _ = _scores(teacher + row * teacher_stride, teacher_bias, column, there, scale, 1.0, HAS_TEACHER_BIAS, False)
     flow = tl.load(grad + row).to(tl.float32)
-    q = _exp(zq - tl.load(level_of + row), logits.dtype.element_ty == tl.float32) * (1 / tl.load(whole_of + row))
+    PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
+    q = divided(_exp(zq - tl.load(level_of + row), PRECISE), tl.load(whole_of + row), PRECISE)
     level = tl.load(teacher_level + row)
     p = zp - tl.where(REVERSE, zp, level)  # REVERSE: p is not needed
-    dz = q - _exp(p, logits.dtype.element_ty == tl.float32) * (1 / tl.load(teacher_whole + row))
+    dz = q - divided(_exp(p, PRECISE), tl.load(teacher_whole + row), PRECISE)
     if REVERSE:
         dz = tl.where(q == 0, 0.0, q * ((zq - zp) - level))
     dz = tl.where(flow == 0, 0.0, dz * (flow * scale))

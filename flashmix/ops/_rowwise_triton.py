@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -44,7 +43,7 @@ def as_rows(*tensors: Tensor | None) -> Rows:
     count = present[0].numel() // max(width, 1)
     if all(t.is_contiguous() for t in present):
         return Rows(count, 0, (1, 1), tensors, ((0, 0, 0),) * len(tensors))
-    tensors = tuple(t if t is None or width == 1 or t.stride(-1) == 1 else t.contiguous() for t in tensors)
+    tensors = tuple(None if t is None else inner_contiguous(t) for t in tensors)
     axes = _merged(shape[:-1], [t.stride()[:-1] for t in tensors if t is not None])
     if len(axes) > 3:
         return as_rows(*(None if t is None else t.contiguous() for t in tensors))
@@ -66,6 +65,21 @@ def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tupl
         else:
             axes.append((size, steps))
     return axes
+
+
+def inner_contiguous(x: Tensor) -> Tensor:
+    """The tensor with its last axis contiguous; its rows may lie anywhere."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+def fill_with_zeros(gradients: Sequence[Tensor | None]) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
 def power_of_two(size: int) -> int:
@@ -218,10 +232,3 @@ def sum_columns(partial: Tensor, out: Tensor) -> None:
     column_sums_kernel[(triton.cdiv(columns, block),)](
         partial, out, programs, columns, LINES=32, BLOCK=block, num_warps=4
     )
-
-
-@lru_cache(maxsize=256)
-def numbers_on(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """`values` as an int32 tensor that stays on `device`; made once, so that calls do not wait for a copy."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int32, device=device)

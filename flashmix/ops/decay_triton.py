@@ -21,7 +21,9 @@ from flashmix.ops._rowwise import Options, Tensors
 from flashmix.ops._rowwise_triton import (
     Rows,
     as_rows,
+    contiguous,
     exp_of_minus,
+    fill_with_zeros,
     power_of_two,
     programs_for,
     row_starts,
@@ -145,7 +147,7 @@ class Gate:
         rows, channels = _tokens(bias, x)
         width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
         gate_forward_kernel[(triton.cdiv(rows.count, TILE // block) * triton.cdiv(width, block),)](
-            rows.tensors[0], _packed(A_log), _packed(bias), results[0], rows.count, rows.sizes, rows.strides[0], factor,
+            rows.tensors[0], contiguous(A_log), contiguous(bias), results[0], rows.count, rows.sizes, rows.strides[0], factor,
             KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE // block, BLOCK=block,
             num_warps=WARPS,
         )  # fmt: skip
@@ -157,9 +159,7 @@ class Gate:
         (x, A_log, bias), (kind, factor), (dx, dA, dbias) = inputs, options, gradients
         assert x is not None
         if x.numel() == 0:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.zero_()
+            fill_with_zeros(gradients)
             return
         rows, channels = _tokens(bias, x, grads[0])
         width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ class Gate:
         parts = min(tiles, max(1, programs_for(2**31 - 1, x.device, PROGRAMS[x.element_size()]) // blocks))
         partials = [None if t is None else x.new_empty((parts, width), dtype=torch.float32) for t in (dA, dbias)]
         gate_backward_kernel[(blocks * parts,)](
-            rows.tensors[0], _packed(A_log), _packed(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
+            rows.tensors[0], contiguous(A_log), contiguous(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
             *rows.strides, factor,
             KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE_BACKWARD // block, BLOCK=block,
             STAGES=STAGES, num_warps=WARPS,
@@ -193,7 +193,3 @@ def _tokens(bias: Tensor | None, *tensors: Tensor | None) -> tuple[Rows, int]:
 
 def _block(rows: Rows) -> int:
     return min(power_of_two(rows.tensors[0].shape[-1]), WIDEST_BLOCK)  # type: ignore[union-attr]
-
-
-def _packed(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()

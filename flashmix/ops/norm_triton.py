@@ -27,6 +27,8 @@ from flashmix.ops._rowwise_triton import (
     activation,
     activation_slope,
     as_rows,
+    contiguous,
+    fill_with_zeros,
     power_of_two,
     programs_for,
     row_starts,
@@ -214,7 +216,7 @@ class Norm:
         x, residual, gate = rows.tensors
         # Kept or not, they are stored: one kernel, and so the same bits, with a gradient and without.
         scale, means = (*(kept or _statistics(y, groups, center)), None)[:2]
-        tensors = (x, residual, _packed(weight), _packed(bias), gate, y, h, scale, means)
+        tensors = (x, residual, contiguous(weight), contiguous(bias), gate, y, h, scale, means)
         arguments = (*tensors, rows.count, rows.sizes, *rows.strides, eps)
         flags: dict[str, Any] = {
             "WIDTH": width, "GROUPS": groups, "DIVISOR": width if mean else 1, "CENTER": center, "ACTIVATION": name,
@@ -237,7 +239,7 @@ class Norm:
         h, _, weight, bias, gate = inputs
         assert h is not None
         if h.numel() == 0:
-            _fill_with_zeros(gradients)
+            fill_with_zeros(gradients)
             return
         width = h.shape[-1] // groups
         dy, extra = (*grads, None)[:2]
@@ -245,7 +247,7 @@ class Norm:
         h, gate, dy, extra = rows.tensors
         dh, _, dweight, dbias, dgate = gradients
         scale, means = (*kept, None)[:2]
-        read = (h, _packed(weight), _packed(bias), gate, dy, extra, scale, means)
+        read = (h, contiguous(weight), contiguous(bias), gate, dy, extra, scale, means)
         where = (rows.sizes, *rows.strides)
         flags: dict[str, Any] = {
             "WIDTH": width, "GROUPS": groups, "DIVISOR": width if mean else 1, "CENTER": center, "ACTIVATION": name,
@@ -281,13 +283,3 @@ def _statistics(x: Tensor, groups: int, center: bool) -> list[Tensor]:
 
 def _grouped(groups: int, *tensors: Tensor | None) -> list[Tensor | None]:
     return list(tensors) if groups == 1 else [None if t is None else t.unflatten(-1, (groups, -1)) for t in tensors]
-
-
-def _packed(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
-
-
-def _fill_with_zeros(gradients: Sequence[Tensor | None]) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.zero_()

@@ -7,6 +7,7 @@ A program turns a tile of heads of some tokens, of queries or of keys; both chan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.ops._rowwise import Options, Tensors
-from flashmix.ops._rowwise_triton import numbers_on, power_of_two
+from flashmix.ops._rowwise_triton import inner_contiguous, power_of_two
 from flashmix.ops.packing import Packing
 
 PAIRS, WARPS = 1024, 4  # pairs of channels of a program
@@ -129,6 +130,13 @@ def rotate_in_place(inputs: Tensors, options: Options) -> None:
         _launch(present, inputs, options, in_place=True)
 
 
+@lru_cache(maxsize=256)
+def numbers_on(device: torch.device, values: tuple[int, ...]) -> Tensor:
+    """`values` as an int32 tensor that stays on `device`; made once, so that calls do not wait for a copy."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+
 def _launch(results: Sequence[Tensor], inputs: Tensors, options: Options, in_place: bool) -> None:
     q, k, cos, sin, positions, cu_seqlens = inputs
     start, axes, interleaved, inverse = options
@@ -143,9 +151,9 @@ def _launch(results: Sequence[Tensor], inputs: Tensors, options: Options, in_pla
         for y, x in zip(results, [q] if k is None else [q, k], strict=True):
             y.copy_(x)
         return
-    cos, sin = _inner_contiguous(cos), _inner_contiguous(sin)
+    cos, sin = inner_contiguous(cos), inner_contiguous(sin)
     if not in_place:
-        q, k = _inner_contiguous(q), None if k is None else _inner_contiguous(k)
+        q, k = inner_contiguous(q), None if k is None else inner_contiguous(k)
     q_out, k_out = results[0], results[1] if k is not None else None
     block_half = power_of_two(half)
     block_rest = power_of_two(width - 2 * half) if width > 2 * half else 0
@@ -163,7 +171,3 @@ def _launch(results: Sequence[Tensor], inputs: Tensors, options: Options, in_pla
         TOKENS=block_tokens, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
         BLOCK_REST=block_rest, num_warps=WARPS,
     )  # fmt: skip
-
-
-def _inner_contiguous(x: Tensor) -> Tensor:
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()

@@ -14,6 +14,7 @@ from flashmix import _gpu
 from flashmix.ops import _short_conv_backward_triton as backward_kernels
 from flashmix.ops import _short_conv_forward_triton as forward_kernels
 from flashmix.ops._rowwise import Options, Tensors
+from flashmix.ops._rowwise_triton import inner_contiguous
 
 SHORT = 64  # sequences of fewer tokens share a program
 
@@ -71,8 +72,7 @@ class Convolution:
 
 
 def rows_of(tensors: Tensors) -> tuple[Tensor, ...]:
-    """The tensors with contiguous channels; their rows may lie anywhere."""
-    return tuple(t if t.stride(2) == 1 or t.shape[2] == 1 else t.contiguous() for t in tensors if t is not None)
+    return tuple(inner_contiguous(t) for t in tensors if t is not None)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.ops._rowwise import Options, Tensors
-from flashmix.ops._rowwise_triton import power_of_two
+from flashmix.ops._rowwise_triton import inner_contiguous, power_of_two
 
 TILE, WARPS, WIDEST_BLOCK = 2048, 8, 1024
 
@@ -86,7 +86,7 @@ class TokenShift:
         assert x is not None
         y, last = results[0], results[1] if len(results) > 1 else None
         (batch, tokens, width), (_, _, reverse, _) = x.shape, options
-        x, state = _inner_contiguous(x), None if state is None else _inner_contiguous(state)
+        x, state = inner_contiguous(x), None if state is None else inner_contiguous(state)
         block = min(power_of_two(width), WIDEST_BLOCK)
         rows, blocks = TILE // block, triton.cdiv(width, block)
         if x.numel():
@@ -105,7 +105,3 @@ class TokenShift:
     @staticmethod
     def backward(*arguments: Any) -> None:
         raise AssertionError("the backward of a shift is a shift")
-
-
-def _inner_contiguous(x: Tensor) -> Tensor:
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
