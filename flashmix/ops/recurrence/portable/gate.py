@@ -16,7 +16,7 @@ gates. A gate's gradient is thus a sum over the pairs that it lies between, wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -200,12 +200,11 @@ class ChannelDecay(_KeyDecay):
 
     def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
         super().__init__(g, rows)
-        # h, row factors, column factor; each factor [chunks, C / 2h, h, K]
-        self._levels: list[tuple[int, list[Tensor], Tensor]] = []
+        # h, row factors [chunks, R (1 if all rows read alike), C / 2h, h, K], column factor [chunks, 1, C / 2h, h, K]
+        self._levels: list[tuple[int, Tensor, Tensor]] = []
 
-        def keep(h: int, upper: Tensor, lower: Tensor) -> None:
-            factors = _row_factors(upper, rows)  # upper is overwritten by the next level
-            self._levels.append((h, [f.clone() if f is upper else f for f in factors], lower.clone()))
+        def keep(h: int, upper: Tensor, lower: Tensor) -> None:  # both are overwritten by the next level
+            self._levels.append((h, torch.stack(_row_factors(upper, rows), 1), lower.unsqueeze(1).clone()))
 
         prefix, suffix = _sweep(g.exp_(), keep)
         self._row = torch.stack(_row_factors(prefix, rows), 1)
@@ -219,34 +218,43 @@ class ChannelDecay(_KeyDecay):
         for r, kind in enumerate(self._kinds):
             if kind.diagonal:
                 A[:, r].diagonal(dim1=1, dim2=3).copy_((X[:, r, None] * Y).sum(-1))
-        for h, row, column in self._levels:
-            lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
-            for r in range(R):
-                upper = _halves(X[:, r], h, 1) * row[min(r, len(row) - 1)]
-                for s in range(S):
-                    _blocks(A[:, r, :, s], h).copy_(_product(upper, lower[s]).view(chunks, -1, h, h))
+        for h, upper, lower in self._decayed_halves(X, Y):
+            # single tokens are dot products, which need no matrix product
+            product = (upper.unsqueeze(2) * lower.unsqueeze(1)).sum(-1) if h == 1 else torch.bmm(upper, lower.mT)
+            _pairs(A, h).copy_(product.view(chunks, -1, R, h, S, h))
         return out
 
+    def _decayed_halves(self, X: Tensor, Y: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of each level h, rows `[blocks, R * h, K]` and columns `[blocks, S * h, K]` as far as the middle of their blocks."""
+        tiles = [scratch.tile(x, x.numel() // 2) for x in (X, Y)]
+        for h, *factors in self._levels:
+            halves = []
+            for x, factor, tile, which in zip((X, Y), factors, tiles, (1, 0), strict=True):
+                chunks, kinds, C, K = x.shape
+                decayed = tile.view(chunks, C // (2 * h), kinds, h, K)
+                torch.mul(_halves(x, h, which), factor, out=decayed.transpose(1, 2))
+                halves.append(decayed.view(-1, kinds * h, K))
+            yield h, halves[0], halves[1]
+
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
-        chunks, R, C, _ = X.shape
+        chunks, R, C, K = X.shape
         S = Y.shape[1]
         dA = dA.view(chunks, R, C, S, C)
         self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
-        for h, row, column in self._levels:
-            dupper, dlower = torch.zeros_like(column), torch.zeros_like(column)
-            lower = [_halves(Y[:, s], h, 0) * column for s in range(S)]
+        for (h, upper, lower), (_, row, column) in zip(self._decayed_halves(X, Y), self._levels, strict=True):
+            block = _pairs(dA, h).reshape(-1, R * h, S * h)
+            if h == 1:
+                dx = (block.unsqueeze(3) * lower.unsqueeze(1)).sum(2)
+                dy = (block.unsqueeze(3) * upper.unsqueeze(2)).sum(1)
+            else:
+                dx, dy = torch.bmm(block, lower), torch.bmm(block.mT, upper)
+            _halves(dX, h, 1).addcmul_(dx.view(chunks, -1, R, h, K).transpose(1, 2), row)
+            _halves(dY, h, 0).addcmul_(dy.view(chunks, -1, S, h, K).transpose(1, 2), column)
+            dupper = torch.zeros_like(column[:, 0])
+            from_rows = dx.mul_(upper).view(chunks, -1, R, h, K)
             for r, kind in enumerate(self._kinds):
-                factor = row[min(r, len(row) - 1)]
-                upper = _halves(X[:, r], h, 1) * factor
-                for s in range(S):
-                    block = _blocks(dA[:, r, :, s], h).reshape(-1, h, h)
-                    dx = _apply(block, lower[s]).view(column.shape)
-                    dy = _apply(block.mT, upper).view(column.shape)
-                    _halves(dX[:, r], h, 1).addcmul_(dx, factor)
-                    _halves(dY[:, s], h, 0).addcmul_(dy, column)
-                    _add_rows(dupper, upper * dx, kind)
-                    dlower.addcmul_(lower[s], dy)
-            self._dlevels[h] = dupper, dlower
+                _add_rows(dupper, from_rows[:, :, r], kind)
+            self._dlevels[h] = dupper, dy.mul_(lower).view(chunks, -1, S, h, K).sum(2)
         for r, kind in enumerate(self._kinds):
             if kind.diagonal:
                 d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
@@ -331,8 +339,15 @@ def _product_backward(X: Tensor, Y: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) 
 
 
 def _halves(x: Tensor, h: int, which: int) -> Tensor:
-    """The first or second halves of the blocks of 2h tokens of `x` `[chunks, C, K]`: a view `[chunks, C / 2h, h, K]`."""
-    return x.unflatten(1, (-1, 2, h))[:, :, which]
+    """The first or second halves of the blocks of 2h tokens of `x` `[..., C, K]`: a view `[..., C / 2h, h, K]`."""
+    return x.unflatten(-2, (-1, 2, h))[..., which, :, :]
+
+
+def _pairs(A: Tensor, h: int) -> Tensor:
+    """Where second halves meet first halves in `A` `[chunks, R, C, S, C]`: a view `[chunks, C / 2h, R, h, S, h]`."""
+    n = A.shape[-1] // (2 * h)
+    A = A.unflatten(4, (n, 2, h)).unflatten(2, (n, 2, h))[:, :, :, 1, :, :, :, 0]
+    return A.diagonal(dim1=2, dim2=5).movedim(-1, 1)
 
 
 def _blocks(A: Tensor, h: int) -> Tensor:
