@@ -20,11 +20,13 @@ SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING els
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
 # Bytes of stack a thread, spills included, of the worst target; a kernel that is not here has none.
 STACK = {
+    "scores_forward_kernel": 104,
     "state_forward_kernel": 520,
     "state_backward_kernel": 328,
-    "output_backward_kernel": 200,
-    "channel_scores_forward_kernel": 88,
-    "channel_output_backward_kernel": 1008,
+    "output_backward_kernel": 184,
+    "channel_scores_forward_kernel": 16,
+    "decayed_output_backward_kernel": 504,
+    "channel_output_backward_kernel": 848,
 }
 STACK_OF_ANY = 2048  # the same of all rules, gates, dtypes and sizes
 
@@ -51,6 +53,17 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
                 allowed = STACK_OF_ANY if EVERYTHING else STACK.get(launch.name, 0)
                 assert made.stack <= allowed, (launch.key, made.stack)
+
+
+@pytest.mark.parametrize("rule", ["delta", "dplr"] if EVERYTHING else ["delta"])
+@pytest.mark.parametrize("K, V", [(8, 24), (16, 8), (128, 128)])
+def test_tiles_change_their_layout_between_barriers(K, V, rule):
+    """Triton 3.6.0 on Hopper: with 16 channels a tile changes its layout within each warp, which waits for no other, and the
+    gradients of keys and decays were wrong (docs/lab_notes.md). The table has 32.
+    """
+    found = launches(Case("", rule, "channel", B=1, T=64, H=1, HV=2, K=K, V=V), torch.bfloat16, (9, 0))
+    (launch,) = (launch for launch in found if launch.name == "decayed_output_backward_kernel")
+    assert "bar.warp.sync" not in compile_launch(launch).ptx
 
 
 def test_a_longer_sequence_or_another_packing_compiles_nothing_new():

@@ -86,18 +86,24 @@ def recurrence_backward(
     do: Tensor | None, dstate: Tensor | None,
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, residuals: list[Tensor],
-    scale: float, read_before: bool, impl: str, value_gate: bool,
+    scale: float, read_before: bool, impl: str, value_gate: bool, gate_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order."""
+    """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order, of `g` if it is asked for."""
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     with torch.autocast(q.device.type, enabled=False):
-        return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before)
+        return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before, gate_gradient)
 
 
 @recurrence_backward.register_fake
-def _(do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl, value_gate):  # type: ignore[no-untyped-def]
-    present = [t for t in (q, k, v, beta, a, b, g, initial_state) if t is not None]
+def _(  # type: ignore[no-untyped-def]
+    do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl, value_gate,
+    gate_gradient,
+):  # fmt: skip
+    present = [t for t in (q, k, v, beta, a, b, g if gate_gradient else None, initial_state) if t is not None]
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
+
+
+GATE = 6  # of the operator's inputs
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -114,8 +120,10 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tup
     if do is None and dstate is None:
         return (None,) * ctx.inputs + nothing
     options = ctx.scale, ctx.read_before, ctx.impl, ctx.value_gate
-    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), *options))
-    return (*(None if t is None else next(found) for t in tensors[:-1]), None, *nothing)
+    gate_gradient = ctx.needs_input_grad[GATE]
+    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), *options, gate_gradient))
+    missing = [t is None or (i == GATE and not gate_gradient) for i, t in enumerate(tensors[:-1])]
+    return (*(None if no else next(found) for no in missing), None, *nothing)
 
 
 recurrence.register_autograd(_backward, setup_context=_setup_context)

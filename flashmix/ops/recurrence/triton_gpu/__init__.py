@@ -26,13 +26,14 @@ __all__ = ["backward", "forward", "residual_shapes"]
 @dataclass
 class Scored:
     """What the `scores` phase leaves: tiles of pairs, the factors or the decayed keys (with the sums of decays they are made
-    of), and each chunk's whole decay.
+    of, and how far back the rows reach), and each chunk's whole decay.
     """
 
     A: Tensor
     factors: Tensor | None
     total: Tensor
     G: Tensor | None
+    reach: Tensor | None
     keys: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # q, a, k, b as the state phase reads them
 
     @property
@@ -123,9 +124,10 @@ def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype
 
 
 def backward(
-    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool
-) -> list[Tensor]:
-    """Gradients of the operands that are there, in their order."""
+    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool,
+    gate_gradient: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the operands that are there, in their order; the decay's only with `gate_gradient`."""
     call = Call.of(x, scale, read_before)
     p = call.problem
     with _gpu.on(x.q.device):
@@ -141,7 +143,7 @@ def backward(
             dv = de = _zeros_if_packed(call, p.V)
         dS0 = None if x.initial_state is None else _state_like(call)
         _state_backward(call, scored, joined, do, dstate, dstates, de, dv, dS0)
-        return _output_backward(call, scored, e, do, de, states, dstates, dv, dS0)
+        return _output_backward(call, scored, e, do, de, states, dstates, dv, dS0, gate_gradient)
 
 
 def _state_like(call: Call) -> Tensor:
@@ -161,15 +163,15 @@ def _scores(call: Call, kept: Sequence[Tensor] = ()) -> Scored:
     slots = SLOTS[p.rule]
     if p.gate is Gate.CHANNEL:
         A = call.per_chunk(slots, L.C, L.C, dtype=p.dtype)
-        G = _gate(call)
+        G, reach = _gate(call)
         xq = call.tokens_like(p.K)
         xa, yb = (call.tokens_like(p.K) if p.rule.corrected else None for _ in range(2))
         yk = call.tokens_like(p.K) if p.rule.raw else None
         total = call.per_chunk(p.K)
         keys = (xq, xa, yk, yb)
-        tensors = (x.q, x.k, x.a, x.b, G, x.beta, L.table, A, *keys, total)
+        tensors = (x.q, x.k, x.a, x.b, G, reach, x.beta, L.table, A, *keys, total)
         call.launch("scores", call.chunk_programs, tensors, *numbers)
-        return Scored(A, None, total, G, keys)
+        return Scored(A, None, total, G, reach, keys)
     if kept:
         A, factors, total = kept[:3]
     else:
@@ -178,23 +180,25 @@ def _scores(call: Call, kept: Sequence[Tensor] = ()) -> Scored:
         given = (x.q, x.k, x.a, x.b, x.g, x.beta, L.table)
         call.launch("scores", call.chunk_programs, (*given, A, factors, total), *numbers)
     a, b = (x.k, x.k) if p.rule is Rule.TIED else (x.a, x.b)
-    return Scored(A, factors, total, x.g, (x.q, a, x.k, b))
+    return Scored(A, factors, total, x.g, None, (x.q, a, x.k, b))
 
 
-def _gate(call: Call) -> Tensor:
-    """Sums of a decay a channel, `[B, T, HV, K]`."""
+def _gate(call: Call) -> tuple[Tensor, Tensor]:
+    """Sums of a decay a channel, `[B, T, HV, K]`, and how far back its rows reach, `[chunks, HV, blocks of channels, C]`."""
     p, L = call.problem, call.layout
     assert call.x.g is not None
     G = torch.empty(call.x.g.shape, dtype=torch.float64 if call.plan.exact else torch.float32, device=p.device)
     blocks = triton.cdiv(p.K, call.plan.tiles.gate["BK"])
-    call.launch("gate", call.chunk_programs * blocks, (call.x.g, L.table, G), L.tokens, L.per_sequence)
-    return G
+    reach = call.per_chunk(blocks, L.C, dtype=torch.int8)
+    call.launch("gate", call.chunk_programs * blocks, (call.x.g, L.table, G, reach), L.tokens, L.per_sequence)
+    return G, reach
 
 
 def _joined_shapes(problem: Problem, segments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Maps and starts of the segments."""
     rows = problem.sequences, problem.value_heads, segments
-    return (*rows, problem.V + problem.K, problem.K), (*rows, problem.V, problem.K)
+    under = problem.K if problem.rule.corrected else 1  # M, or its diagonal
+    return (*rows, problem.V + under, problem.K), (*rows, problem.V, problem.K)
 
 
 def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
@@ -204,7 +208,9 @@ def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
         return []
     shapes = _joined_shapes(p, table.segments)
     maps, starts = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in shapes)
-    blocks = triton.cdiv(p.V, table.state["BV"]) + triton.cdiv(p.K, table.state["BV"])
+    blocks = triton.cdiv(p.V, table.state_save["BV"])
+    if p.rule.corrected:
+        blocks += triton.cdiv(p.K, table.state_save["BV"])
     _launch_state(call, "state_maps", scored, blocks, table.segments, maps=maps)
     tensors = (maps, call.x.initial_state, starts)
     call.launch("join_forward", call.rows * triton.cdiv(p.V, table.join["BV"]), tensors, table.segments)
@@ -231,9 +237,9 @@ def _state_forward(
 ) -> None:  # fmt: skip
     """The state pass, in segments where they are `joined`: with the output, or saving what the backward needs."""
     table = call.plan.tiles
-    blocks = triton.cdiv(call.problem.V, table.state["BV"])
+    name, its = ("state_save", table.state_save) if o is None else ("state_output", table.state)
+    blocks = triton.cdiv(call.problem.V, its["BV"])
     starts = joined[1] if joined else None
-    name = "state_save" if o is None else "state_output"
     _launch_state(call, name, scored, blocks, table.segments if joined else 1, o, state, e, states, starts)
     if o is not None and call.rows == 0:
         o.zero_()
@@ -260,22 +266,32 @@ def _state_backward(
 
 def _output_backward(
     call: Call, scored: Scored, e: Tensor | None, do: Tensor, de: Tensor | None, states: Tensor, dstates: Tensor,
-    dv: Tensor | None, dS0: Tensor | None,
+    dv: Tensor | None, dS0: Tensor | None, gate_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     p, x, L = call.problem, call.x, call.layout
     dq = _zeros_if_packed(call, p.K)
     dk, da, db = (None if t is None else _zeros_if_packed(call, p.K) for t in (x.k, x.a, x.b))
-    dg, dbeta = (_zeros_per_token(call, t) for t in (x.g, x.beta))
-    tensors = (
-        x.q, x.k, x.a, x.b, x.v, scored.G, x.beta, e, do, de, states, dstates, L.table, dq, da, dk, db, dg, dbeta,
-    )  # fmt: skip
-    call.launch("output_backward", call.chunk_programs, tensors, call.scale, L.tokens, L.per_sequence)
+    dg, dbeta = (_zeros_per_token(call, t) for t in (x.g if gate_gradient else None, x.beta))
+    gradients = (dq, da, dk, db, dg, dbeta)
+    operands = (x.q, x.k, x.a, x.b, x.v, scored.G)
+    values = (e, do, de, states, dstates, L.table)
+    numbers = call.scale, L.tokens, L.per_sequence
+    tensors: tuple[Tensor | None, ...]
+    if p.gate is not Gate.CHANNEL:
+        tensors = (*operands, x.beta, *values, torch.empty_like(scored.A), *gradients)
+        call.launch("output_backward", call.chunk_programs, tensors, *numbers)
+    else:
+        if not call.plan.exact:
+            tensors = (*scored.keys[:2], x.k, x.b, scored.G, scored.reach, x.beta, x.v, *values, scored.A, *gradients)
+            call.launch("decayed_output_backward", call.chunk_programs, tensors, *numbers)
+        tensors = (*operands, scored.reach, x.beta, *values, *gradients)
+        call.launch("output_backward", call.chunk_programs, tensors, *numbers)
     if p.gate is Gate.HEAD and dg is not None and x.g is not None:
         dg = dg.sum((0, 1), dtype=torch.float64).to(x.g.dtype)
-    gradients = (
+    found = (
         _for_heads(dq, x.q), _for_heads(dk, x.k), dv, dbeta, _for_heads(da, x.a), _for_heads(db, x.b), dg, dS0,
     )  # fmt: skip
-    return [gradient for gradient in gradients if gradient is not None]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _zeros_per_token(call: Call, t: Tensor | None) -> Tensor | None:

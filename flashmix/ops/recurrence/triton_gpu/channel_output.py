@@ -1,6 +1,8 @@
-"""The backward of `output` and `scores` for a decay a channel: as `output.py`, with the pairs by levels of halves.
+"""The backward of `output` and `scores` for a decay a channel: as `output.py`, with the pairs in passes (`pairs_of_pass`).
 
 dx = dA[u, l] (Y[l] lower)        dX[u] += upper dx          dy = dA[u, l]^T (X[u] upper)        dY[l] += lower dy        (3.4)
+
+Beside 16-bit operands this is for the chunks that `decayed_output.py` leaves.
 """
 
 from __future__ import annotations
@@ -8,48 +10,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix.ops.recurrence.triton_gpu.decayed_output import chunk_reaches
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
 from flashmix.ops.recurrence.triton_gpu.output import (
     add_neighbours,
-    all_pair_gradients,
     carried_product,
     decay_gradient,
     load_states,
-    load_values,
-    near,
-    neighbours,
-    span,
     state_product,
     store_key_gradients,
 )
-from flashmix.ops.recurrence.triton_gpu.scores import channel_sums, load_keys
+from flashmix.ops.recurrence.triton_gpu.pairs import all_pair_gradients, load_values, near, neighbours, span
+from flashmix.ops.recurrence.triton_gpu.scores import channel_sums, load_keys, load_reach
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     DPLR,
     LINEAR,
     TIED,
+    column_factor,
     factor,
-    halves,
-    level_factor,
+    load_anchor,
     load_numbers,
+    needed_passes,
+    pairs_of_pass,
     store_rows,
 )
 
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def channel_output_backward_kernel(
-    q, k, a, b, v, G, beta, e, do, de, states, dstates, table, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,
+    q, k, a, b, v, G, reach, beta, e, do, de, states, dstates, table, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,
     scale, T, NT,
     HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    REACH: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head); one decay a channel, by levels of halves (3.4)."""
+    """One program a (chunk, value head); one decay a channel, in passes over pairs (3.4)."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     first, count = chunk_span(table, chunk, T, NT, C, PACKED)
     if count == 0:
         return
+    tl.static_assert(REACH % BK == 0, "a tile's channels must have one reach")
+    NK: tl.constexpr = (K + REACH - 1) // REACH
+    if not EXACT:
+        if chunk_reaches(reach, chunk, head, HV, NK, C, LEVELS):
+            return
     chunk = chunk.to(tl.int64)
     DT: tl.constexpr = q.dtype.element_ty
     RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
@@ -68,6 +74,10 @@ def channel_output_backward_kernel(
     else:
         qk_same = near(qk, False, C)[0]
         qb_same = near(qb, False, C)[0]
+    qk = qk.to(DT)
+    qb = qb.to(DT)
+    ak = ak.to(DT)
+    ab = ab.to(DT)
     strength = tl.full([C], 1.0, tl.float32)
     if RULE == TIED:
         strength = load_numbers(beta, first, count, head, HV, C)
@@ -104,30 +114,42 @@ def channel_output_backward_kernel(
                 * column
             )
             columns += yb * db
-        for level in tl.range(0, LEVELS, num_stages=1):
-            seen = halves(level, C)
-            decay = level_factor(G, rows_q, sums, first, count, head, HV, K, ks, level, C)  # [C, BK]
-            decay_a = decay
-            if RULE != LINEAR and READ_BEFORE != A_EXCLUSIVE:
-                decay_a = level_factor(G, rows_a, sums, first, count, head, HV, K, ks, level, C)
-            rq = (xq * decay).to(DT)
-            if RAW:
-                P = tl.where(seen, qk, 0.0).to(DT)
-                dq += decay * tl.dot(P, (yk * decay).to(DT), input_precision=PRECISION)
-                pairs_k += decay * tl.dot(tl.trans(P), rq, input_precision=PRECISION)
-            if RULE != LINEAR:
-                P = tl.where(seen, qb, 0.0).to(DT)
-                cb = (yb * decay).to(DT)
-                dq += decay * tl.dot(P, cb, input_precision=PRECISION)
-                pairs_b += decay * tl.dot(tl.trans(P), rq, input_precision=PRECISION)
-                P = tl.where(seen, ab, 0.0).to(DT)
-                ra = (xa * decay_a).to(DT)
-                da += decay_a * tl.dot(P, cb, input_precision=PRECISION)
-                pairs_b += decay_a * tl.dot(tl.trans(P), ra, input_precision=PRECISION)
-            if RULE == DPLR:
-                P = tl.where(seen, ak, 0.0).to(DT)
-                da += decay_a * tl.dot(P, (yk * decay).to(DT), input_precision=PRECISION)
-                pairs_k += decay_a * tl.dot(tl.trans(P), ra, input_precision=PRECISION)
+        reaches = load_reach(reach, chunk, head, k0 // REACH, HV, NK, C)
+        needed = needed_passes(reaches, LEVELS)
+        for p in tl.range(0, LEVELS + 2, num_stages=1):
+            if (needed >> p) & 1 == 1:
+                seen, middle = pairs_of_pass(reaches, p, C, LEVELS)
+                anchor = load_anchor(G, middle, first, count, head, HV, K, ks, C)
+                row = factor(rows_q - anchor)  # [C, BK]
+                column_to = column_factor(anchor - sums, LIMIT)
+                rq = (xq * row).to(DT)
+                if RAW:
+                    P = tl.where(seen, qk, 0.0)
+                    ck = (yk * column_to).to(DT)
+                    to_q = tl.dot(P, ck, input_precision=PRECISION)
+                    to_k = tl.dot(tl.trans(P), rq, input_precision=PRECISION)
+                if RULE != LINEAR:
+                    row_a = factor(rows_a - anchor)
+                    ra = (xa * row_a).to(DT)
+                    cb = (yb * column_to).to(DT)
+                    P = tl.where(seen, qb, 0.0)
+                    if RAW:
+                        to_q = tl.dot(P, cb, to_q, input_precision=PRECISION)
+                    else:
+                        to_q = tl.dot(P, cb, input_precision=PRECISION)
+                    to_b = tl.dot(tl.trans(P), rq, input_precision=PRECISION)
+                    P = tl.where(seen, ab, 0.0)
+                    to_a = tl.dot(P, cb, input_precision=PRECISION)
+                    to_b = tl.dot(tl.trans(P), ra, to_b, input_precision=PRECISION)
+                    if RULE == DPLR:
+                        P = tl.where(seen, ak, 0.0)
+                        to_a = tl.dot(P, ck, to_a, input_precision=PRECISION)
+                        to_k = tl.dot(tl.trans(P), ra, to_k, input_precision=PRECISION)
+                    da += row_a * to_a
+                    pairs_b += column_to * to_b
+                dq += row * to_q
+                if RAW:
+                    pairs_k += column_to * to_k
         rows = tl.zeros([C, BK], tl.float32)
         exclusive = tl.zeros([C, BK], tl.float32)
         if READ_BEFORE:
@@ -144,8 +166,9 @@ def channel_output_backward_kernel(
                 exclusive += xa * da
             else:
                 rows += xa * da
-        dg = decay_gradient(rows, exclusive, columns, count, C) + (carried * factor(last))[None, :]
-        store_rows(dg_out, dg, first, count, head, HV, K, ks, C)
+        if dg_out is not None:
+            dg = decay_gradient(rows, exclusive, columns, count, C) + (carried * factor(last))[None, :]
+            store_rows(dg_out, dg, first, count, head, HV, K, ks, C)
         if EXACT:
             dq, da, dk, db = add_neighbours(
                 dq, da, dk, db, xq, yk, yb, near_q, near_a, q, k, a, b, beta, 1.0, first, count, head, ks,

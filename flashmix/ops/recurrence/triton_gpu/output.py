@@ -15,6 +15,14 @@ import triton
 import triton.language as tl
 
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
+from flashmix.ops.recurrence.triton_gpu.pairs import (
+    all_pair_gradients,
+    load_values,
+    neighbours,
+    pairs_across,
+    span,
+    through_memory,
+)
 from flashmix.ops.recurrence.triton_gpu.scores import load_keys
 from flashmix.ops.recurrence.triton_gpu.state import saved_tile
 from flashmix.ops.recurrence.triton_gpu.tiles import (
@@ -30,56 +38,6 @@ from flashmix.ops.recurrence.triton_gpu.tiles import (
     pair_decay,
     store_rows,
 )  # fmt: skip
-
-
-@triton.jit
-def load_values(
-    v, e, do, de, first, count, head, d, HV: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Channels `d` of dO, dR, v, e of a chunk, [C, len(d)]; what a rule lacks is dO."""
-    dO = load_rows(do, first, count, head, HV, V, d, C)
-    dR = dO
-    w = dO
-    ew = dO
-    if RULE != LINEAR:
-        dR = load_rows(de, first, count, head, HV, V, d, C)
-        ew = load_rows(e, first, count, head, HV, V, d, C)
-    if RULE == LINEAR or RULE == DPLR:
-        w = load_rows(v, first, count, head, HV, V, d, C)
-    return dO, dR, w, ew
-
-
-@triton.jit
-def pair_gradients(values, qk, qb, ak, ab, RULE: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds to dA of the pairs qk, qb, ak, ab, each [C, C] (6.1)."""
-    dO, dR, w, ew = values
-    if RULE == LINEAR or RULE == DPLR:
-        qk = tl.dot(dO, tl.trans(w), qk, input_precision=PRECISION)
-    if RULE != LINEAR:
-        qb = tl.dot(dO, tl.trans(ew), qb, input_precision=PRECISION)
-        ab = tl.dot(dR, tl.trans(ew), ab, input_precision=PRECISION)
-    if RULE == DPLR:
-        ak = tl.dot(dR, tl.trans(w), ak, input_precision=PRECISION)
-    return qk, qb, ak, ab
-
-
-@triton.jit
-def all_pair_gradients(
-    v, e, do, de, values, first, count, head, HV: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr,
-    C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dA of the pairs, over all channels of the values; `values` are those where they are one tile."""
-    qk = tl.zeros([C, C], tl.float32)
-    qb = tl.zeros([C, C], tl.float32)
-    ak = tl.zeros([C, C], tl.float32)
-    ab = tl.zeros([C, C], tl.float32)
-    if BV >= V:
-        qk, qb, ak, ab = pair_gradients(values, qk, qb, ak, ab, RULE, PRECISION)
-    else:
-        for v0 in tl.range(0, V, BV):
-            part = load_values(v, e, do, de, first, count, head, v0 + tl.arange(0, BV), HV, V, RULE, C)
-            qk, qb, ak, ab = pair_gradients(part, qk, qb, ak, ab, RULE, PRECISION)
-    return qk, qb, ak, ab
 
 
 @triton.jit
@@ -146,42 +104,6 @@ def decay_gradient(inclusive, exclusive, written, count, C: tl.constexpr):
 
 
 @triton.jit
-def pairs_across(W, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """y_t = sum of W_ij over the pairs whose factor holds the decay of t, j < t <= i (t < i if EXCLUSIVE): [C]."""
-    i = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    seen = (i > t) if EXCLUSIVE else (i >= t)
-    return tl.sum(tl.where(seen, tl.cumsum(W, 1) - W, 0.0), 0)
-
-
-@triton.jit
-def span(EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """Pairs (i, j), [C, C], that some decay lies between: those without must not reach its gradient, not even to cancel."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    return (i - 1 > j) if EXCLUSIVE else (i > j)
-
-
-@triton.jit
-def near(P, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """The pairs that no decay lies between, by row and by column, [C, 1] each: (i, i), or (i, i - 1) if EXCLUSIVE."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    pairs = tl.where((i - 1 == j) if EXCLUSIVE else (i == j), P, 0.0)
-    return tl.sum(pairs, 1)[:, None], tl.sum(pairs, 0)[:, None]
-
-
-@triton.jit
-def neighbours(qk, qb, ak, ab, READ_BEFORE: tl.constexpr, A_EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """`near` of the rows q and of the rows a: of the columns k by row and by column, then of b."""
-    qk_row, qk_column = near(qk, READ_BEFORE, C)
-    qb_row, qb_column = near(qb, READ_BEFORE, C)
-    ak_row, ak_column = near(ak, A_EXCLUSIVE, C)
-    ab_row, ab_column = near(ab, A_EXCLUSIVE, C)
-    return (qk_row, qk_column, qb_row, qb_column), (ak_row, ak_column, ab_row, ab_column)
-
-
-@triton.jit
 def store_key_gradients(
     dq, da, dk, db, yk, strength, dq_out, da_out, dk_out, db_out, first, count, head, ks,
     HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr,
@@ -234,12 +156,12 @@ def add_neighbours(
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def output_backward_kernel(
-    q, k, a, b, v, g, beta, e, do, de, states, dstates, table, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,
+    q, k, a, b, v, g, beta, e, do, de, states, dstates, table, dA, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,
     scale, T, NT,
     HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SLOTS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head); at most one decay a token."""
     chunk = tl.program_id(0) // HV
@@ -279,10 +201,7 @@ def output_backward_kernel(
     if A_EXCLUSIVE:
         ak = tl.where(span(True, C), ak, 0.0)
         ab = tl.where(span(True, C), ab, 0.0)
-    qk = qk.to(DT)
-    qb = qb.to(DT)
-    ak = ak.to(DT)
-    ab = ab.to(DT)
+    qk, qb, ak, ab = through_memory(dA, chunk, head, qk, qb, ak, ab, HV, RULE, SLOTS, C)
     dO, dR, w, ew = values
     inclusive = tl.zeros([C], tl.float32)
     exclusive = tl.zeros([C], tl.float32)
@@ -375,7 +294,7 @@ def output_backward_kernel(
         )
     t = tl.arange(0, C)
     at = (first + t) * HV + head
-    if GATE != NO_GATE:
+    if dg_out is not None:
         dg = decay_gradient(inclusive, exclusive, written, count, C) + carried * factor(last)
         if EXACT:
             dg += pairs_across(W_q, READ_BEFORE, C)

@@ -12,6 +12,7 @@ from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Gate, Problem, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.compiled import Kernel
+from flashmix.ops.recurrence.triton_gpu.decayed_output import decayed_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
@@ -55,13 +56,18 @@ class Plan:
         p = self.problem
         flags = {"READ_BEFORE": p.read_before, "PRECISION": self.tiles.precision}
         if p.gate is Gate.CHANNEL:
-            return {**flags, "LEVELS": self.tiles.C.bit_length() - 1}
+            return {**flags, **self._passes, "REACH": self.tiles.gate["BK"]}
         return {**flags, "GATE": _GATES[p.gate]}
+
+    @property
+    def _passes(self) -> dict[str, int]:
+        """float16 has no room for factors above 1."""
+        return {"LEVELS": self.tiles.C.bit_length() - 1, "LIMIT": 0 if self.problem.dtype == torch.float16 else 80}
 
     def _gate(self) -> tuple[Any, dict[str, Any]]:
         p = self.problem
         sizes = {"HV": p.value_heads, "K": p.K, "PACKED": p.packed, "C": self.tiles.C}
-        return gate_forward_kernel, {**sizes, "EXACT": self.exact, **self.tiles.gate}
+        return gate_forward_kernel, {**sizes, **self._passes, "EXACT": self.exact, **self.tiles.gate}
 
     def _scores(self) -> tuple[Any, dict[str, Any]]:
         constants = {
@@ -83,10 +89,10 @@ class Plan:
         return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=True, SAVE=False)
 
     def _state_save(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=True)
+        return state_forward_kernel, self._state_constants(self.tiles.state_save, OUTPUT=False, SAVE=True)
 
     def _state_maps(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=False)
+        return state_forward_kernel, self._state_constants(self.tiles.state_save, OUTPUT=False, SAVE=False)
 
     def _state_backward(self) -> tuple[Any, dict[str, Any]]:
         return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=True)
@@ -96,7 +102,10 @@ class Plan:
 
     def _join_constants(self) -> dict[str, Any]:
         p = self.problem
-        return {"K": p.K, "V": p.V, "PRECISION": self.tiles.segment_precision, **self.tiles.join}
+        return {
+            "K": p.K, "V": p.V, "DIAGONAL": p.rule is Rule.LINEAR, "PRECISION": self.tiles.segment_precision,
+            **self.tiles.join,
+        }  # fmt: skip
 
     def _join_forward(self) -> tuple[Any, dict[str, Any]]:
         return segments_forward_kernel, self._join_constants()
@@ -105,12 +114,21 @@ class Plan:
         return segments_backward_kernel, self._join_constants()
 
     def _output_backward(self) -> tuple[Any, dict[str, Any]]:
-        constants = {**self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": self.problem.V}
-        channel = self.problem.gate is Gate.CHANNEL
-        return (channel_output_backward_kernel if channel else output_backward_kernel), {
-            **constants,
-            "EXACT": self.exact,
-        }
+        constants = {
+            **self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": self.problem.V, "EXACT": self.exact,
+        }  # fmt: skip
+        if self.problem.gate is Gate.CHANNEL:
+            return channel_output_backward_kernel, constants
+        return output_backward_kernel, {**constants, "SLOTS": SLOTS[self.problem.rule]}
+
+    def _decayed_output_backward(self) -> tuple[Any, dict[str, Any]]:
+        p = self.problem
+        return decayed_output_backward_kernel, {
+            "HV": p.value_heads, "HK": self.heads[2], "HB": self.heads[3], "K": p.K, "V": p.V,
+            "REACH": self.tiles.gate["BK"], "RULE": _RULES[p.rule], "READ_BEFORE": p.read_before,
+            "PACKED": p.packed, "SLOTS": SLOTS[p.rule], "C": self.tiles.C, "LEVELS": self._passes["LEVELS"],
+            "PRECISION": self.tiles.precision, **self.tiles.decayed_output,
+        }  # fmt: skip
 
 
 def plan(problem: Problem, heads: tuple[int, int, int, int]) -> Plan:

@@ -25,14 +25,16 @@ from flashmix.ops.recurrence.triton_gpu.tiles import (
     UNTIED,
     chunk_tile,
     chunk_vector,
+    column_factor,
     factor,
-    halves,
     inverse,
-    level_factor,
+    load_anchor,
     load_numbers,
     load_rows,
     load_sums,
+    needed_passes,
     pair_decay,
+    pairs_of_pass,
     store_rows,
 )  # fmt: skip
 
@@ -147,26 +149,36 @@ def channel_sums(G, first, count, head, HV: tl.constexpr, K: tl.constexpr, d, C:
     return own, before, last
 
 
+@triton.jit
+def load_reach(reach, chunk, head, block, HV: tl.constexpr, NK: tl.constexpr, C: tl.constexpr):
+    """How far back the rows of a chunk reach in a block of channels, [C]."""
+    return tl.load(reach + ((chunk.to(tl.int64) * HV + head) * NK + block) * C + tl.arange(0, C))
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def channel_scores_forward_kernel(
-    q, k, a, b, G, beta, table, A, xq_out, xa_out, yk_out, yb_out, total, scale, T, NT,
+    q, k, a, b, G, reach, beta, table, A, xq_out, xa_out, yk_out, yb_out, total, scale, T, NT,
     HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr,
     RULE: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr, SLOTS: tl.constexpr,
-    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, REACH: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head); one decay a channel, by levels of halves (2.3)."""
+    """One program a (chunk, value head); one decay a channel, in passes over pairs."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     first, count = chunk_span(table, chunk, T, NT, C, PACKED)
     if count == 0:
         return
     RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
+    tl.static_assert(REACH % BK == 0, "a tile's channels must have one reach")
+    NK: tl.constexpr = (K + REACH - 1) // REACH
     DT: tl.constexpr = q.dtype.element_ty
-    diagonal = tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :]
     qk = tl.zeros([C, C], tl.float32)
     qb = tl.zeros([C, C], tl.float32)
     ak = tl.zeros([C, C], tl.float32)
     ab = tl.zeros([C, C], tl.float32)
+    own_k = tl.zeros([C], tl.float32)
+    own_b = tl.zeros([C], tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=1):
         d = k0 + tl.arange(0, BK)
         xq, xa, yk, yb = load_keys(q, k, a, b, beta, scale, first, count, head, d, HV, HQ, HK, HA, HB, K, RULE, C)
@@ -178,27 +190,31 @@ def channel_scores_forward_kernel(
         store_rows(xq_out, xq * factor(rows_q), first, count, head, HV, K, d, C)
         if RAW:
             store_rows(yk_out, yk * column, first, count, head, HV, K, d, C)
-            if not READ_BEFORE:
-                qk += tl.where(diagonal, tl.sum(xq * yk, 1)[:, None], 0.0)
+            own_k += tl.sum(xq * yk, 1)
         if RULE != LINEAR:
             store_rows(xa_out, xa * factor(rows_a), first, count, head, HV, K, d, C)
             store_rows(yb_out, yb * column, first, count, head, HV, K, d, C)
-            if not READ_BEFORE:
-                qb += tl.where(diagonal, tl.sum(xq * yb, 1)[:, None], 0.0)
-        for level in tl.range(0, LEVELS, num_stages=1):
-            seen = halves(level, C)
-            decay = level_factor(G, rows_q, sums, first, count, head, HV, K, d, level, C)  # [C, BK]
-            rq = (xq * decay).to(DT)
-            if RAW:
-                ck = tl.trans((yk * decay).to(DT))
-                qk += tl.where(seen, tl.dot(rq, ck, input_precision=PRECISION), 0.0)
-            if RULE != LINEAR:
-                cb = tl.trans((yb * decay).to(DT))
-                qb += tl.where(seen, tl.dot(rq, cb, input_precision=PRECISION), 0.0)
-                if (RULE != TIED) != READ_BEFORE:
-                    decay = level_factor(G, rows_a, sums, first, count, head, HV, K, d, level, C)
-                ra = (xa * decay).to(DT)
-                ab += tl.where(seen, tl.dot(ra, cb, input_precision=PRECISION), 0.0)
-                if RULE == DPLR:
-                    ak += tl.where(seen, tl.dot(ra, ck, input_precision=PRECISION), 0.0)
+            own_b += tl.sum(xq * yb, 1)
+        reaches = load_reach(reach, chunk, head, k0 // REACH, HV, NK, C)
+        needed = needed_passes(reaches, LEVELS)
+        for p in tl.range(0, LEVELS + 2, num_stages=1):
+            if (needed >> p) & 1 == 1:
+                seen, middle = pairs_of_pass(reaches, p, C, LEVELS)
+                anchor = load_anchor(G, middle, first, count, head, HV, K, d, C)
+                rq = (xq * factor(rows_q - anchor)).to(DT)  # [C, BK]
+                column = column_factor(anchor - sums, LIMIT)
+                if RAW:
+                    ck = tl.trans((yk * column).to(DT))
+                    qk += tl.where(seen, tl.dot(rq, ck, input_precision=PRECISION), 0.0)
+                if RULE != LINEAR:
+                    cb = tl.trans((yb * column).to(DT))
+                    qb += tl.where(seen, tl.dot(rq, cb, input_precision=PRECISION), 0.0)
+                    ra = (xa * factor(rows_a - anchor)).to(DT)
+                    ab += tl.where(seen, tl.dot(ra, cb, input_precision=PRECISION), 0.0)
+                    if RULE == DPLR:
+                        ak += tl.where(seen, tl.dot(ra, ck, input_precision=PRECISION), 0.0)
+    if not READ_BEFORE:
+        diagonal = tl.arange(0, C)[:, None] == tl.arange(0, C)[None, :]
+        qk += tl.where(diagonal, own_k[:, None], 0.0)
+        qb += tl.where(diagonal, own_b[:, None], 0.0)
     store_tiles(A, chunk, head, qk, qb, ak, ab, HV, RULE, SLOTS, C, INVERSE_PRECISION)

@@ -14,10 +14,16 @@ from flashmix.ops.recurrence.triton_gpu.state import map_tile, saved_tile
 from flashmix.ops.recurrence.triton_gpu.tiles import state_tile
 
 
+@triton.jit
+def load_diagonal(maps, index, k, K: tl.constexpr, V: tl.constexpr):
+    """M of a map that is DIAGONAL, [1, len(k)]."""
+    return tl.load(map_tile(maps, index, V + tl.arange(0, 1), k, K, V, True), mask=(k < K)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def segments_forward_kernel(
-    maps, S0, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    maps, S0, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """starts [rows, SEGMENTS, V, K]: the state, transposed, that each segment begins with. One program a (row, BV values)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -31,15 +37,18 @@ def segments_forward_kernel(
         S = tl.load(state_tile(S0, row, vs, ks, K, V), mask=inside, other=0.0)
     for segment in tl.range(0, SEGMENTS, num_stages=2):
         tl.store(saved_tile(starts, row * SEGMENTS, segment, vs, ks, 1, K, V), S, mask=inside)
-        M = tl.load(map_tile(maps, row * SEGMENTS + segment, V + ks, ks, K, V), mask=square, other=0.0)  # [BK, BK], M^T
-        N = tl.load(map_tile(maps, row * SEGMENTS + segment, vs, ks, K, V), mask=inside, other=0.0)
-        S = tl.dot(S, M, N, input_precision=PRECISION)
+        N = tl.load(map_tile(maps, row * SEGMENTS + segment, vs, ks, K, V, DIAGONAL), mask=inside, other=0.0)
+        if DIAGONAL:
+            S = S * load_diagonal(maps, row * SEGMENTS + segment, ks, K, V) + N
+        else:
+            M = tl.load(map_tile(maps, row * SEGMENTS + segment, V + ks, ks, K, V, False), mask=square, other=0.0)
+            S = tl.dot(S, M, N, input_precision=PRECISION)  # M: M^T, [BK, BK]
 
 
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def segments_backward_kernel(
-    maps, ends, dS_end, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    maps, ends, dS_end, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """starts [rows, SEGMENTS, V, K]: the gradient, transposed, that reaches the end of each segment; `ends` what each sends."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -54,6 +63,9 @@ def segments_backward_kernel(
     for back in tl.range(0, SEGMENTS, num_stages=2):
         segment = SEGMENTS - 1 - back
         tl.store(saved_tile(starts, row * SEGMENTS, segment, vs, ks, 1, K, V), dS, mask=inside)
-        M = tl.load(map_tile(maps, row * SEGMENTS + segment, V + ks, ks, K, V), mask=square, other=0.0)  # [BK, BK], M^T
         own = tl.load(saved_tile(ends, row * SEGMENTS, segment, vs, ks, 1, K, V), mask=inside, other=0.0)
-        dS = tl.dot(dS, tl.trans(M), own, input_precision=PRECISION)
+        if DIAGONAL:
+            dS = dS * load_diagonal(maps, row * SEGMENTS + segment, ks, K, V) + own
+        else:
+            M = tl.load(map_tile(maps, row * SEGMENTS + segment, V + ks, ks, K, V, False), mask=square, other=0.0)
+            dS = tl.dot(dS, tl.trans(M), own, input_precision=PRECISION)  # M: M^T, [BK, BK]

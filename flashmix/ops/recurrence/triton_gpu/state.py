@@ -64,9 +64,12 @@ def segment_span(segment, segments, chunks):
 
 
 @triton.jit
-def map_tile(maps, index, rows, k, K: tl.constexpr, V: tl.constexpr):
-    """Pointers to a tile `[len(rows), len(k)]` of map `index` of `[..., V + K, K]`: N^T, under it M^T (7.1)."""
-    return maps + index.to(tl.int64) * ((V + K) * K) + rows[:, None] * K + k[None, :]
+def map_tile(maps, index, rows, k, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr):
+    """Pointers to a tile `[len(rows), len(k)]` of map `index` of `[..., V + K, K]`: N^T, under it M^T (7.1); of one that is
+    DIAGONAL, `[..., V + 1, K]`, under N^T its diagonal.
+    """
+    SIZE: tl.constexpr = (V + 1) * K if DIAGONAL else (V + K) * K
+    return maps + index.to(tl.int64) * SIZE + rows[:, None] * K + k[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "NT", "SEGMENTS"])
@@ -80,11 +83,13 @@ def state_forward_kernel(
     """OUTPUT writes `o`; SAVE writes `e` and the state that each chunk starts from.
 
     A sequence may be cut into SEGMENTS. With `maps`, each is worked on from nothing: N^T from a zero state, and in further
-    programs M^T, the same without values from the identity. With `starts`, each begins at the state that is its own.
+    programs M^T, the same without values from the identity; of a rule without corrected writes M is DIAGONAL, the whole decay,
+    and made along with N. With `starts`, each begins at the state that is its own.
     """
     MAPS: tl.constexpr = maps is not None
+    DIAGONAL: tl.constexpr = RULE == LINEAR
     NV: tl.constexpr = (V + BV - 1) // BV
-    NB: tl.constexpr = NV + (K + BV - 1) // BV if MAPS else NV
+    NB: tl.constexpr = NV + (K + BV - 1) // BV if MAPS and not DIAGONAL else NV
     RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
     SHARED: tl.constexpr = RULE == TIED and not CHANNEL  # a and b are one tensor, the rest is in the factors
     DT: tl.constexpr = v.dtype.element_ty
@@ -99,6 +104,7 @@ def state_forward_kernel(
     start, length, chunk0, chunks = sequence_chunks(cu, offsets, n, T, NT, C, PACKED)
     begin, end = segment_span(segment, SEGMENTS, chunks)
     S = tl.zeros([BV, BK], tl.float32)
+    whole = tl.full([1, BK], 1.0, tl.float32)
     if MAPS:
         if block >= NV:
             rows = vs - NV * BV
@@ -145,6 +151,8 @@ def state_forward_kernel(
                 o_T = tl.dot(e_T.to(DT), qb, o_T, input_precision=PRECISION)
             store_rows(o, tl.trans(o_T.to(DT)), first, count, head, HV, V, vs, C)
         S *= decay
+        if MAPS and DIAGONAL:
+            whole *= decay
         if RAW:
             k = load_rows(yk, first, count, head // (HV // HK), HK, K, ks, C)  # [C, BK]
             w = (V_T * load_factor(factors, chunk, head, 2, HV, CHANNEL, C)).to(DT)
@@ -158,8 +166,12 @@ def state_forward_kernel(
         rows = block * BV + tl.arange(0, BV)
         rows = tl.where(block < NV, rows, rows - NV * BV + V)
         fits = tl.where(block < NV, rows < V, rows < V + K)
-        at = map_tile(maps, row.to(tl.int64) * SEGMENTS + segment, rows, ks, K, V)
+        index = row.to(tl.int64) * SEGMENTS + segment
+        at = map_tile(maps, index, rows, ks, K, V, DIAGONAL)
         tl.store(at, S, mask=fits[:, None] & (ks < K)[None, :])
+        if DIAGONAL:
+            at = map_tile(maps, index, V + tl.arange(0, 1), ks, K, V, DIAGONAL)
+            tl.store(at, whole, mask=(ks < K)[None, :] & (block == 0))
     elif S_end is not None:
         tl.store(state_tile(S_end, row, vs, ks, K, V), S, mask=inside & (segment == SEGMENTS - 1))
     if OUTPUT and PACKED:

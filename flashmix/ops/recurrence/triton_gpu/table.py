@@ -11,7 +11,7 @@ import torch
 import triton
 
 from flashmix import _gpu
-from flashmix.ops.recurrence.problem import Gate, Problem
+from flashmix.ops.recurrence.problem import Gate, Problem, Rule
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class Tiles:
     gate: dict[str, int]
     scores: dict[str, int]
     state: dict[str, int]
+    state_save: dict[str, int]
     state_backward: dict[str, int]
     output: dict[str, int]
+    decayed_output: dict[str, int]
     join: dict[str, int]
     segments: int
     precision: str
@@ -37,7 +39,10 @@ def tiles(problem: Problem) -> Tiles:
     K = max(16, triton.next_power_of_2(problem.K))
     V = max(16, triton.next_power_of_2(problem.V))
     channel = problem.gate is Gate.CHANNEL
-    small = _gpu.target(problem.device).shared_memory < 160 * 1024
+    dplr = problem.rule is Rule.DPLR
+    target = _gpu.target(problem.device)
+    small = target.shared_memory < 160 * 1024
+    hopper = target.capability >= (9, 0)  # or newer: operands in shared memory, more registers for the rest
     if wide:
         precision = _float32_precision()
         return Tiles(
@@ -45,8 +50,10 @@ def tiles(problem: Problem) -> Tiles:
             gate={"BK": min(K, 32), "num_warps": 4},
             scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
             state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
+            state_save={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
+            decayed_output={},  # float32 has none
             join={"BK": K, "BV": 16, "num_warps": 4},
             segments=_segments(problem, 32, 16),
             precision=precision,
@@ -55,19 +62,35 @@ def tiles(problem: Problem) -> Tiles:
         )
     BV = min(V, 64 if K <= 128 else 32)
     stages = 1 if small else 2
+    segments = _segments(problem, 64, BV)
     return Tiles(
         C=64,
-        gate={"BK": min(K, 64), "num_warps": 4},
-        scores={"BK": min(K, 64), "num_warps": 8 if channel else 4, "num_stages": 1},
+        gate={"BK": min(K, 32), "num_warps": 4},
+        scores=_scores(K, channel, dplr, hopper),
         state={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
-        state_backward={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
-        output={"BK": min(K, 32), "BV": V if V <= 128 else 64, "num_warps": 4, "STAGES": 1},
+        state_save={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages if small or segments == 1 else 3},
+        state_backward={"BK": K, "BV": BV if hopper or not dplr else min(BV, 32), "num_warps": 4, "STAGES": stages},
+        output=_output(K, V, small) if not channel else {"BK": 16, "BV": min(V, 64), "num_warps": 8, "STAGES": 1},
+        decayed_output=_output(32, V, small),
         join={"BK": K, "BV": 16, "num_warps": 4},
-        segments=_segments(problem, 64, BV),
+        segments=segments,
         precision="ieee",
-        segment_precision="tf32x3",
+        segment_precision="tf32" if problem.dtype == torch.bfloat16 else "tf32x3",
         inverse_precision="fp16",
     )
+
+
+def _scores(K: int, channel: bool, dplr: bool, hopper: bool) -> dict[str, int]:
+    """With one decay a token a limit on registers lets a third program into a multiprocessor, for 100 bytes of spills."""
+    if channel:
+        return {"BK": min(K, 32 if hopper else 16), "num_warps": 8 if dplr else 4, "num_stages": 1}
+    limit = {"maxnreg": 168} if hopper else {}
+    return {"BK": min(K, 64), "num_warps": 4, "num_stages": 1, **limit}
+
+
+def _output(K: int, V: int, small: bool) -> dict[str, int]:
+    """All values in one tile where there is room for them: they are read once for all keys."""
+    return {"BK": min(K, 32), "BV": V if V <= 128 and not small else min(V, 64), "num_warps": 4, "STAGES": 1}
 
 
 def _segments(problem: Problem, C: int, BV: int) -> int:
@@ -80,7 +103,7 @@ def _segments(problem: Problem, C: int, BV: int) -> int:
     programs = problem.value_heads * triton.cdiv(problem.V, BV)
     if problem.packed or chunks < 128 or programs > 64:
         return 1
-    return min(256 // programs, chunks // 16)
+    return min(256 // programs, chunks // 32)
 
 
 def _float32_precision() -> str:

@@ -24,6 +24,7 @@ NO_GATE: tl.constexpr = tl.constexpr(0)
 # Where the tiles of a chunk lie in `[chunks, HV, slots, C, C]`, and its factors in `[chunks, HV, 4, C]`.
 QB: tl.constexpr = tl.constexpr(0)
 INV: tl.constexpr = tl.constexpr(1)
+AB: tl.constexpr = INV  # its gradient
 QK: tl.constexpr = tl.constexpr(2)
 AK: tl.constexpr = tl.constexpr(3)
 
@@ -94,23 +95,48 @@ def pair_decay(rows, columns, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def level_factor(G, rows, columns, first, count, head, HV: tl.constexpr, K: tl.constexpr, d, level, C: tl.constexpr):
-    """Factors of one level of the sweep, [C, BK]: of a row key in the upper half of a block of 2^(level + 1) tokens from the
-    middle to it, of a column key in the lower half from it to the middle. `rows` and `columns` are the tokens' own sums.
-    """
-    t = tl.arange(0, C)
-    middle = ((t >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    at = (first + middle)[:, None] * (HV * K) + head * K + d[None, :]
-    anchor = tl.load(G + at, mask=(middle < count)[:, None] & (d < K)[None, :], other=0.0)
-    return factor(tl.where(((t >> level) & 1 == 1)[:, None], rows - anchor, anchor - columns))
+def needed_passes(reach, LEVELS: tl.constexpr):
+    """A bit for each pass that some row of the chunk needs, of LEVELS + 2; see `pairs_of_pass`."""
+    near = tl.min(reach, 0)
+    own = tl.max((reach == 4).to(tl.int32), 0)
+    whole = tl.max((reach == LEVELS).to(tl.int32), 0)
+    halves = tl.where(near == 0, 15, 0) | tl.where(near < LEVELS, ((1 << LEVELS) - 16) << 1, 0)
+    return halves | (own << 4) | (whole << (LEVELS + 1))
 
 
 @triton.jit
-def halves(level, C: tl.constexpr):
-    """Which pairs of tokens are of one block and lie in its upper and lower half, [C, C]."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    return (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+def pairs_of_pass(reach, p, C: tl.constexpr, LEVELS: tl.constexpr):
+    """Which pairs pass `p` is for, [C, C], and for each token the one at which their decay is cut in two, [C], -1: the start.
+
+    Row i meets the columns of its own block of 2^reach tokens from the block's start, in one pass; the farther ones block by
+    block, where the upper half of a block of 2^(level + 1) tokens meets its lower half, from the last token of that (2.3).
+    """
+    OWN: tl.constexpr = 4
+    own = (p == OWN) | (p == LEVELS + 1)
+    level = tl.where(p > OWN, p - 1, p)
+    size = level + tl.where(own, 0, 1)
+    shift = tl.where(own, 0, level)
+    t = tl.arange(0, C)
+    middle = ((t >> size) << size) - 1 + tl.where(own, 0, 1 << level)
+    fits = tl.where(own, reach == level, reach <= level)
+    i = t[:, None]
+    j = t[None, :]
+    return (i >> size == j >> size) & (i >> shift > j >> shift) & fits[:, None], middle
+
+
+@triton.jit
+def load_anchor(G, middle, first, count, head, HV: tl.constexpr, K: tl.constexpr, d, C: tl.constexpr):
+    """The sums of decays of the tokens `middle`, [C, len(d)]."""
+    at = (first + middle)[:, None] * (HV * K) + head * K + d[None, :]
+    return tl.load(G + at, mask=((middle >= 0) & (middle < count))[:, None] & (d < K)[None, :], other=0.0)
+
+
+@triton.jit
+def column_factor(exponent, LIMIT: tl.constexpr):
+    """2^exponent of a column key from its token to the anchor: above 1 where the anchor is before it, and then no row that
+    it meets has decayed by more than 2^LIMIT from there.
+    """
+    return tl.exp2(tl.minimum(exponent, LIMIT * 1.0)).to(tl.float32)
 
 
 @triton.jit
