@@ -51,7 +51,7 @@ def of_scores(*choices: tuple[int, int]) -> tuple[tuple[Tile], ...]:
 
 
 def of_segments(*choices: tuple[int, int, int, int]) -> tuple[tuple[Any, ...], ...]:
-    return tuple((*(tile(w, s, BK=128, BV=BV) for _ in range(3)), count) for BV, w, s, count in choices)
+    return tuple((*(tile(w, s, BK=128, BV=BV) for _ in range(2)), count) for BV, w, s, count in choices)
 
 
 MANY, FEW = Row("gated_delta_rule", 4, 8192, 16, 64), Row("gated_delta_rule", 1, 32768, 2, 8)
@@ -71,11 +71,10 @@ SEGMENTS = ((64, 4, 2, 1), (64, 4, 2, 8), (64, 4, 2, 16), (64, 4, 2, 32), (32, 4
 CANDIDATES = {
     "scores": Candidates(MANY, ("scores",), ("scores_forward_kernel",), of_scores((64, 4), (128, 4), (64, 8), (128, 8), (64, 2))),
     "state": Candidates(MANY, ("state",), ("state_forward_kernel",), of_state(*STATE)),
-    "state_save": Candidates(MANY, ("state_save",), ("state_forward_kernel",), of_state(*STATE)),
     "state_backward": Candidates(MANY, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
     "output": Candidates(MANY, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "segments": Candidates(
-        FEW, ("state", "state_save", "state_backward", "segments"), ("state_", "segments_"), of_segments(*SEGMENTS)
+        FEW, ("state", "state_backward", "segments"), ("state_", "segments_"), of_segments(*SEGMENTS)
     ),
     "channel_gate": Candidates(CHANNEL, ("gate",), ("gate_forward_kernel",), tuple(
         ({"BK": BK, "num_warps": warps},) for BK, warps in ((64, 4), (128, 4), (32, 4), (64, 8), (64, 2))

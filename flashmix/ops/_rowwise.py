@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashmix import _gpu
 from flashmix._dispatch import Implementation
+from flashmix.ops._operator import only_data
 
 Tensors = Sequence[Tensor | None]
 Options = tuple[Any, ...]  # ints, floats, bools and strings
@@ -160,7 +161,7 @@ class Operator:
     def __call__(self, *inputs: Tensor | None, options: Options = ()) -> list[Tensor]:
         """The results of checked inputs."""
         save = wants_gradient(*inputs)
-        if torch.compiler.is_compiling() or not _only_data(inputs):
+        if torch.compiler.is_compiling() or not only_data(inputs):
             return self.operator(*inputs, save, *options)[0]
         if save:
             return list(self._function.apply(self, options, *inputs))
@@ -246,13 +247,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensors:
-        traced = torch.compiler.is_compiling() or not _only_data(grads)
+        traced = torch.compiler.is_compiling() or not only_data(grads)
         return None, None, *ctx.operator._backward(ctx, grads, ctx.needs_input_grad[2:], traced)
-
-
-def _only_data(tensors: Tensors) -> bool:
-    """Whether the tensors are torch's own, not fake ones or another subclass that has to see the operator."""
-    return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
 
 def _like(inputs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:

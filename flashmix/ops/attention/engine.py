@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
+from flashmix.ops._operator import differentiable, once_differentiable, operator
 from flashmix.ops.attention import sdpa
 from flashmix.ops.attention.problem import Problem, Score
 
@@ -200,23 +200,7 @@ def _autograd(
     return (*gradients, *(None,) * 9)
 
 
-def _no_double_backward(ctx: Any, *gradients: Any) -> None:
-    raise NotImplementedError("softmax_attention has no second derivative")
-
-
-_LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators are there as long as it is
-
-
-def _operator(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.library.custom_op`, but for the import of all of torch's compiler at its first call (3 s on a fresh machine)."""
-    schema = torch.library.infer_schema(run, mutates_args=())
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flashmix::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.flashmix, name).default
-
-
-_forward = _operator("softmax_attention", _run_forward, _fake_forward)
-_backward = _operator("softmax_attention_backward", _run_backward, _fake_backward)
-torch.library.register_autograd("flashmix::softmax_attention", _autograd, setup_context=_setup_context, lib=_LIBRARY)
-torch.library.register_autograd("flashmix::softmax_attention_backward", _no_double_backward, lib=_LIBRARY)
+_forward = operator("softmax_attention", _run_forward, _fake_forward)
+_backward = operator("softmax_attention_backward", _run_backward, _fake_backward)
+differentiable("softmax_attention", _autograd, _setup_context)
+once_differentiable("softmax_attention")

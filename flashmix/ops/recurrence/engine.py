@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
+from flashmix.ops._operator import differentiable, once_differentiable, only_data, operator
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem
 
 
@@ -40,10 +42,11 @@ def run(op: str, x: Operands, scale: float | None, read_before: bool, impl: str)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in _tensors(x))
     scale = x.q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, a, b = _autocast(x.q, x.k, x.v, x.a, x.b)
-    o, state, _ = recurrence(
-        q, k, v, x.beta, a, b, x.g, x.initial_state, x.cu_seqlens, scale, read_before, save, chosen.name, x.value_gate
-    )
-    return o, state
+    tensors = (q, k, v, x.beta, a, b, x.g, x.initial_state, x.cu_seqlens)
+    options = (scale, read_before, save, chosen.name, x.value_gate)
+    if torch.compiler.is_compiling() or not only_data(tensors):
+        return recurrence(*tensors, *options)[:2]
+    return _Eager.apply(*tensors, *options) if save else _run_forward(*tensors, *options)[:2]
 
 
 def _tensors(x: Operands) -> tuple[Tensor | None, ...]:
@@ -59,8 +62,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
-@torch.library.custom_op("flashmix::recurrence", mutates_args=())
-def recurrence(
+def _run_forward(
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, read_before: bool, save: bool, impl: str, value_gate: bool,
@@ -71,8 +73,7 @@ def recurrence(
         return _BY_NAME[impl].load().forward(x, scale, read_before, save)
 
 
-@recurrence.register_fake
-def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl, value_gate):  # type: ignore[no-untyped-def]
+def _fake_forward(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl, value_gate):  # type: ignore[no-untyped-def]
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     problem = Problem.of(x, read_before)
     state = v.new_empty(_state_shape(problem), dtype=state_dtype(v.dtype))
@@ -81,8 +82,7 @@ def _(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, sav
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, residuals
 
 
-@torch.library.custom_op("flashmix::recurrence_backward", mutates_args=())
-def recurrence_backward(
+def _run_backward(
     do: Tensor | None, dstate: Tensor | None,
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, residuals: list[Tensor],
@@ -94,8 +94,7 @@ def recurrence_backward(
         return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before, gate_gradient)
 
 
-@recurrence_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+def _fake_backward(  # type: ignore[no-untyped-def]
     do, dstate, q, k, v, beta, a, b, g, initial_state, cu_seqlens, residuals, scale, read_before, impl, value_gate,
     gate_gradient,
 ):  # fmt: skip
@@ -103,30 +102,54 @@ def _(  # type: ignore[no-untyped-def]
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in present]
 
 
-GATE = 6  # of the operator's inputs
+GATE, TENSORS = 6, 9  # of the operator's inputs: which is the decay, how many are tensors
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, ctx.scale, ctx.read_before, _, ctx.impl, ctx.value_gate = inputs
+    ctx.scale, ctx.read_before, _, ctx.impl, ctx.value_gate = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
-    ctx.inputs = len(tensors)
-    ctx.save_for_backward(*tensors, *output[2])
+    ctx.save_for_backward(*inputs[:TENSORS], *output[2])
 
 
 def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    return _gradients(ctx, do, dstate, _recurrence_backward)
+
+
+def _gradients(
+    ctx: Any, do: Tensor | None, dstate: Tensor | None, backward: Callable[..., list[Tensor]]
+) -> tuple[Tensor | None, ...]:
+    """Those of all inputs of the operator, from one that gives those that are there."""
     nothing = (None,) * 5  # scale, read_before, save, impl, value_gate
-    saved = ctx.saved_tensors
-    tensors, residuals = saved[: ctx.inputs], saved[ctx.inputs :]
     if do is None and dstate is None:
-        return (None,) * ctx.inputs + nothing
+        return (None,) * TENSORS + nothing
+    saved = ctx.saved_tensors  # once: checkpoints make them again
+    tensors, residuals = saved[:TENSORS], saved[TENSORS:]
     options = ctx.scale, ctx.read_before, ctx.impl, ctx.value_gate
     gate_gradient = ctx.needs_input_grad[GATE]
-    found = iter(recurrence_backward(do, dstate, *tensors, list(residuals), *options, gate_gradient))
+    found = iter(backward(do, dstate, *tensors, list(residuals), *options, gate_gradient))
     missing = [t is None or (i == GATE and not gate_gradient) for i, t in enumerate(tensors[:-1])]
     return (*(None if no else next(found) for no in missing), None, *nothing)
 
 
-recurrence.register_autograd(_backward, setup_context=_setup_context)
+class _Eager(torch.autograd.Function):
+    """The operator called at once, without the dispatcher between."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _run_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        seen = torch.is_grad_enabled() or torch.compiler.is_compiling() or not only_data((do, dstate))
+        return _gradients(ctx, do, dstate, _recurrence_backward if seen else _run_backward)
+
+
+recurrence = operator("recurrence", _run_forward, _fake_forward)
+_recurrence_backward = operator("recurrence_backward", _run_backward, _fake_backward)
+differentiable("recurrence", _backward, _setup_context)
+once_differentiable("recurrence")
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

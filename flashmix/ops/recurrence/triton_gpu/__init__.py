@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
 from flashmix.ops.recurrence.triton_gpu.layout import Layout
 from flashmix.ops.recurrence.triton_gpu.plan import SLOTS, Plan, plan
+from flashmix.ops.recurrence.triton_gpu.sizes import cdiv
 from flashmix.ops.recurrence.triton_gpu.step import step
 from flashmix.ops.recurrence.triton_gpu.table import tiles
 
@@ -188,7 +188,7 @@ def _gate(call: Call) -> tuple[Tensor, Tensor]:
     p, L = call.problem, call.layout
     assert call.x.g is not None
     G = torch.empty(call.x.g.shape, dtype=torch.float64 if call.plan.exact else torch.float32, device=p.device)
-    blocks = triton.cdiv(p.K, call.plan.tiles.gate["BK"])
+    blocks = cdiv(p.K, call.plan.tiles.gate["BK"])
     reach = call.per_chunk(blocks, L.C, dtype=torch.int8)
     call.launch("gate", call.chunk_programs * blocks, (call.x.g, L.table, G, reach), L.tokens, L.per_sequence)
     return G, reach
@@ -208,12 +208,12 @@ def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
         return []
     shapes = _joined_shapes(p, table.segments)
     maps, starts = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in shapes)
-    blocks = triton.cdiv(p.V, table.state_save["BV"])
+    blocks = cdiv(p.V, table.state["BV"])
     if p.rule.corrected:
-        blocks += triton.cdiv(p.K, table.state_save["BV"])
+        blocks += cdiv(p.K, table.state["BV"])
     _launch_state(call, "state_maps", scored, blocks, table.segments, maps=maps)
     tensors = (maps, call.x.initial_state, starts)
-    call.launch("join_forward", call.rows * triton.cdiv(p.V, table.join["BV"]), tensors, table.segments)
+    call.launch("join_forward", call.rows * cdiv(p.V, table.join["BV"]), tensors, table.segments)
     return [maps, starts]
 
 
@@ -237,8 +237,8 @@ def _state_forward(
 ) -> None:  # fmt: skip
     """The state pass, in segments where they are `joined`: with the output, or saving what the backward needs."""
     table = call.plan.tiles
-    name, its = ("state_save", table.state_save) if o is None else ("state_output", table.state)
-    blocks = triton.cdiv(call.problem.V, its["BV"])
+    name = "state_save" if o is None else "state_output"
+    blocks = cdiv(call.problem.V, table.state["BV"])
     starts = joined[1] if joined else None
     _launch_state(call, name, scored, blocks, table.segments if joined else 1, o, state, e, states, starts)
     if o is not None and call.rows == 0:
@@ -252,14 +252,14 @@ def _state_backward(
     """The state pass from the end, in segments where they are `joined`."""
     L, table = call.layout, call.plan.tiles
     segments = table.segments if joined else 1
-    programs = call.rows * segments * triton.cdiv(call.problem.V, table.state_backward["BV"])
+    programs = call.rows * segments * cdiv(call.problem.V, table.state_backward["BV"])
     inputs = (*scored.keys, scored.A, scored.factors, scored.total, do, dstate, L.cu_seqlens, L.offsets)
     numbers = L.tokens, L.per_sequence, segments
     starts = None
     if joined:
         ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
         call.launch("state_ends", programs, (*inputs, None, None, None, None, None, ends), *numbers)
-        grid = call.rows * triton.cdiv(call.problem.V, table.join["BV"])
+        grid = call.rows * cdiv(call.problem.V, table.join["BV"])
         call.launch("join_backward", grid, (joined[0], ends, dstate, starts), segments)
     call.launch("state_backward", programs, (*inputs, dstates, de, dv, dS0, starts, None), *numbers)
 

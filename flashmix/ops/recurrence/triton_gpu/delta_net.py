@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.problem import DeltaNetOptions
 from flashmix.ops.recurrence.triton_gpu.launch import Launch
+from flashmix.ops.recurrence.triton_gpu.sizes import cdiv
 from flashmix.ops.recurrence.triton_gpu.step import tile
 
 L2_EPS: tl.constexpr = tl.constexpr(1e-6)
@@ -235,11 +236,11 @@ def _launches(tensors: Tensors, options: DeltaNetOptions) -> tuple[Launch, Launc
         "CHANNEL": decay is not None and decay.dim() == 3, "BOUNDED": options.lower is not None,
         "STRONGEST": 2.0 if options.negative_eigenvalues else 1.0,
     }  # fmt: skip
-    advance = Launch(delta_net_kernel, B * HV * triton.cdiv(V, BV), numbers, constants, warps)
+    advance = Launch(delta_net_kernel, B * HV * cdiv(V, BV), numbers, constants, warps)
     gates = (0, 0) if gate is None else gate.stride()[:2]
     constants = {
         "HV": HV, "V": V, "C": C, "W": W, "BV": triton.next_power_of_2(V),
-        "BC": triton.next_power_of_2(triton.cdiv(C, HV)), "BW": BW, "SIGMOID": options.gate_activation == "sigmoid",
+        "BC": triton.next_power_of_2(cdiv(C, HV)), "BW": BW, "SIGMOID": options.gate_activation == "sigmoid",
     }  # fmt: skip
     numbers = (P, qkv.stride(0), *past.stride()[:2], *gates, slots_n, options.eps)
     return advance, Launch(finish_kernel, B * HV, numbers, constants, 4)

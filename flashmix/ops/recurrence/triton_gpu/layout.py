@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Problem
+from flashmix.ops.recurrence.triton_gpu.sizes import cdiv
 
 
 @triton.jit(do_not_specialize=["N", "T", "BOUND"])
@@ -94,7 +95,7 @@ class Layout:
         """How many chunks there are, at most: N packed sequences of T tokens have no more than `T // C + N`."""
         if problem.packed:
             return min(problem.tokens, problem.tokens // C + problem.sequences)
-        return problem.sequences * triton.cdiv(problem.tokens, C)
+        return problem.sequences * cdiv(problem.tokens, C)
 
     @staticmethod
     def of(problem: Problem, cu_seqlens: Tensor | None, C: int) -> Layout:
@@ -102,7 +103,7 @@ class Layout:
         N, T = problem.sequences, problem.tokens
         bound = Layout.count(problem, C)
         if cu_seqlens is None:
-            return Layout(N, T, C, bound, triton.cdiv(T, C), None, None, None)
+            return Layout(N, T, C, bound, cdiv(T, C), None, None, None)
         offsets = torch.empty(N + 1, dtype=torch.int32, device=cu_seqlens.device)
         table = torch.empty(bound, 2, dtype=torch.int64, device=cu_seqlens.device)
         cu_seqlens = cu_seqlens.contiguous()
@@ -110,5 +111,5 @@ class Layout:
             offsets_kernel[(1,)](cu_seqlens, offsets, N, T, bound, C=C, BLOCK=1024)
             if bound:
                 steps = (N + 1).bit_length()
-                table_kernel[(triton.cdiv(bound, 256),)](cu_seqlens, offsets, table, N, T, bound, steps, C=C, BLOCK=256)
+                table_kernel[(cdiv(bound, 256),)](cu_seqlens, offsets, table, N, T, bound, steps, C=C, BLOCK=256)
         return Layout(N, T, C, bound, 0, cu_seqlens, offsets, table)

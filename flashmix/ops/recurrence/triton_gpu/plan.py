@@ -89,10 +89,10 @@ class Plan:
         return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=True, SAVE=False)
 
     def _state_save(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state_save, OUTPUT=False, SAVE=True)
+        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=True)
 
     def _state_maps(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state_save, OUTPUT=False, SAVE=False)
+        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=False)
 
     def _state_backward(self) -> tuple[Any, dict[str, Any]]:
         return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=True)
@@ -134,8 +134,9 @@ class Plan:
 def plan(problem: Problem, heads: tuple[int, int, int, int]) -> Plan:
     """The plan of a problem; lengths and batches share one, as far as they are cut alike."""
     kind = replace(problem, batch=0, tokens=0, sequences=0)
-    segments = tiles(problem).segments
-    return cached_plan(kind, heads, segments, torch.get_float32_matmul_precision(), _gpu.target(problem.device))
+    return cached_plan(
+        kind, heads, tiles(problem).segments, torch.get_float32_matmul_precision(), _gpu.target(problem.device)
+    )
 
 
 @lru_cache(maxsize=1024)

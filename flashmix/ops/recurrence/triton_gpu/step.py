@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flashmix.ops.recurrence.problem import Operands
 from flashmix.ops.recurrence.triton_gpu.launch import Launch
+from flashmix.ops.recurrence.triton_gpu.sizes import cdiv, padded
 
 # Pointers besides those of the state: vectors of one head, read by many threads, where alignment gains nothing.
 _VECTORS = ["q", "k", "v", "beta", "a", "b", "g", "slots", "o"]
@@ -117,9 +118,9 @@ def tile(K: int, V: int, bytes_each: int) -> tuple[int, int, int]:
 
     It must not know the batch: another tile sums in another order.
     """
-    BK = max(16, triton.next_power_of_2(K))
+    BK = padded(K)
     BV, warps = (32, 4) if BK > 128 else (64, 4) if BK == 128 and bytes_each == 4 else (32, 2)
-    return BK, min(BV, max(16, triton.next_power_of_2(V))), warps
+    return BK, min(BV, padded(V)), warps
 
 
 def step(x: Operands, scale: float, read_before: bool) -> tuple[Tensor, Tensor]:
@@ -205,7 +206,7 @@ def _launch(
         "RAW": k is not None and beta is None, "CORRECTED": a is not None or beta is not None, "MINUS_A": minus_a,
         "GATE": 0 if g is None or g.dim() < 4 else 2 if value_gate else 1, "READ_BEFORE": read_before, "ONE": T == 1,
     }  # fmt: skip
-    return Launch(step_kernel, B * HV * triton.cdiv(V, BV), numbers, constants, warps)
+    return Launch(step_kernel, B * HV * cdiv(V, BV), numbers, constants, warps)
 
 
 def _vectors(tensors: Tensors) -> Tensors:

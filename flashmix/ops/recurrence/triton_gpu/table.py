@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Gate, Problem, Rule
+from flashmix.ops.recurrence.triton_gpu.sizes import cdiv, padded
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Tiles:
     gate: dict[str, int]
     scores: dict[str, int]
     state: dict[str, int]
-    state_save: dict[str, int]
     state_backward: dict[str, int]
     output: dict[str, int]
     decayed_output: dict[str, int]
@@ -36,8 +35,8 @@ class Tiles:
 def tiles(problem: Problem) -> Tiles:
     """The entry of a problem."""
     wide = problem.dtype == torch.float32
-    K = max(16, triton.next_power_of_2(problem.K))
-    V = max(16, triton.next_power_of_2(problem.V))
+    K = padded(problem.K)
+    V = padded(problem.V)
     channel = problem.gate is Gate.CHANNEL
     dplr = problem.rule is Rule.DPLR
     target = _gpu.target(problem.device)
@@ -50,7 +49,6 @@ def tiles(problem: Problem) -> Tiles:
             gate={"BK": min(K, 32), "num_warps": 4},
             scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
             state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
-            state_save={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
             decayed_output={},  # float32 has none
@@ -62,18 +60,16 @@ def tiles(problem: Problem) -> Tiles:
         )
     BV = min(V, 64 if K <= 128 else 32)
     stages = 1 if small else 2
-    segments = _segments(problem, 64, BV)
     return Tiles(
         C=64,
         gate={"BK": min(K, 32), "num_warps": 4},
         scores=_scores(K, channel, dplr, hopper),
         state={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
-        state_save={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages if small or segments == 1 else 3},
         state_backward={"BK": K, "BV": BV if hopper or not dplr else min(BV, 32), "num_warps": 4, "STAGES": stages},
         output=_output(K, V, small) if not channel else {"BK": 16, "BV": min(V, 64), "num_warps": 8, "STAGES": 1},
         decayed_output=_output(32, V, small),
         join={"BK": K, "BV": 16, "num_warps": 4},
-        segments=segments,
+        segments=_segments(problem, 64, BV),
         precision="ieee",
         segment_precision="tf32" if problem.dtype == torch.bfloat16 else "tf32x3",
         inverse_precision="fp16",
@@ -99,8 +95,8 @@ def _segments(problem: Problem, C: int, BV: int) -> int:
     A segmented pass does the work about twice, and rounds differently. So it is chosen by the length and the heads of one
     sequence alone, whatever else is in the batch, and not for packed ones, whose lengths only the device knows.
     """
-    chunks = triton.cdiv(problem.tokens, C)
-    programs = problem.value_heads * triton.cdiv(problem.V, BV)
+    chunks = cdiv(problem.tokens, C)
+    programs = problem.value_heads * cdiv(problem.V, BV)
     if problem.packed or chunks < 128 or programs > 64:
         return 1
     return min(256 // programs, chunks // 32)
