@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from unittest import mock
 
 import pytest
 import torch
 from budget import assert_within_budget
-from cases import CASES, make_inputs, run_op
+from cases import CASES, Case, make_inputs, run_op
 from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
 
 KERNEL_CASES = [case for case in CASES if case.gate != "value"]
@@ -63,3 +65,15 @@ def test_the_same_bits_again(case):
 @named([case for case in KERNEL_CASES if case.name in INTERPRETED])
 def test_kernels_in_the_interpreter(case):
     assert_kernels_within_budget(case, torch.float32)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rule", ["linear", "read_before", "delta", "untied", "dplr"])
+def test_one_pass_over_pairs_in_the_interpreter(rule):
+    """Its kernel is for bfloat16, which the interpreter does not have: float16 here, with room for factors up to 2^5."""
+    plans = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
+    case = Case(f"{rule}-one-pass", rule, "channel", B=1, H=1, HV=2, decay="-0.02")
+    plans.cached_plan.cache_clear()
+    with mock.patch.object(plans.Plan, "_passes", {"LEVELS": 6, "LIMIT": 5}):
+        assert_kernels_within_budget(case, torch.float16)
+    plans.cached_plan.cache_clear()
