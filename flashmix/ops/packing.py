@@ -68,7 +68,7 @@ class Packing:
         """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
         if self._sequence is None:
             tokens = torch.arange(self.total, device=self.cu_seqlens.device)
-            # Not searched in cu_seqlens[1:]: Inductor (torch 2.11, 2.13) forgets where such a view starts.
+            # Not searched in cu_seqlens[1:]: compiled by Inductor for a GPU (torch 2.11) that gave wrong numbers.
             after = torch.searchsorted(self.cu_seqlens.to(torch.int64), tokens, right=True)
             self._sequence = (after - 1).clamp(min=0)
         return self._sequence
