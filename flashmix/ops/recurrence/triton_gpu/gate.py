@@ -13,20 +13,21 @@ import triton
 import triton.language as tl
 
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
-from flashmix.ops.recurrence.triton_gpu.tiles import load_rows, store_rows, to_base_2
+from flashmix.ops.recurrence.triton_gpu.tiles import NEAR, NEAR_TOKENS, load_rows, store_rows, to_base_2
 
 
 @triton.jit
 def reach_of(own, sums, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LIMIT: tl.constexpr):
     """Of each row, [C], the largest of these within which no channel decays by more than 2^LIMIT from the block's start to it:
-    LEVELS (the chunk), 4 (its block of 16 tokens), 0 (itself).
+    LEVELS (the chunk), NEAR (its block of 2^NEAR tokens), 0 (itself).
     """
+    BLOCK: tl.constexpr = NEAR_TOKENS
     t = tl.arange(0, C)
-    start = tl.where((t % 16 == 0)[:, None], sums - own, 0.0)
-    start = tl.sum(tl.reshape(start, [C // 16, 16, BK]), 1)[:, None, :]
-    start = tl.reshape(tl.broadcast_to(start, [C // 16, 16, BK]), [C, BK])
+    start = tl.where((t % BLOCK == 0)[:, None], sums - own, 0.0)
+    start = tl.sum(tl.reshape(start, [C // BLOCK, BLOCK, BK]), 1)[:, None, :]
+    start = tl.reshape(tl.broadcast_to(start, [C // BLOCK, BLOCK, BK]), [C, BK])
     near = tl.max(start - sums, 1) <= LIMIT
-    return tl.where(tl.max(-sums, 1) <= LIMIT, LEVELS, tl.where(near, 4, 0))
+    return tl.where(tl.max(-sums, 1) <= LIMIT, LEVELS, tl.where(near, NEAR, 0))
 
 
 @triton.jit(do_not_specialize=["T", "NT"])

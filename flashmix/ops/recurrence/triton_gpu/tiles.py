@@ -27,6 +27,9 @@ INV: tl.constexpr = tl.constexpr(1)
 AB: tl.constexpr = INV  # its gradient
 QK: tl.constexpr = tl.constexpr(2)
 AK: tl.constexpr = tl.constexpr(3)
+# How far back rows reach in one pass over pairs: to the chunk's start, or that of a block of 2^NEAR tokens, or not at all.
+NEAR: tl.constexpr = tl.constexpr(4)
+NEAR_TOKENS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -97,11 +100,12 @@ def pair_decay(rows, columns, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def needed_passes(reach, LEVELS: tl.constexpr):
     """A bit for each pass that some row of the chunk needs, of LEVELS + 2; see `pairs_of_pass`."""
-    near = tl.min(reach, 0)
-    own = tl.max((reach == 4).to(tl.int32), 0)
+    least = tl.min(reach, 0)
+    near = tl.max((reach == NEAR).to(tl.int32), 0)
     whole = tl.max((reach == LEVELS).to(tl.int32), 0)
-    halves = tl.where(near == 0, 15, 0) | tl.where(near < LEVELS, ((1 << LEVELS) - 16) << 1, 0)
-    return halves | (own << 4) | (whole << (LEVELS + 1))
+    halves = tl.where(least == 0, NEAR_TOKENS - 1, 0)
+    halves |= tl.where(least < LEVELS, ((1 << LEVELS) - NEAR_TOKENS) << 1, 0)
+    return halves | (near << NEAR) | (whole << (LEVELS + 1))
 
 
 @triton.jit
@@ -111,9 +115,8 @@ def pairs_of_pass(reach, p, C: tl.constexpr, LEVELS: tl.constexpr):
     Row i meets the columns of its own block of 2^reach tokens from the block's start, in one pass; the farther ones block by
     block, where the upper half of a block of 2^(level + 1) tokens meets its lower half, from the last token of that (2.3).
     """
-    OWN: tl.constexpr = 4
-    own = (p == OWN) | (p == LEVELS + 1)
-    level = tl.where(p > OWN, p - 1, p)
+    own = (p == NEAR) | (p == LEVELS + 1)
+    level = tl.where(p > NEAR, p - 1, p)
     size = level + tl.where(own, 0, 1)
     shift = tl.where(own, 0, level)
     t = tl.arange(0, C)
