@@ -21,8 +21,8 @@ def forward(
     """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,HQ,Tq]`."""
     call = Call.of(q, k, v, features, boundaries, score)
     with _gpu.on(q.device):
-        tile = call.form("forward", True)[0].BN
-        return attention_forward(call, running_sums(call, features[2], tile))
+        form = call.form("forward", True)[0]
+        return attention_forward(call, running_sums(call, features[2], form))
 
 
 def backward(

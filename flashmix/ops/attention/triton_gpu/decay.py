@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.ops.attention.triton_gpu.launch import Call, Sums, packed_blocks
+from flashmix.ops.attention.triton_gpu.launch import Call, Form, Sums, packed_blocks
 from flashmix.ops.attention.triton_gpu.tiles import LOG2_E, bounded, find_sequence, padded_tokens
 
 STRONGEST_DECAY = tl.constexpr(-1e6)  # its exponential is 0, and float64 sums of it are still exact to 1e-6
@@ -71,10 +71,10 @@ def decay_totals_kernel(
 
 @triton.jit(do_not_specialize=["tokens_k", "heads", "batches", "pieces", "sb", "st", "sh"])
 def decay_sums_kernel(
-    gates, totals, sums, tiles, ends, table, tokens_k, heads, batches, pieces, sb, st, sh, PACKED: tl.constexpr,
+    gates, totals, sums, tiles, factor, table, tokens_k, heads, batches, pieces, sb, st, sh, PACKED: tl.constexpr,
     PIECE: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """G of a piece of the gates `[B, Tk, HQ]` as sums `[2, B, HQ, Tk]`, as it is, and G at the end of each tile of TILE keys minus G."""
+    """G of a piece of the gates `[B, Tk, HQ]` as sums `[2, B, HQ, Tk]`; `factor` times what is left of it to the end of each tile."""
     batch, head, start, tokens, piece, first = _piece(tl.program_id(0), table, tokens_k, heads, pieces, PACKED)
     if piece < 0 or piece * PIECE >= tokens:
         return
@@ -95,11 +95,10 @@ def decay_sums_kernel(
     tl.store(sums + part + at, (total - high.to(tl.float64)).to(tl.float32), mask=at < tokens)
     if TILE > 0:
         padded = row * padded_tokens(tokens_k) + start
-        tl.store(ends + padded + at, total, mask=at < tokens)
         by_tile = tl.reshape(inside, [PIECE // TILE, TILE])
         last = tl.arange(0, TILE)[None, :] == TILE - 1
         to_end = tl.sum(tl.where(last, by_tile, 0.0), 1)[:, None] - by_tile
-        tl.store(tiles + padded + at, tl.reshape(to_end, [PIECE]).to(tl.float32), mask=at < tokens)
+        tl.store(tiles + padded + at, tl.reshape(to_end * factor, [PIECE]).to(tl.float32), mask=at < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "heads", "count", "sb", "st", "sh"])
@@ -128,20 +127,21 @@ def decay_gradient_kernel(
         tl.store(gradient + at.to(tl.int64) * heads, total.to(gradient.dtype.element_ty), mask=at < tokens)
 
 
-def running_sums(x: Call, log_decay: Tensor | None, tile: int = 0) -> Sums:
+def running_sums(x: Call, log_decay: Tensor | None, form: Form | None = None) -> Sums:
     """G in units of scores as float32 `[2, B, HQ, Tk]`: rounded, and what rounding left.
 
-    With `tile` also, in padded rows of a flat tensor, from each key to the end of its tile (float32), and G itself (float64).
-    Both may be read up to two tiles past the end.
+    With the `form` of the forward kernel also, in padded rows of a flat tensor that may be read a tile past the end, what is
+    added to the scores of each key for its way to the end of its tile; divided by their scale if it comes before that.
     """
     if log_decay is None:
-        return None, None, None
+        return None, None
     device, heads, exact = x.q.device, x.heads_q, x.q.dtype == torch.float32
     sums = torch.empty(2, x.batch, heads, x.tokens_k, dtype=torch.float32, device=device)
-    size = x.batch * heads * triton.cdiv(x.tokens_k, 4) * 4 + 2 * tile
-    tiles, ends = (
-        torch.empty(size, dtype=dtype, device=device) if tile else None for dtype in (torch.float32, torch.float64)
-    )
+    tile, factor, tiles = 0, 1.0, None
+    if form is not None:
+        tile, factor = form.BN, 1 / x.numbers(form)[0] if form.SCALED else 1.0
+        size = x.batch * heads * triton.cdiv(x.tokens_k, 4) * 4 + tile
+        tiles = torch.empty(size, dtype=torch.float32, device=device)
     pieces, table = packed_blocks(x.cu_k, x.tokens_k, PIECE)
     programs = pieces * x.batch * heads
     if programs > 0:
@@ -151,10 +151,10 @@ def running_sums(x: Call, log_decay: Tensor | None, tile: int = 0) -> Sums:
             log_decay, totals, *common, pieces, *log_decay.stride(), x.cu_k is not None, PIECE, exact, num_warps=4,
         )  # fmt: skip
         decay_sums_kernel[(programs,)](
-            log_decay, totals, sums, tiles, ends, *common, x.batch, pieces, *log_decay.stride(), x.cu_k is not None,
+            log_decay, totals, sums, tiles, factor, *common, x.batch, pieces, *log_decay.stride(), x.cu_k is not None,
             PIECE, tile, exact, num_warps=4,
         )  # fmt: skip
-    return sums, tiles, ends
+    return sums, tiles
 
 
 def sums_of_gradients(x: Call, log_decay: Tensor, at_rows: Tensor, at_keys: Tensor) -> Tensor:

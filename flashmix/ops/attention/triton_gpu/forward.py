@@ -50,10 +50,10 @@ def _divided(acc, l, keep_scale, C: tl.constexpr):
 
 
 @triton.jit
-def _to_rows(row_bias, end_g, end, distance, slope, C: tl.constexpr):
-    """What the way from the end of a tile (G there, and how far it is) to the rows takes off their scores, `[BM]`."""
+def _to_rows(row_bias, decay_ref, decay_end, distance, slope, C: tl.constexpr):
+    """What the way from the end of a tile (G there, in two parts, and how far it is) to the rows takes off their scores, `[BM]`."""
     if C.DECAY:
-        row_bias += (end_g[1] - end).to(tl.float32)
+        row_bias += (decay_ref[0] - decay_end[0]) + (decay_ref[1] - decay_end[1])
     if C.ALIBI:
         row_bias -= slope * distance.to(tl.float32)
     return row_bias
@@ -65,21 +65,21 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
     acc, acc_2, m, l = state
     k, k_desc, k_desc_2, stride_k = keys
     v, v_desc, v_desc_2, stride_v = values
-    position, of_row, decay_q, high_g, low_g, tile_g, end_g, reference, row_bias = rows
+    position, of_row, decay_q, high_g, low_g, tile_g, decay_ref, reference, row_bias = rows
     tokens_k, scale, softcap, left, right, slope, threshold = numbers
-    # Unless MASK a bias is in two: from each key to the end of its tile, added to scores, and from there to the rows. In half
-    # precision m stands relative to the second and is moved from tile to tile (a sink, which has no bias, would lose digits).
+    # Unless MASK a bias is in two: from each key to the end of its tile, and on from there, one number a row. If nothing but
+    # the scale stands between, the first, divided by it, is what the sum q k^T starts from: it costs an element nothing.
     BY_TILE: tl.constexpr = not MASK and (C.DECAY or (C.ALIBI and C.CAUSAL))
-    MOVED: tl.constexpr = BY_TILE and not C.EXACT and not C.SINK
-    falls, end, before, to_end = 0.0, 0.0, 0.0, 0.0
+    BEGUN: tl.constexpr = BY_TILE and C.SCALED
+    RAW: tl.constexpr = C.SCALED and (BY_TILE or not (C.DECAY or C.ALIBI))
+    falls, end_high, end_low = 0.0, 0.0, 0.0
     if C.ALIBI and BY_TILE:
-        falls = (slope * (tl.arange(0, C.BN) - (C.BN - 1)).to(tl.float32))[None, :]
+        falls = slope * (tl.arange(0, C.BN) - (C.BN - 1)).to(tl.float32)
+        if BEGUN:
+            falls = falls / scale
     if C.DECAY and BY_TILE:  # loaded a tile ahead
-        end = tl.load(end_g[0] + low + (C.BN - 1), mask=low < high, other=0.0)
-        before = end
+        end_high, end_low = load_decay(high_g, low_g, low + C.BN - 1, tokens_k, True)
         to_end = tl.load(tile_g + low + tl.arange(0, C.BN))
-    if MOVED:
-        m -= _to_rows(row_bias, end_g, before, reference - low - (C.BN - 1), slope, C)
     for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
         keys_here = start + tl.arange(0, C.BN)
         key = keys_here[None, :]
@@ -87,14 +87,25 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
         if C.DECAY and MASK:
             high_k, low_k = load_decay(high_g, low_g, keys_here, tokens_k, True)
             decay_k = (high_k[None, :], low_k[None, :])
+        bias = falls
+        if C.DECAY and BY_TILE:
+            bias = to_end + falls if C.ALIBI else to_end
+        begin = tl.broadcast_to(bias[None, :], [C.BM, C.BN]) if BEGUN else None  # type: ignore[index]
         # k, v: [BN, K], [BN, V], in two parts
         k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
-        s = product(q, q_2, k_1, k_2, C.D2, C)
-        if C.RAW:
+        s = product(q, q_2, k_1, k_2, C.D2, C, begin)
+        to_rows = row_bias
+        if BY_TILE:
+            to_rows = _to_rows(row_bias, decay_ref, (end_high, end_low), reference - start - (C.BN - 1), slope, C)
+        if RAW:
             if MASK:
                 s = tl.where(visible(position, key, tokens_k, left, right, C), s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale)
-            p = tl.exp2(s * scale - m_new[:, None])
+            if BEGUN:
+                m_new = tl.maximum(m, tl.max(s, 1) * scale + to_rows)
+                p = tl.exp2(s * scale - (m_new - to_rows)[:, None])
+            else:
+                m_new = tl.maximum(m, tl.max(s, 1) * scale)
+                p = tl.exp2(s * scale - m_new[:, None])
         else:
             x = times(s, scale, C)
             if C.SOFTCAP:
@@ -102,27 +113,17 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
             if MASK:
                 x = biased(x, position, key, slope, decay_q, decay_k, C)
                 x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
-                m_new = tl.maximum(m, tl.max(x, 1))
-                p = exponential(x - m_new[:, None], C)
-            else:
-                if C.DECAY:
-                    x += to_end[None, :]  # type: ignore[index]
-                if C.ALIBI:
-                    x += falls if C.CAUSAL else -slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
-                if BY_TILE and not MOVED:
-                    to_rows = _to_rows(row_bias, end_g, end, reference - start - (C.BN - 1), slope, C)
-                    m_new = tl.maximum(m, tl.max(x, 1) + to_rows)
-                    p = exponential(x - (m_new - to_rows)[:, None], C)
-                else:
-                    if C.DECAY and MOVED:
-                        m += (end - before).to(tl.float32)  # type: ignore[attr-defined]
-                    m_new = tl.maximum(m, tl.max(x, 1))
-                    p = exponential(x - m_new[:, None], C)
-        if C.DECAY and not MASK:
-            before = end
-            ahead = tl.minimum(start + C.BN, high)
-            end = tl.load(end_g[0] + ahead + (C.BN - 1))
-            to_end = tl.load(tile_g + ahead + tl.arange(0, C.BN))
+            elif BY_TILE:
+                x += bias[None, :]  # type: ignore[index]
+            if C.ALIBI and not MASK and not C.CAUSAL:
+                x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
+            m_new = tl.maximum(m, tl.max(x, 1) + to_rows if BY_TILE else tl.max(x, 1))
+            p = exponential(x - (m_new - to_rows if BY_TILE else m_new)[:, None], C)
+        if C.DECAY and BY_TILE:
+            more = start + C.BN < high
+            end_high = tl.load(high_g + start + (2 * C.BN - 1), mask=more, other=end_high)
+            end_low = tl.load(low_g + start + (2 * C.BN - 1), mask=more, other=end_low)
+            to_end = tl.load(tile_g + start + C.BN + tl.arange(0, C.BN), mask=more, other=to_end)
         shrink = exponential(m - m_new, C)
         l = l * shrink + tl.sum(p, 1)
         if C.DROPOUT:
@@ -136,10 +137,6 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
         if C.V2 > 0:
             acc_2 = accumulated(acc_2, p, v_2, C)
         m = m_new
-        if C.ALIBI and MOVED:
-            m -= slope * C.BN
-    if MOVED:
-        m += _to_rows(row_bias, end_g, before, reference - tl.maximum(low, high) - (C.BN - 1), slope, C)
     return acc, acc_2, m, l
 
 
@@ -148,7 +145,7 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
                        "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
 )  # fmt: skip
 def attention_forward_kernel(
-    q, k, v, k_desc, k_desc_2, v_desc, v_desc_2, o, lse, top, total, sink, slopes, decay, tiles, ends, seed, table,
+    q, k, v, k_desc, k_desc_2, v_desc, v_desc_2, o, lse, top, total, sink, slopes, decay, tiles, seed, table,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh,
     tokens_q, tokens_k, heads_q, group, batches, blocks, at_once,
     scale, softcap, left, right, threshold, keep_scale, C: tl.constexpr,
@@ -185,19 +182,17 @@ def attention_forward_kernel(
     of_row = 0
     if C.DROPOUT:
         of_row = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
-    decay_q, decay_ref, high_g, low_g, tile_g, end_g = (0.0, 0.0), (0.0, 0.0), decay, decay, tiles, (ends, 0.0)
+    decay_q, decay_ref, high_g, low_g, tile_g = (0.0, 0.0), (0.0, 0.0), decay, decay, tiles
     position = index + shift
     row_bias = m * 0.0
     if C.DECAY:
         high_g = decay + bh.to(tl.int64) * tokens_k + start_k
         low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
-        own = bh.to(tl.int64) * padded_tokens(tokens_k) + start_k
-        tile_g = tiles + own
+        tile_g = tiles + bh.to(tl.int64) * padded_tokens(tokens_k) + start_k
         high_q, low_q = load_decay(high_g, low_g, position, len_k, True)
         decay_ref = load_decay(high_g, low_g, first + shift, len_k, True)
         row_bias = bias_of_rows(position, first + shift, slope, (high_q, low_q), decay_ref, C)
         decay_q = (high_q[:, None], low_q[:, None])
-        end_g = (ends + own, decay_ref[0].to(tl.float64) + decay_ref[1].to(tl.float64))
     elif C.ALIBI:
         row_bias = bias_of_rows(position, first + shift, slope, decay_q, decay_ref, C)
 
@@ -209,7 +204,7 @@ def attention_forward_kernel(
     acc_2 = tl.full([C.BM, C.V2], 0.0, tl.float32) if C.V2 > 0 else m
     state = (acc, acc_2, m, l)
     keys, values = (k, k_desc, k_desc_2, skt * C.UNIT), (v, v_desc, v_desc_2, svt * C.UNIT)
-    rows = (position[:, None], of_row, decay_q, high_g, low_g, tile_g, end_g, first + shift, row_bias)
+    rows = (position[:, None], of_row, decay_q, high_g, low_g, tile_g, decay_ref, first + shift, row_bias)
     numbers = (len_k, scale, softcap, left, right, slope, threshold)
     place = (batch, head_k, start_k)
     low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)

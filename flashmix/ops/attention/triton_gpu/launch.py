@@ -22,7 +22,8 @@ from flashmix.ops.attention.triton_gpu.tiles import bounded
 LOG2_E = math.log2(math.e)
 CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
 UNBOUNDED = 1 << 30
-Sums = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the gates, see `decay.running_sums`
+LEAST_SCALE = 1e-20  # by which a bias of scores can be divided
+Sums = tuple[Tensor | None, Tensor | None]  # of the gates, see `decay.running_sums`
 Stats = tuple[Tensor, Tensor | None, Tensor]  # what is taken off a row's scores; 1 / l and dlse (float32); delta
 
 
@@ -50,7 +51,7 @@ class Form(NamedTuple):
     DROPOUT: bool
     SINK: bool
     PACKED: bool
-    RAW: bool  # half precision, and scores need nothing but their scale, which is positive
+    SCALED: bool  # half precision, and nothing comes between `q k^T` and what is added but the scale, which is positive
     EXACT: bool  # float32 throughout, scores in natural units
     INTERPRETED: bool
     FAST_TANH: bool
@@ -125,7 +126,6 @@ class Call:
         dim, dim_v = q.shape[3], self.v.shape[3]
         tiles = tiles_for(phase, max(dim, dim_v), q.dtype, self.target)
         exact = q.dtype == torch.float32
-        plain = score.softcap is None and self.slopes is None and not decay and score.scale > 0
         form = Form(
             dim, *parts(dim), dim_v, *parts(dim_v), tiles.BM, tiles.BN,
             STAGES=tiles.stages,
@@ -141,7 +141,7 @@ class Call:
             DROPOUT=self.seed is not None,
             SINK=self.sink is not None,
             PACKED=self.cu_q is not None,
-            RAW=plain and not exact,
+            SCALED=not exact and score.softcap is None and score.scale > LEAST_SCALE,
             EXACT=exact,
             INTERPRETED=_gpu.interpreted(),
             FAST_TANH=not exact and not _gpu.interpreted(),

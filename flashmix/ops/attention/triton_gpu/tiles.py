@@ -98,9 +98,9 @@ def store_rows(x, tile, start, limit, stride, DIM: tl.constexpr, FIRST: tl.const
 
 
 @triton.jit
-def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr):
-    """`a b^T` over both parts of the head."""
-    s = tl.dot(a, tl.trans(b), input_precision=C.PRECISION)
+def product(a, a_2, b, b_2, WIDTH_2: tl.constexpr, C: tl.constexpr, begin=None):
+    """`a b^T` over both parts of the head, and `begin` where there is one."""
+    s = tl.dot(a, tl.trans(b), begin, input_precision=C.PRECISION)
     if WIDTH_2 > 0:
         s = tl.dot(a_2, tl.trans(b_2), s, input_precision=C.PRECISION)
     return s
