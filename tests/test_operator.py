@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -99,3 +101,20 @@ def test_a_second_derivative_without_a_formula_is_an_error() -> None:
     y = once(x, None, options=(2.0,))[0]
     with pytest.raises(NotImplementedError, match="test_scaled_once has no second derivative"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+FIRST_CALLS = """
+import sys, torch, flashmix
+x = torch.randn(2, 8)
+state, past = torch.zeros(2, 4, 16, 8), torch.zeros(2, 3, 96)
+flashmix.delta_net_step(torch.randn(2, 96), torch.randn(2, 4), state, past, torch.randn(96, 4), heads=2)
+q = torch.randn(2, 1, 4, 16)
+flashmix.delta_rule_step(q, q, torch.randn(2, 1, 4, 8), torch.rand(2, 1, 4), state=state)
+flashmix.rms_norm(x), flashmix.swiglu(x, x), flashmix.short_conv(x[None], torch.randn(8, 4))
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_first_calls_do_without_the_compiler() -> None:
+    """Whose import takes seconds: torch asks for it at the first call of an operator that Python defines."""
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True)

@@ -41,3 +41,10 @@ def once_differentiable(name: str) -> None:
 def only_data(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the tensors are torch's own, not fake ones or another subclass that has to see the operator."""
     return all(t is None or type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
+def bump_versions(*written: Tensor | None) -> None:
+    """Tells autograd that these were written: what it saved of them before is no longer theirs."""
+    for t in written:
+        if t is not None:
+            torch.autograd.graph.increment_version(t)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmix import _gpu
+from flashmix.ops._operator import bump_versions, only_data
 from flashmix.ops._rowwise import Operator, Options, Tensors
 
 TENSORS = "Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? positions, Tensor? cu_seqlens"
@@ -49,4 +50,10 @@ def _(*arguments: Any) -> None:
 
 
 def rotate_in_place(inputs: Tensors, options: Options) -> None:
-    torch.ops.flashmix.rotary_in_place(*inputs, *options)
+    if torch.compiler.is_compiling() or not only_data(inputs):
+        torch.ops.flashmix.rotary_in_place(*inputs, *options)
+    else:  # the operator's first call imports all of torch's compiler
+        q, *rest = inputs
+        assert q is not None
+        _overwrite(q, *rest, *options)
+        bump_versions(*inputs[:2])

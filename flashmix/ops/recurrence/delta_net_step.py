@@ -21,12 +21,12 @@ from flashmix._checks import (
     dims,
 )
 from flashmix._dispatch import Implementation, choose
+from flashmix.ops._operator import bump_versions, only_data
 from flashmix.ops.recurrence.problem import DTYPES, DeltaNetOptions
 from flashmix.ops.recurrence.step_engine import (
     StepProblem,
     Tensors,
     aligned,
-    bump_versions,
     check_indices,
     check_state,
     check_written,
@@ -141,14 +141,15 @@ def _run(tensors: Tensors, options: tuple[Any, ...], impl: str) -> tuple[Tensor,
     assert qkv is not None
     refuse_gradient("delta_net_step", tensors)
     chosen = choose("delta_net_step", IMPLEMENTATIONS, StepProblem(qkv.dtype, qkv.device), impl)
-    y = _delta_net_step(*tensors, *options, chosen.name)
-    if torch.compiler.is_compiling():
-        return y, None
+    call: tuple[Any, ...] = (*tensors, *options, chosen.name)
+    if torch.compiler.is_compiling() or not only_data(tensors):
+        return _delta_net_step(*call), None
+    y = _step(*call)  # as the operator, whose first call imports all of torch's compiler
+    bump_versions(tensors[2], tensors[3])
     return y, prepared(chosen, tensors, (tensors[2],), DeltaNetOptions(*options))
 
 
-@torch.library.custom_op("flashmix::delta_net_step", mutates_args=("state", "conv_state"))
-def _delta_net_step(
+def _step(
     qkv: Tensor, strength: Tensor, state: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
     decay: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, norm_weight: Tensor | None,
     gate: Tensor | None, state_indices: Tensor | None, heads: int, lower: float | None,
@@ -165,6 +166,9 @@ def _delta_net_step(
         return again(tensors)
     with torch.autocast(qkv.device.type, enabled=False):
         return _BY_NAME[impl].load().delta_net_step(tensors, options)
+
+
+_delta_net_step = torch.library.custom_op("flashmix::delta_net_step", _step, mutates_args=("state", "conv_state"))
 
 
 @_delta_net_step.register_fake

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashmix import _gpu
 from flashmix._checks import check_dtype, check_like, check_range, check_shape, contents_are_checked, dims
 from flashmix._dispatch import Implementation, choose, explaining
+from flashmix.ops._operator import bump_versions, only_data
 from flashmix.ops.recurrence.engine import _autocast
 
 Tensors = tuple[Tensor | None, ...]  # q, k, v, beta, a, b, g, state, state_indices, history
@@ -92,13 +93,6 @@ def aligned(*states: Tensor | None) -> bool:
     return not any(t is not None and t.data_ptr() % 16 for t in states)
 
 
-def bump_versions(*written: Tensor | None) -> None:
-    """Tells autograd that these were written: what it saved of them before is no longer theirs."""
-    for t in written:
-        if t is not None:
-            torch.autograd.graph.increment_version(t)
-
-
 def _run(
     op: str, tensors: Tensors, scale: float | None, read_before: bool, minus_a: bool, impl: str,
     check: Callable[[Tensors], None],
@@ -111,10 +105,11 @@ def _run(
     chosen = choose(op, IMPLEMENTATIONS, StepProblem(q.dtype, q.device), impl)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q, k, v, a, b = _autocast(q, k, v, a, b)
-    call = (q, k, v, beta, a, b, *rest)
-    o = _recurrent_step(*call, scale, read_before, minus_a, chosen.name)
-    if torch.compiler.is_compiling():
-        return o, None
+    call = (q, k, v, beta, a, b, *rest, scale, read_before, minus_a, chosen.name)
+    if torch.compiler.is_compiling() or not only_data(tensors):
+        return _recurrent_step(*call), None
+    o = _step(*call)  # as the operator, whose first call imports all of torch's compiler
+    bump_versions(tensors[7], tensors[9])
     return o, prepared(chosen, tensors, (tensors[7], tensors[9]), scale, read_before, minus_a)
 
 
@@ -136,8 +131,7 @@ def refuse_gradient(op: str, tensors: Tensors) -> None:
         raise RuntimeError(f"{op} has no gradient, it writes its state in place: call it under torch.no_grad()")
 
 
-@torch.library.custom_op("flashmix::recurrent_step", mutates_args=("state", "history"))
-def _recurrent_step(
+def _step(
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     state: Tensor, state_indices: Tensor | None, history: Tensor | None,
     scale: float, read_before: bool, minus_a: bool, impl: str,
@@ -150,6 +144,9 @@ def _recurrent_step(
         return again(tensors)
     with torch.autocast(q.device.type, enabled=False):
         return _BY_NAME[impl].load().step_in_place(tensors, scale, read_before, minus_a)
+
+
+_recurrent_step = torch.library.custom_op("flashmix::recurrent_step", _step, mutates_args=("state", "history"))
 
 
 @_recurrent_step.register_fake
