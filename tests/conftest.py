@@ -6,8 +6,9 @@ that is decided when triton is imported, so they run in a process of their own (
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,19 @@ def one_thread(same_threads: None) -> None:
 def deterministic_only(nan_filled_memory: None) -> None:
     """What torch calls not deterministic raises instead of warning."""
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture
+def room_for_factors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Lets float16 kernels of the recurrence have factors up to 2^n in one pass over pairs, as bfloat16's have."""
+    plans = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
+
+    def change(n: int) -> None:
+        plans.cached_plan.cache_clear()
+        monkeypatch.setattr(plans.Plan, "_passes", {"LEVELS": 6, "LIMIT": n})
+
+    yield change
+    plans.cached_plan.cache_clear()  # what was made there is for this test
 
 
 @pytest.fixture

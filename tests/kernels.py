@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from products import lost_descriptors
+
 from flashmix import _gpu
 from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix._ptxas import sound_ptxas
 
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
@@ -86,7 +89,17 @@ def _binder(kernel: Any, capability: tuple[int, int]) -> Any:
 
 
 def compile_launch(launch: Launch) -> Compiled:
-    """Compiles a recorded launch for the target it was recorded for; needs no GPU."""
+    """What a recorded launch comes to on the target it was recorded for; needs no GPU. No product may have lost a descriptor."""
+    with sound_ptxas():
+        made = code_of(launch)
+    lost = lost_descriptors(made.asm["ptx"], made.asm["cubin"])
+    assert not lost, f"{launch.key}: {lost} read what they should not"
+    registers, stack = _resources(made.asm["cubin"])
+    return Compiled(made.metadata.shared, stack, registers, made.asm["ptx"])
+
+
+def code_of(launch: Launch) -> Any:
+    """Triton's own result, by the ptxas that it takes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -96,9 +109,7 @@ def compile_launch(launch: Launch) -> Compiled:
     kwargs = dict(launch.kwargs)
     bound, specialization, options = _binder(launch.kernel, launch.capability)(*launch.args, **kwargs)
     options, signature, constexprs, attrs = launch.kernel._pack_args(backend, kwargs, bound, specialization, options)
-    made = triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
-    registers, stack = _resources(made.asm["cubin"])
-    return Compiled(made.metadata.shared, stack, registers, made.asm["ptx"])
+    return triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

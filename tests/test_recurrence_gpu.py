@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -69,13 +67,9 @@ def test_kernels_in_the_interpreter(case):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("rule", ["linear", "read_before", "delta", "untied", "dplr"])
-def test_one_pass_over_pairs_in_the_interpreter(rule):
-    """Its kernel is for bfloat16, which the interpreter does not have: float16 here, with room for factors up to 2^5."""
-    plans = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
-    case = Case(f"{rule}-one-pass", rule, "channel", B=1, H=1, HV=2, decay="-0.02")
-    plans.cached_plan.cache_clear()
-    try:
-        with mock.patch.object(plans.Plan, "_passes", {"LEVELS": 6, "LIMIT": 5}):
-            assert_kernels_within_budget(case, torch.float16)
-    finally:
-        plans.cached_plan.cache_clear()  # what was made here is for this test
+@pytest.mark.parametrize("decay", ["-0.02", "-0.2", "-0.6"])
+def test_one_pass_over_pairs_in_the_interpreter(rule, decay, room_for_factors):
+    """For all rows, or for the first ones, the others in more. It serves bfloat16, which the interpreter does not have."""
+    room_for_factors(5)
+    case = Case(f"{rule}-one-pass", rule, "channel", B=1, H=1, HV=2, decay=decay)
+    assert_kernels_within_budget(case, torch.float16)

@@ -95,22 +95,25 @@ def before_strong_decays(case: Case, x: Results, tokens: int) -> list[tuple[str,
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 @named([case for case in KINDS if case.gate == "channel"])
 def test_fault_08_later_gates_that_need_other_passes(case: Case, dtype: torch.dtype) -> None:
-    """In bfloat16 they choose the kernel of the gradients, which may round otherwise (docs/numerics.md)."""
     for name, one, other in before_strong_decays(case, small(case, dtype), 30):
-        if name == "o" or dtype == torch.float32:
-            same_bits(one, other, name)
-        else:
-            assert relative_errors(one.float(), other.double())[0] <= 2 * STAGES * torch.finfo(BF16).eps, name
+        same_bits(one, other, name)
 
 
 @pytest.mark.interpreted
-def test_fault_08_later_gates_that_need_other_passes_interpreted() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_fault_08_later_gates_that_need_other_passes_interpreted(
+    dtype: torch.dtype, room_for_factors: Callable[[int], None]
+) -> None:
     (case,) = (case for case in KINDS if case.name == "delta-channel")
     case = replace(case, B=1, H=1, HV=1)
-    for name, one, other in before_strong_decays(case, make_inputs(case, torch.float32), 30):
+    x = make_inputs(case, dtype)
+    if dtype == torch.float16:
+        room_for_factors(5)
+        x["log_decay"] *= 0.02  # one pass serves, but for the rows of strong decays
+    for name, one, other in before_strong_decays(case, x, 30):
         same_bits(one, other, name)
 
 

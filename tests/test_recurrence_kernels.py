@@ -9,9 +9,11 @@ import torch
 from cases import Case, make_inputs, run_op
 
 from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix._ptxas import needed
 
 pytest.importorskip("triton")
-from kernels import TARGETS, Launch, compile_launch, recording
+from kernels import TARGETS, Launch, code_of, compile_launch, recording
+from products import lost_descriptors
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
@@ -21,12 +23,12 @@ DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
 # Bytes of stack a thread, spills included, of the worst target; a kernel that is not here has none.
 STACK = {
     "scores_forward_kernel": 104,
-    "state_forward_kernel": 520,
+    "state_forward_kernel": 536,
     "state_backward_kernel": 328,
     "output_backward_kernel": 184,
     "channel_scores_forward_kernel": 16,
-    "decayed_output_backward_kernel": 504,
-    "channel_output_backward_kernel": 848,
+    "channel_output_backward_kernel": 1072,
+    "channel_pairs_backward_kernel": 488,
 }
 STACK_OF_ANY = 2048  # the same of all rules, gates, dtypes and sizes
 
@@ -55,15 +57,15 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
                 assert made.stack <= allowed, (launch.key, made.stack)
 
 
-@pytest.mark.parametrize("rule", ["delta", "dplr"] if EVERYTHING else ["delta"])
-@pytest.mark.parametrize("K, V", [(8, 24), (16, 8), (128, 128)])
-def test_tiles_change_their_layout_between_barriers(K, V, rule):
-    """Triton 3.6.0 on Hopper: with 16 channels a tile changes its layout within each warp, which waits for no other, and the
-    gradients of keys and decays were wrong (docs/lab_notes.md). The table has 32.
-    """
-    found = launches(Case("", rule, "channel", B=1, T=64, H=1, HV=2, K=K, V=V), torch.bfloat16, (9, 0))
-    (launch,) = (launch for launch in found if launch.name == "decayed_output_backward_kernel")
-    assert "bar.warp.sync" not in compile_launch(launch).ptx
+def test_a_ptxas_that_loses_descriptors_is_seen_and_not_taken():
+    """Triton 3.6.0's for Hopper, 12.8: with these sizes `da` and `dq` were wrong by a sixth (docs/lab_notes.md)."""
+    if needed() is None:
+        pytest.skip("the ptxas that Triton takes is not known to lose any")
+    found = launches(Case("", "dplr", "channel", B=2, T=70, H=2, HV=4, K=16, V=8), torch.bfloat16, (9, 0))
+    (launch,) = (launch for launch in found if launch.name == "channel_output_backward_kernel")
+    compile_launch(launch)
+    made = code_of(launch)
+    assert lost_descriptors(made.asm["ptx"], made.asm["cubin"])
 
 
 def test_a_longer_sequence_or_another_packing_compiles_nothing_new():

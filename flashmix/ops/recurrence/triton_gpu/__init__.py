@@ -273,19 +273,18 @@ def _output_backward(
     dk, da, db = (None if t is None else _zeros_if_packed(call, p.K) for t in (x.k, x.a, x.b))
     dg, dbeta = (_zeros_per_token(call, t) for t in (x.g if gate_gradient else None, x.beta))
     gradients = (dq, da, dk, db, dg, dbeta)
-    operands = (x.q, x.k, x.a, x.b, x.v, scored.G)
     values = (e, do, de, states, dstates, L.table)
     numbers = call.scale, L.tokens, L.per_sequence
     tensors: tuple[Tensor | None, ...]
     if p.gate is not Gate.CHANNEL:
-        tensors = (*operands, x.beta, *values, torch.empty_like(scored.A), *gradients)
+        tensors = (x.q, x.k, x.a, x.b, x.v, scored.G, x.beta, *values, torch.empty_like(scored.A), *gradients)
         call.launch("output_backward", call.chunk_programs, tensors, *numbers)
     else:
-        if not call.plan.exact:
-            tensors = (*scored.keys[:2], x.k, x.b, scored.G, scored.reach, x.beta, x.v, *values, scored.A, *gradients)
-            call.launch("decayed_output_backward", call.chunk_programs, tensors, *numbers)
-        tensors = (*operands, scored.reach, x.beta, *values, *gradients)
+        decays = (scored.G, scored.reach, x.beta)
+        tensors = (*scored.keys[:2], x.k, x.b, *decays, x.v, *values, scored.A, *gradients)
         call.launch("output_backward", call.chunk_programs, tensors, *numbers)
+        tensors = (x.q, x.k, x.a, x.b, *decays, x.v, e, do, de, L.table, *gradients)
+        call.launch("pairs_backward", call.chunk_programs, tensors, *numbers)
     if p.gate is Gate.HEAD and dg is not None and x.g is not None:
         dg = dg.sum((0, 1), dtype=torch.float64).to(x.g.dtype)
     found = (

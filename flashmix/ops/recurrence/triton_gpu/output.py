@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
 from flashmix.ops.recurrence.triton_gpu.pairs import (
     all_pair_gradients,
@@ -106,19 +107,21 @@ def decay_gradient(inclusive, exclusive, written, count, C: tl.constexpr):
 @triton.jit
 def store_key_gradients(
     dq, da, dk, db, yk, strength, dq_out, da_out, dk_out, db_out, first, count, head, ks,
-    HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes the gradients of the operands; a tied rule has a = -k and b = beta k (6.5). Returns that of beta, [C]."""
+    """Writes the gradients of the operands, or ADDs to those that are there; a tied rule has a = -k and b = beta k (6.5).
+    Returns that of beta, [C].
+    """
     dbeta = tl.zeros([C], tl.float32)
-    store_rows(dq_out, dq, first, count, head, HV, K, ks, C)
+    store_rows(dq_out, dq, first, count, head, HV, K, ks, C, ADD)
     if RULE == TIED:
         dbeta = tl.sum(yk * db, 1)
         dk = strength[:, None] * db - da
     elif RULE != LINEAR:
-        store_rows(da_out, da, first, count, head, HV, K, ks, C)
-        store_rows(db_out, db, first, count, head, HV, K, ks, C)
+        store_rows(da_out, da, first, count, head, HV, K, ks, C, ADD)
+        store_rows(db_out, db, first, count, head, HV, K, ks, C, ADD)
     if RULE != UNTIED:
-        store_rows(dk_out, dk, first, count, head, HV, K, ks, C)
+        store_rows(dk_out, dk, first, count, head, HV, K, ks, C, ADD)
     return dbeta
 
 
@@ -154,6 +157,7 @@ def add_neighbours(
     return dq, da, dk, db
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["T", "NT"])
 def output_backward_kernel(
     q, k, a, b, v, g, beta, e, do, de, states, dstates, table, dA, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,

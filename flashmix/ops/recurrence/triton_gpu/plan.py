@@ -11,8 +11,8 @@ import torch
 from flashmix import _gpu
 from flashmix.ops.recurrence.problem import Gate, Problem, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
+from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.compiled import Kernel
-from flashmix.ops.recurrence.triton_gpu.decayed_output import decayed_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
@@ -114,20 +114,18 @@ class Plan:
         return segments_backward_kernel, self._join_constants()
 
     def _output_backward(self) -> tuple[Any, dict[str, Any]]:
-        constants = {
-            **self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": self.problem.V, "EXACT": self.exact,
-        }  # fmt: skip
-        if self.problem.gate is Gate.CHANNEL:
-            return channel_output_backward_kernel, constants
-        return output_backward_kernel, {**constants, "SLOTS": SLOTS[self.problem.rule]}
-
-    def _decayed_output_backward(self) -> tuple[Any, dict[str, Any]]:
         p = self.problem
-        return decayed_output_backward_kernel, {
-            "HV": p.value_heads, "HK": self.heads[2], "HB": self.heads[3], "K": p.K, "V": p.V,
-            "REACH": self.tiles.gate["BK"], "RULE": _RULES[p.rule], "READ_BEFORE": p.read_before,
-            "PACKED": p.packed, "SLOTS": SLOTS[p.rule], "C": self.tiles.C, "LEVELS": self._passes["LEVELS"],
-            "PRECISION": self.tiles.precision, **self.tiles.decayed_output,
+        constants = {
+            **self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": p.V, "EXACT": self.exact,
+            "SLOTS": SLOTS[p.rule],
+        }  # fmt: skip
+        if p.gate is not Gate.CHANNEL:
+            return output_backward_kernel, constants
+        return channel_output_backward_kernel, {n: c for n, c in constants.items() if n not in ("HQ", "HA")}
+
+    def _pairs_backward(self) -> tuple[Any, dict[str, Any]]:
+        return channel_pairs_backward_kernel, {
+            **self._sizes(self.heads), **self._flags(), **self.tiles.pairs, "V": self.problem.V, "EXACT": self.exact,
         }  # fmt: skip
 
 

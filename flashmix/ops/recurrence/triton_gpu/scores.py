@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     AK,
@@ -56,6 +57,7 @@ def store_tiles(
         tl.store(chunk_tile(A, chunk, head, INV, HV, SLOTS, C), inverse(ab, C, INVERSE_PRECISION).to(DT))
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["T", "NT"])
 def scores_forward_kernel(
     q, k, a, b, g, beta, table, A, factors, total, scale, T, NT,
@@ -155,6 +157,7 @@ def load_reach(reach, chunk, head, block, HV: tl.constexpr, NK: tl.constexpr, C:
     return tl.load(reach + ((chunk.to(tl.int64) * HV + head) * NK + block) * C + tl.arange(0, C))
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["T", "NT"])
 def channel_scores_forward_kernel(
     q, k, a, b, G, reach, beta, table, A, xq_out, xa_out, yk_out, yb_out, total, scale, T, NT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.state import map_tile, saved_tile
 from flashmix.ops.recurrence.triton_gpu.tiles import state_tile
 
@@ -20,6 +21,7 @@ def load_diagonal(maps, index, k, K: tl.constexpr, V: tl.constexpr):
     return tl.load(map_tile(maps, index, V + tl.arange(0, 1), k, K, V, True), mask=(k < K)[None, :], other=0.0)
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def segments_forward_kernel(
     maps, S0, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr, BK: tl.constexpr,
@@ -45,6 +47,7 @@ def segments_forward_kernel(
             S = tl.dot(S, M, N, input_precision=PRECISION)  # M: M^T, [BK, BK]
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["SEGMENTS"])
 def segments_backward_kernel(
     maps, ends, dS_end, starts, SEGMENTS, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr, BK: tl.constexpr,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import sequence_chunks
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     AK,
@@ -72,6 +73,7 @@ def map_tile(maps, index, rows, k, K: tl.constexpr, V: tl.constexpr, DIAGONAL: t
     return maps + index.to(tl.int64) * SIZE + rows[:, None] * K + k[None, :]
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["T", "NT", "SEGMENTS"])
 def state_forward_kernel(
     xq, xa, yk, yb, v, A, factors, total, S0, cu, offsets, o, e, states, S_end, starts, maps, T, NT, SEGMENTS,
@@ -180,6 +182,7 @@ def state_forward_kernel(
                 store_rows(o, tl.zeros([C, BV], DT), past, tl.minimum(T - past, C), head, HV, V, vs, C)
 
 
+@with_sound_ptxas
 @triton.jit(do_not_specialize=["T", "NT", "SEGMENTS"])
 def state_backward_kernel(
     xq, xa, yk, yb, A, factors, total, do, dS_end, cu, offsets, dstates, de, dv, dS0, starts, ends, T, NT, SEGMENTS,

@@ -24,7 +24,7 @@ class Tiles:
     state: dict[str, int]
     state_backward: dict[str, int]
     output: dict[str, int]
-    decayed_output: dict[str, int]
+    pairs: dict[str, int]
     join: dict[str, int]
     segments: int
     precision: str
@@ -51,7 +51,7 @@ def tiles(problem: Problem) -> Tiles:
             state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
-            decayed_output={},  # float32 has none
+            pairs={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
             join={"BK": K, "BV": 16, "num_warps": 4},
             segments=_segments(problem, 32, 16),
             precision=precision,
@@ -62,12 +62,12 @@ def tiles(problem: Problem) -> Tiles:
     stages = 1 if small else 2
     return Tiles(
         C=64,
-        gate={"BK": min(K, 32), "num_warps": 4},
+        gate={"BK": 32, "num_warps": 4},
         scores=_scores(K, channel, dplr, hopper),
         state={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
         state_backward={"BK": K, "BV": BV if hopper or not dplr else min(BV, 32), "num_warps": 4, "STAGES": stages},
-        output=_output(K, V, small) if not channel else {"BK": 16, "BV": min(V, 64), "num_warps": 8, "STAGES": 1},
-        decayed_output=_output(32, V, small),
+        output=_output(32 if channel else min(K, 32), V, small),
+        pairs={"BK": 32 if hopper and not dplr else 16, "BV": min(V, 64), "num_warps": 4 if hopper else 8, "STAGES": 1},
         join={"BK": K, "BV": 16, "num_warps": 4},
         segments=_segments(problem, 64, BV),
         precision="ieee",
@@ -84,9 +84,9 @@ def _scores(K: int, channel: bool, dplr: bool, hopper: bool) -> dict[str, int]:
     return {"BK": min(K, 64), "num_warps": 4, "num_stages": 1, **limit}
 
 
-def _output(K: int, V: int, small: bool) -> dict[str, int]:
+def _output(BK: int, V: int, small: bool) -> dict[str, int]:
     """All values in one tile where there is room for them: they are read once for all keys."""
-    return {"BK": min(K, 32), "BV": V if V <= 128 and not small else min(V, 64), "num_warps": 4, "STAGES": 1}
+    return {"BK": BK, "BV": V if V <= 128 and not small else min(V, 64), "num_warps": 4, "STAGES": 1}
 
 
 def _segments(problem: Problem, C: int, BV: int) -> int:

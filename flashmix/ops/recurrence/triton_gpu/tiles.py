@@ -41,11 +41,16 @@ def load_rows(x, first, count, head, HEADS: tl.constexpr, D: tl.constexpr, d, C:
 
 
 @triton.jit
-def store_rows(x, tile, first, count, head, HEADS: tl.constexpr, D: tl.constexpr, d, C: tl.constexpr):
-    """The counterpart of `load_rows`."""
+def store_rows(
+    x, tile, first, count, head, HEADS: tl.constexpr, D: tl.constexpr, d, C: tl.constexpr, ADD: tl.constexpr = False
+):
+    """The counterpart of `load_rows`; ADDs the tile to what is there."""
     t = tl.arange(0, C)
     at = (first + t)[:, None] * (HEADS * D) + head * D + d[None, :]
-    tl.store(x + at, tile.to(x.dtype.element_ty), mask=(t < count)[:, None] & (d < D)[None, :])
+    inside = (t < count)[:, None] & (d < D)[None, :]
+    if ADD:
+        tile += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + at, tile.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
