@@ -25,7 +25,17 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper"}
 
 # A file may import from its own floor and the floors below.
-FLOORS = {"_arch": 0, "_gpu": 0, "_checks": 0, "_dispatch": 0, "ops": 1, "modules": 2, "layers": 3, "models": 4}
+FLOORS = {
+    "_arch": 0,
+    "_gpu": 0,
+    "_ptxas": 0,
+    "_checks": 0,
+    "_dispatch": 0,
+    "ops": 1,
+    "modules": 2,
+    "layers": 3,
+    "models": 4,
+}
 TOP = 5  # train, doctor, hf, compat
 
 
