@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -57,6 +58,23 @@ def test_the_same_bits_again(case):
     first = evaluate(run_op, case, inputs, "triton")
     for name, got in evaluate(run_op, case, inputs, "triton").items():
         same_bits(got, first[name], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "rule, gate, K, V", [("delta", "token", 256, 24), ("dplr", "channel", 200, 16), ("linear", "token", 40, 72)]
+)
+def test_segments_are_within_budget(rule, gate, K, V, dtype):
+    """Long enough, with one head, to be cut; against the portable implementation in float64."""
+    case = Case(f"{rule} {K} {V}", rule, gate, B=1, T=8192, H=1, HV=1, K=K, V=V)
+    x = {n: t.to(DEVICE) for n, t in make_inputs(case, dtype).items()}
+    portable = functools.partial(run_op, impl="portable")
+    exact = evaluate(portable, case, {n: t.double() for n, t in x.items()}, dtype=dtype)
+    plain = evaluate(portable, case, {n: t.float() for n, t in x.items()}, dtype=dtype)
+    for name, got in evaluate(run_op, case, x, "triton").items():
+        steps = 2 * STAGES if name.startswith("d") else STAGES
+        assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype), dtype, steps)
 
 
 @pytest.mark.interpreted

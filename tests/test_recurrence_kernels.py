@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ STACK = {
     "state_forward_kernel": 536,
     "state_backward_kernel": 328,
     "output_backward_kernel": 184,
-    "channel_scores_forward_kernel": 16,
-    "channel_output_backward_kernel": 1072,
+    "channel_scores_forward_kernel": 32,
+    "channel_output_backward_kernel": 1080,
     "channel_pairs_backward_kernel": 488,
 }
 STACK_OF_ANY = 2048  # the same of all rules, gates, dtypes and sizes
@@ -48,9 +49,12 @@ def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> lis
 def test_kernels_compile_for_every_target(rule, gate, capability):
     for K, V in SIZES:
         for dtype in DTYPES:
-            found = launches(Case("", rule, gate, B=1, T=64, H=1, HV=2, K=K, V=V), dtype, capability)
+            case = Case("", rule, gate, B=1, T=64, H=1, HV=2, K=K, V=V)
+            found = launches(case, dtype, capability)
             assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
-            for launch in found:
+            long = launches(replace(case, T=8192, HV=1, states=False), dtype, capability)  # in segments
+            known = {launch.key for launch in found}
+            for launch in [*found, *(launch for launch in long if launch.key not in known)]:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
                 allowed = STACK_OF_ANY if EVERYTHING else STACK.get(launch.name, 0)
@@ -66,6 +70,17 @@ def test_a_ptxas_that_loses_descriptors_is_seen_and_not_taken():
     compile_launch(launch)
     made = code_of(launch)
     assert lost_descriptors(made.asm["ptx"], made.asm["cubin"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)], ids=str)
+def test_segments_of_wide_heads_fit(capability, dtype):
+    found = launches(Case("", "delta", "token", B=1, T=8192, H=1, HV=1, K=256, V=16, states=False), dtype, capability)
+    joins = [launch for launch in found if launch.name.startswith("segments_")]
+    assert len(joins) == 2
+    for launch in joins:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024 and made.stack == 0
 
 
 def test_a_longer_sequence_or_another_packing_compiles_nothing_new():

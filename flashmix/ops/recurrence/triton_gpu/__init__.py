@@ -208,9 +208,9 @@ def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
         return []
     shapes = _joined_shapes(p, table.segments)
     maps, starts = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in shapes)
-    blocks = cdiv(p.V, table.state["BV"])
+    blocks = cdiv(p.V, table.maps["BV"])
     if p.rule.corrected:
-        blocks += cdiv(p.K, table.state["BV"])
+        blocks += cdiv(p.K, table.maps["BV"])
     _launch_state(call, "state_maps", scored, blocks, table.segments, maps=maps)
     tensors = (maps, call.x.initial_state, starts)
     call.launch("join_forward", call.rows * cdiv(p.V, table.join["BV"]), tensors, table.segments)

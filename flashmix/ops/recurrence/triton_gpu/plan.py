@@ -92,7 +92,7 @@ class Plan:
         return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=True)
 
     def _state_maps(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=False)
+        return state_forward_kernel, self._state_constants(self.tiles.maps, OUTPUT=False, SAVE=False)
 
     def _state_backward(self) -> tuple[Any, dict[str, Any]]:
         return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=True)

@@ -16,12 +16,15 @@ from flashmix.ops.recurrence.triton_gpu.sizes import cdiv, padded
 
 @dataclass(frozen=True)
 class Tiles:
-    """`C` tokens a chunk; of each kernel its tile of keys (`BK`) or values (`BV`), warps and pipeline stages."""
+    """`C` tokens a chunk; of each kernel its tile of keys (`BK`) or values (`BV`), warps and pipeline stages. `maps` is the state pass
+    that makes the maps of segments: without queries and outputs there is room for one stage more.
+    """
 
     C: int
     gate: dict[str, int]
     scores: dict[str, int]
     state: dict[str, int]
+    maps: dict[str, int]
     state_backward: dict[str, int]
     output: dict[str, int]
     pairs: dict[str, int]
@@ -49,10 +52,11 @@ def tiles(problem: Problem) -> Tiles:
             gate={"BK": min(K, 32), "num_warps": 4},
             scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
             state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
+            maps={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
             pairs={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
-            join={"BK": K, "BV": 16, "num_warps": 4},
+            join=_join(problem, K),
             segments=_segments(problem, 32, 16),
             precision=precision,
             segment_precision=precision,
@@ -65,10 +69,16 @@ def tiles(problem: Problem) -> Tiles:
         gate={"BK": 32, "num_warps": 4},
         scores=_scores(K, channel, dplr, hopper),
         state={"BK": K, "BV": BV, "num_warps": 4, "STAGES": stages},
+        maps={
+            "BK": K,
+            "BV": BV,
+            "num_warps": 4,
+            "STAGES": 3 if hopper and K <= 128 and not channel and not dplr else stages,
+        },
         state_backward={"BK": K, "BV": BV if hopper or not dplr else min(BV, 32), "num_warps": 4, "STAGES": stages},
         output=_output(32 if channel else min(K, 32), V, small),
         pairs={"BK": 32 if hopper and not dplr else 16, "BV": min(V, 64), "num_warps": 4 if hopper else 8, "STAGES": 1},
-        join={"BK": K, "BV": 16, "num_warps": 4},
+        join=_join(problem, K),
         segments=_segments(problem, 64, BV),
         precision="ieee",
         segment_precision="tf32" if problem.dtype == torch.bfloat16 else "tf32x3",
@@ -81,12 +91,18 @@ def _scores(K: int, channel: bool, dplr: bool, hopper: bool) -> dict[str, int]:
     if channel:
         return {"BK": min(K, 32 if hopper else 16), "num_warps": 8 if dplr else 4, "num_stages": 1}
     limit = {"maxnreg": 168} if hopper else {}
-    return {"BK": min(K, 64), "num_warps": 4, "num_stages": 1, **limit}
+    return {"BK": min(K, 128 if hopper else 64), "num_warps": 4, "num_stages": 1, **limit}
 
 
 def _output(BK: int, V: int, small: bool) -> dict[str, int]:
     """All values in one tile where there is room for them: they are read once for all keys."""
     return {"BK": BK, "BV": V if V <= 128 and not small else min(V, 64), "num_warps": 4, "STAGES": 1}
+
+
+def _join(problem: Problem, K: int) -> dict[str, int]:
+    """All of a map in one tile, `[K, K]` in float32, or where it would not fit some of its columns."""
+    some = 16 if problem.dtype == torch.float32 else 64
+    return {"BK": K, "BN": some if K > 128 and problem.rule is not Rule.LINEAR else K, "BV": 16, "num_warps": 4}
 
 
 def _segments(problem: Problem, C: int, BV: int) -> int:
