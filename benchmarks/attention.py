@@ -108,21 +108,36 @@ def compare(row: Row) -> dict[str, Any]:
     return result
 
 
-def features() -> dict[str, float]:
-    """Milliseconds forward of each feature alone at 1 x 16384 x 16 x 128 causal, and of a window of 1024 at 32768 tokens."""
-    q, k, v = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def features(dim: int, heads: int) -> dict[str, float]:
+    """Milliseconds forward of each feature alone, and of torch's backends, at 1 x 16384 x heads x dim, causal."""
+    q, k, v = (torch.randn(1, 16384, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    slopes, gates = torch.rand(heads, device="cuda"), torch.rand(1, 16384, heads, device="cuda")
     options: dict[str, dict[str, Any]] = {
-        "plain": {}, "sink": {"sink": torch.randn(16, device="cuda")}, "softcap": {"softcap": 30.0},
-        "alibi": {"alibi_slopes": torch.rand(16, device="cuda")},
-        "decay": {"log_decay": -torch.rand(1, 16384, 16, device="cuda")}, "dropout": {"dropout_p": 0.1},
+        "plain": {}, "sink": {"sink": torch.randn(heads, device="cuda")}, "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": slopes}, "weak alibi": {"alibi_slopes": slopes * 1e-4},
+        "decay": {"log_decay": -gates}, "weak decay": {"log_decay": gates * -1e-4}, "dropout": {"dropout_p": 0.1},
     }  # fmt: skip
     runs = {
         name: lambda extra=extra: softmax_attention(q, k, v, causal=True, impl="triton", **extra)
         for name, extra in options.items()
     }
+
+    def torchs_run(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            torchs(q, k, v, True)
+
+    runs |= {f"torch {name}": lambda backend=backend: torchs_run(backend) for name, backend in BACKENDS.items()}
+    with torch.no_grad():
+        return {f"{dim} channels, {name}": ms for name, ms in timing.cuda_medians(runs).items()}
+
+
+def windows() -> dict[str, float]:
+    """Milliseconds forward of a window of 1024 at 1 x 32768 x 16 x 128, and without one."""
     long = [torch.randn(1, 32768, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    runs["full 32768"] = lambda: softmax_attention(*long, causal=True, impl="triton")
-    runs["window 1024 of 32768"] = lambda: softmax_attention(*long, causal=True, window=(1023, 0), impl="triton")
+    runs = {
+        "full 32768": lambda: softmax_attention(*long, causal=True, impl="triton"),
+        "window 1024 of 32768": lambda: softmax_attention(*long, causal=True, window=(1023, 0), impl="triton"),
+    }
     with torch.no_grad():
         return timing.cuda_medians(runs)
 
@@ -198,7 +213,7 @@ def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Call
     def run() -> None:
         with mock.patch.object(launch, "tiles_for", lambda *about: Tiles(*tiles)):
             if phase == "forward":
-                attention_forward(call, None)
+                attention_forward(call, (None, None))
             elif phase in ("keys", "keys alone", "values"):
                 with mock.patch.object(backward_keys, "phases_of_keys", lambda *about: (phase,)):
                     backward_keys.attention_backward_keys(call, flow, (level, None, delta), None, None)
@@ -303,9 +318,9 @@ def main() -> None:
         rows.append(compare(row))
         print(*(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if chosen.extras or chosen.decode:
-        found: dict[str, float] = (features() | packed() if chosen.extras else {}) | (
-            decoding() if chosen.decode else {}
-        )
+        found: dict[str, float] = (
+            features(128, 16) | features(64, 32) | windows() | packed() if chosen.extras else {}
+        ) | (decoding() if chosen.decode else {})
         print(*(f"{name}: {value:.3f}" for name, value in found.items()), sep="\n", flush=True)
         rows += [{"what": name, "value": value} for name, value in found.items()]
     if chosen.write:

@@ -38,6 +38,8 @@ class Case:
     sink: bool = False
     alibi: bool = False
     decay: bool = False
+    gate: float = 0.2  # how strong gates are
+    walls: float = 0.0  # the gate of every 90th key
     dropout_p: float = 0.0
     lengths: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
@@ -97,6 +99,9 @@ CASES = (
     Case("decay", decay=True),
     Case("decay, grouped heads, more keys", decay=True, heads_q=4, tokens_k=300),
     Case("decay, more queries", decay=True, tokens_k=60),
+    Case("weak decay over several tiles", decay=True, gate=0.001, tokens=100, tokens_k=560, batch=1),
+    Case("decay with walls", decay=True, gate=0.01, walls=-300.0, tokens=400, batch=1),
+    Case("decay that grows", decay=True, gate=-0.01, tokens=300, batch=1, sink=True, alibi=True),
     Case("dropout", dropout_p=0.3),
     Case("dims 1", dim=1, tokens=300, heads_q=4, heads=4),
     Case("dim of values 1", dim=8, dim_v=1, heads_q=4),
@@ -241,6 +246,9 @@ def make_call(case: Case, dtype: torch.dtype, seed: int = 0) -> Call:
     if case.alibi:
         tensors["alibi_slopes"] = normal(case.heads_q).abs() / 10
     if case.decay:
-        tensors["log_decay"] = -normal(batch, tokens_k, case.heads_q).abs() / 5
+        gates = -normal(batch, tokens_k, case.heads_q).abs() * case.gate
+        if case.walls:
+            gates[:, 40::90] = case.walls
+        tensors["log_decay"] = gates
     lse_shape = (case.heads_q, tokens) if packing else (batch, case.heads_q, tokens)
     return Call(case, tensors, normal(batch, tokens, case.heads_q, dim_v), normal(*lse_shape), packing)

@@ -418,6 +418,40 @@ def test_long_and_adversarial_inputs_are_within_budget(case: Case, tokens: int, 
         assert_within_budget(name, found[name][seen], wanted[seen], baseline[name][seen], dtype, steps)
 
 
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": lambda random, at: random * 0,
+    "weak": lambda random, at: random * -1e-3,
+    "usual": lambda random, at: -random,
+    "walls": lambda random, at: torch.where(at % 150 == 70, -1000.0, random * -1e-2),
+    "wall at the end of a tile": lambda random, at: torch.where(at % 128 == 127, -50.0, random * -1e-3),
+    "growing": lambda random, at: random * 1e-2,
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES.keys())
+def test_gates_over_many_tiles(gates: Callable[[Tensor, Tensor], Tensor], dim: int, dtype: torch.dtype) -> None:
+    """Gates in float32 beside q, k and v in half precision, whose rounding would hide what is wrong about gates."""
+    tokens = 900
+    random = torch.rand(1, tokens, 2, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    log_decay = gates(random, torch.arange(tokens, device="cuda")[None, :, None])
+    inputs = dict(zip(("q", "k", "v"), qkv(1, tokens, 2, 1, dim, dtype=dtype), strict=True)) | {"log_decay": log_decay}
+    flow, found = make(1, tokens, 2, dim, dtype=dtype, seed=9), []
+    for kind in (None, torch.float64):
+        leaves = {name: x.detach().to(kind or x.dtype).requires_grad_() for name, x in inputs.items()}
+        if kind is None:
+            o, lse = softmax_attention(**leaves, causal=True, return_lse=True, impl="triton")
+        else:
+            o, lse = definition.softmax_attention(**leaves, causal=True, scale=dim**-0.5)
+        assert lse is not None
+        gradients = torch.autograd.grad(o, list(leaves.values()), flow.to(o.dtype))
+        found.append(dict(zip(("o", "lse", *leaves), (o.detach(), lse.detach(), *gradients), strict=True)))
+    for name, wanted in found[1].items():
+        error = (found[0][name].double() - wanted).norm() / wanted.norm()
+        assert error <= 2 * torch.finfo(dtype).eps, f"{name}: {error:.1e}"
+
+
 @pytest.mark.parametrize("name", ["transformer", "hybrid", "qwen3_next_like"])
 def test_a_model_generates_what_it_does_on_the_cpu(name: str) -> None:
     """Prompts of unequal length, then a token at a time from the caches, float32 on both."""

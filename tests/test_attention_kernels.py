@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from attention_cases import CASES, EVERYTHING, KERNEL_STEPS, Case, make_call
 from budget import assert_within_budget
 from kernels import TARGETS, compile_launch, recording
+from loops import not_carried
 
 from flashmix._arch import SHARED_MEMORY_KIB
 from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
@@ -128,6 +129,14 @@ def test_kernels_compile(name: str) -> None:
             assert made.stack <= most, f"{where}: {made.stack} bytes of stack"
 
 
+@pytest.mark.parametrize("name", CALLS if COMPILED_EVERYWHERE else [name for name in CALLS if "128/128" in name])
+def test_loops_carry_what_they_change(name: str) -> None:
+    with recording((9, 0)) as launches:
+        CALLS[name]()
+    for launch in launches:
+        assert not not_carried(launch), launch.name
+
+
 def test_lengths_and_packing_do_not_recompile() -> None:
     """Fault 11: a new length, batch or packing of the same kind runs what is compiled already."""
     for feature in ("plain", "packed"):
@@ -147,6 +156,7 @@ def test_lengths_and_packing_do_not_recompile() -> None:
 SMALL = [
     Case("everything", **EVERYTHING, tokens=40, tokens_k=70, heads=4, window=(30, 0), dropout_p=0.2, dim=10, dim_v=5, batch=1),
     Case("packed", lengths=(33, 0, 5), lengths_k=(40, 2, 0), dim=12, heads_q=4, window=(9, 3), causal=False),
+    Case("weak decay over several tiles", decay=True, gate=0.001, tokens=20, tokens_k=420, batch=1, heads_q=1, heads=1),
     Case("two parts", tokens=40, dim=70, dim_v=90, batch=1, heads_q=2, heads=1),
 ]  # fmt: skip
 

@@ -3,7 +3,7 @@
 In units of log 2 (float32: natural, with e for 2), with the running maximum m and sum l of each row:
 
     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m') + p v
-    o = a / l;  lse = (m + log2 l) / log2 e;  a sink is where m and l start: m = sink, l = 1
+    o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
 """
 
 # mypy: allow-untyped-defs
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.attention.triton_gpu.launch import Call, Sums, descriptors, packed_blocks
 from flashmix.ops.attention.triton_gpu.tiles import (
     LOWEST,
@@ -50,13 +51,14 @@ def _divided(acc, l, keep_scale, C: tl.constexpr):
 
 
 @triton.jit
-def _to_rows(row_bias, decay_ref, decay_end, distance, slope, C: tl.constexpr):
-    """What the way from the end of a tile (G there, in two parts, and how far it is) to the rows takes off their scores, `[BM]`."""
+def _way(decay_ref, decay_end, distance, slope, C: tl.constexpr):
+    """What the way from the end of a tile (G there, in two parts) over `distance` positions takes off a score."""
+    bias = 0.0
     if C.DECAY:
-        row_bias += (decay_ref[0] - decay_end[0]) + (decay_ref[1] - decay_end[1])
+        bias += (decay_ref[0] - decay_end[0]) + (decay_ref[1] - decay_end[1])
     if C.ALIBI:
-        row_bias -= slope * distance.to(tl.float32)
-    return row_bias
+        bias -= slope * distance.to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -67,16 +69,20 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
     v, v_desc, v_desc_2, stride_v = values
     position, of_row, decay_q, high_g, low_g, tile_g, decay_ref, reference, row_bias = rows
     tokens_k, scale, softcap, left, right, slope, threshold = numbers
-    # Unless MASK a bias is in two: from each key to the end of its tile, and on from there, one number a row. If nothing but
-    # the scale stands between, the first, divided by it, is what the sum q k^T starts from: it costs an element nothing.
-    BY_TILE: tl.constexpr = not MASK and (C.DECAY or (C.ALIBI and C.CAUSAL))
+    # Unless MASK a bias is in two: from each key to the first row, and from there to each row, from which m is counted here.
+    # If nothing but the scale comes between (BEGUN), the first, divided by it, is what the sum q k^T starts from, and then an
+    # element costs no more than without a bias.
+    BY_TILE: tl.constexpr = not MASK and C.CAUSAL and (C.DECAY or C.ALIBI)
     BEGUN: tl.constexpr = BY_TILE and C.SCALED
-    RAW: tl.constexpr = C.SCALED and (BY_TILE or not (C.DECAY or C.ALIBI))
-    falls, end_high, end_low = 0.0, 0.0, 0.0
+    RAW: tl.constexpr = C.SCALED and (BEGUN or not (C.DECAY or C.ALIBI))
+    falls, end_high, end_low, share = 0.0, 0.0, 0.0, 1.0
+    if BY_TILE:
+        row_bias = tl.where(low < high, row_bias, 0.0)
+        m -= row_bias
+    if BEGUN:
+        share = 1.0 / scale
     if C.ALIBI and BY_TILE:
-        falls = slope * (tl.arange(0, C.BN) - (C.BN - 1)).to(tl.float32)
-        if BEGUN:
-            falls = falls / scale
+        falls = slope * share * (tl.arange(0, C.BN) - (C.BN - 1)).to(tl.float32)
     if C.DECAY and BY_TILE:  # loaded a tile ahead
         end_high, end_low = load_decay(high_g, low_g, low + C.BN - 1, tokens_k, True)
         to_end = tl.load(tile_g + low + tl.arange(0, C.BN))
@@ -88,24 +94,26 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
             high_k, low_k = load_decay(high_g, low_g, keys_here, tokens_k, True)
             decay_k = (high_k[None, :], low_k[None, :])
         bias = falls
+        begin = None
+        if BY_TILE:
+            bias += share * _way(decay_ref, (end_high, end_low), reference - start - (C.BN - 1), slope, C)
         if C.DECAY and BY_TILE:
-            bias = to_end + falls if C.ALIBI else to_end
-        begin = tl.broadcast_to(bias[None, :], [C.BM, C.BN]) if BEGUN else None  # type: ignore[index]
+            bias += to_end
+        if BEGUN:
+            begin = tl.broadcast_to(bias[None, :], [C.BM, C.BN])  # type: ignore[index]
         # k, v: [BN, K], [BN, V], in two parts
         k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
         s = product(q, q_2, k_1, k_2, C.D2, C, begin)
-        to_rows = row_bias
-        if BY_TILE:
-            to_rows = _to_rows(row_bias, decay_ref, (end_high, end_low), reference - start - (C.BN - 1), slope, C)
+        if C.DECAY and BY_TILE:
+            more = start + C.BN < high
+            end_high = tl.load(high_g + start + (2 * C.BN - 1), mask=more, other=end_high)
+            end_low = tl.load(low_g + start + (2 * C.BN - 1), mask=more, other=end_low)
+            to_end = tl.load(tile_g + start + C.BN + tl.arange(0, C.BN), mask=more, other=to_end)
         if RAW:
             if MASK:
                 s = tl.where(visible(position, key, tokens_k, left, right, C), s, -float("inf"))
-            if BEGUN:
-                m_new = tl.maximum(m, tl.max(s, 1) * scale + to_rows)
-                p = tl.exp2(s * scale - (m_new - to_rows)[:, None])
-            else:
-                m_new = tl.maximum(m, tl.max(s, 1) * scale)
-                p = tl.exp2(s * scale - m_new[:, None])
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            p = tl.exp2(s * scale - m_new[:, None])
         else:
             x = times(s, scale, C)
             if C.SOFTCAP:
@@ -115,15 +123,10 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
                 x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
             elif BY_TILE:
                 x += bias[None, :]  # type: ignore[index]
-            if C.ALIBI and not MASK and not C.CAUSAL:
+            elif C.ALIBI:
                 x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
-            m_new = tl.maximum(m, tl.max(x, 1) + to_rows if BY_TILE else tl.max(x, 1))
-            p = exponential(x - (m_new - to_rows if BY_TILE else m_new)[:, None], C)
-        if C.DECAY and BY_TILE:
-            more = start + C.BN < high
-            end_high = tl.load(high_g + start + (2 * C.BN - 1), mask=more, other=end_high)
-            end_low = tl.load(low_g + start + (2 * C.BN - 1), mask=more, other=end_low)
-            to_end = tl.load(tile_g + start + C.BN + tl.arange(0, C.BN), mask=more, other=to_end)
+            m_new = tl.maximum(m, tl.max(x, 1))
+            p = exponential(x - m_new[:, None], C)
         shrink = exponential(m - m_new, C)
         l = l * shrink + tl.sum(p, 1)
         if C.DROPOUT:
@@ -137,9 +140,12 @@ def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: 
         if C.V2 > 0:
             acc_2 = accumulated(acc_2, p, v_2, C)
         m = m_new
+    if BY_TILE:
+        m += row_bias
     return acc, acc_2, m, l
 
 
+@with_sound_ptxas
 @triton.jit(
     do_not_specialize=["tokens_q", "tokens_k", "heads_q", "group", "batches", "blocks", "at_once", "left", "right",
                        "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
@@ -172,10 +178,6 @@ def attention_forward_kernel(
     shift = len_k - len_q
     m = tl.full([C.BM], LOWEST, tl.float32)
     l = tl.full([C.BM], 0.0, tl.float32)
-    if C.SINK:
-        at_sink = in_units(tl.load(sink + head), C)
-        m = tl.maximum(m, at_sink)
-        l = exponential(at_sink - m, C)
     slope = 0.0
     if C.ALIBI:
         slope = in_units(tl.load(slopes + head), C)
@@ -214,6 +216,14 @@ def attention_forward_kernel(
     state = _attend(state, outer, high, q_1, q_2, keys, values, place, rows, numbers, True, C)
     acc, acc_2, m, l = state
 
+    if C.SINK:
+        at_sink = in_units(tl.load(sink + head), C)
+        top_key, m = m, tl.maximum(m, at_sink)
+        shrink = exponential(top_key - m, C)
+        l = l * shrink + exponential(at_sink - m, C)
+        acc = acc * shrink[:, None]
+        if C.V2 > 0:
+            acc_2 = acc_2 * shrink[:, None]
     divisor = tl.where(l == 0, 1.0, l)
     o += (batch.to(tl.int64) * tokens_q + start_q) * heads_q * C.DV + head * C.DV
     store_rows(o, _divided(acc, divisor, keep_scale, C), first, len_q, heads_q * C.DV, C.DV, 0, C.V1, C.BM)

@@ -124,7 +124,7 @@ class Call:
         """What the phase's kernel is compiled for, and how it is launched."""
         q, score = self.q, self.score
         dim, dim_v = q.shape[3], self.v.shape[3]
-        tiles = tiles_for(phase, max(dim, dim_v), q.dtype, self.target)
+        tiles = tiles_for(phase, max(dim, dim_v), q.dtype, self.target, decay)
         exact = q.dtype == torch.float32
         form = Form(
             dim, *parts(dim), dim_v, *parts(dim_v), tiles.BM, tiles.BN,
@@ -150,7 +150,10 @@ class Call:
             WITH_V=phase != "keys alone",
             DELTA=phase == "delta",
         )  # fmt: skip
-        return form, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        if tiles.registers is not None and (decay or self.slopes is not None):
+            launch["maxnreg"] = tiles.registers
+        return form, launch
 
     def at_once(self, form: Form) -> int:
         """How many query heads take turns block by block: as many as keep their keys and values in the cache together."""

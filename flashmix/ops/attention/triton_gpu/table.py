@@ -13,19 +13,21 @@ from flashmix import _gpu
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps, stages of the loop over whole tiles."""
+    """Queries and keys of a tile, warps, stages of the loop over whole tiles; with a bias of scores the most registers a thread."""
 
     BM: int
     BN: int
     warps: int
     stages: int
+    registers: int | None = None  # at 168 a third program of 4 warps runs on a multiprocessor
 
 
 SEPARATE_CHANNELS = 128
+Rows = dict[str, dict[int, tuple[int, ...]]]
 # By phase, then the most channels a row of the table serves (the first that fits is taken): BM, BN, warps, stages.
-HOPPER = {
+HOPPER: Rows = {
     "forward": {
-        64: (64, 128, 4, 2), 96: (128, 64, 4, 3), 128: (64, 64, 4, 3), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2),
+        64: (64, 128, 4, 2, 168), 96: (128, 64, 4, 3), 128: (64, 64, 4, 3), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2),
         512: (64, 32, 8, 1),
     },
     "keys": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2)},
@@ -33,26 +35,31 @@ HOPPER = {
     "values": {192: (64, 128, 8, 2), 256: (64, 128, 8, 2)},
     "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
 }  # fmt: skip
+# With a forget gate, which keeps more a row, passes over keys by fewer queries at a time spill less and are faster.
+HOPPER_GATED: Rows = {
+    "keys": {64: (128, 64, 4, 2), 128: (32, 64, 4, 2)},
+    "keys alone": {192: (32, 64, 4, 2), 256: (32, 128, 8, 2)},
+}
 # Not measured on a card: what compiles with the fewest spills.
-BLACKWELL = HOPPER | {
+BLACKWELL: Rows = HOPPER | {
     "keys": {64: (64, 64, 8, 1), 128: (64, 64, 8, 1)},
     "keys alone": {192: (64, 64, 8, 1), 256: (64, 64, 8, 1)},
     "values": {192: (64, 64, 8, 1), 256: (64, 64, 8, 1)},
 }
 # 163 KiB of shared memory and the matrix instructions of Ampere
-AMPERE = {
+AMPERE: Rows = {
     "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 192: (64, 32, 4, 2), 256: (64, 32, 4, 2), 512: (64, 16, 8, 1)},
     "keys": {64: (32, 64, 4, 2), 128: (32, 64, 4, 2), 192: (32, 64, 8, 2), 256: (32, 64, 8, 1)},
     "queries": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1), 192: (64, 32, 8, 1), 256: (64, 32, 8, 1)},
 }  # fmt: skip
 # the same instructions with 99 KiB
-SMALL = {
+SMALL: Rows = {
     "forward": {64: (128, 64, 4, 2), 128: (64, 32, 4, 2), 192: (64, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
     "keys": {64: (32, 64, 4, 2), 128: (32, 64, 4, 1), 192: (16, 32, 4, 1), 256: (16, 32, 4, 1)},
     "queries": {64: (64, 32, 4, 2), 128: (64, 32, 4, 1), 192: (32, 16, 4, 1), 256: (32, 16, 4, 1)},
 }  # fmt: skip
 # float32 in full precision, on any GPU: multiplied by the ordinary units
-FLOAT32 = {
+FLOAT32: Rows = {
     "forward": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
     "keys": {64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "queries": {64: (32, 32, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
@@ -65,8 +72,8 @@ def phases_of_keys(channels: int, dtype: torch.dtype, target: _gpu.Target) -> tu
     return ("keys alone", "values") if hopper and channels > SEPARATE_CHANNELS else ("keys",)
 
 
-def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target) -> Tiles:
-    """The table's row for a head of `channels` (the larger of q's and v's)."""
+def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target, gated: bool = False) -> Tiles:
+    """The table's row for a head of `channels` (the larger of q's and v's); `gated`: with a forget gate."""
     phase = "queries" if phase == "delta" else phase
     if dtype == torch.float32:
         table = FLOAT32
@@ -74,6 +81,8 @@ def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target
         table = SMALL
     else:
         table = AMPERE if target.capability[0] < 9 else HOPPER if target.capability[0] == 9 else BLACKWELL
+        if gated and table is HOPPER:
+            table = HOPPER | HOPPER_GATED
     return next(Tiles(*tiles) for most, tiles in table[phase].items() if channels <= most)
 
 
