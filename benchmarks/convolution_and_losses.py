@@ -31,18 +31,30 @@ def conv_formula(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def conv_rows(fla: bool) -> list[Row]:
-    rows = []
-    for batch, tokens, channels in ((4, 8192, 4096), (64, 512, 2048)):
-        x, weight = normal(batch, tokens, channels), normal(channels, 4)
-        calls: dict[str, Callable[..., Any]] = {"flashmix": lambda x, w: flashmix.short_conv(x, w)[0]}
-        if fla:
-            from fla.modules.causal_conv1d import causal_conv1d
+    return [
+        conv_row(fla, 4, 8192, 4096),
+        conv_row(fla, 64, 512, 2048),
+        conv_row(fla, 1024, 32, 4096),
+        conv_row(fla, 1, 32768, 4096, sequences=32),
+    ]
 
-            calls["fla"] = lambda x, w: causal_conv1d(x, w, activation="silu")[0]
+
+def conv_row(fla: bool, batch: int, tokens: int, channels: int, sequences: int = 0) -> Row:
+    """A convolution of width 4; with `sequences`, of so many packed ones of equal lengths."""
+    x, weight = normal(batch, tokens, channels), normal(channels, 4)
+    starts, packing = None, None
+    if sequences:
+        starts = torch.arange(0, tokens + 1, tokens // sequences, device="cuda")
+        packing = flashmix.Packing(starts, tokens)
+    calls: dict[str, Callable[..., Any]] = {"flashmix": lambda x, w: flashmix.short_conv(x, w, cu_seqlens=packing)[0]}
+    if fla:
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        calls["fla"] = lambda x, w: causal_conv1d(x, w, activation="silu", cu_seqlens=starts)[0]
+    if not sequences:
         calls["compile"] = plain(conv_formula)
-        shape = f"{batch}x{tokens}x{channels}"
-        rows.append(Row("short_conv", shape, [x, weight], 2 * x.nbytes, 3 * x.nbytes, calls))
-    return rows
+    shape = f"{batch}x{tokens}x{channels}" + (f" in {sequences}" if sequences else "")
+    return Row("short_conv", shape, [x, weight], 2 * x.nbytes, 3 * x.nbytes, calls)
 
 
 def loss_calls(tokens: int, vocabulary: int, fla: bool) -> dict[str, Callable[..., Tensor]]:

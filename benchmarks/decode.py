@@ -1,6 +1,6 @@
 """One token at a time on a GPU: the gated delta step and the step of a whole layer, beside flash-linear-attention if it is there.
 
-`python benchmarks/decode.py [--write [FOLDER]] [--tiles] [--peer-most B]`: H = 32 heads of 128 by 128 (bfloat16 operands).
+`python benchmarks/decode.py [--write [FOLDER]] [--tiles] [--peer-most B] [--batches 1,64]`: H = 32 heads of 128 by 128 (bfloat16 operands).
 
 - graph: microseconds of the GPU a call, between events around a graph of calls that take turns over states larger than the L2.
 - eager: microseconds a call with the host, from the first of many calls to the end of the last.
@@ -182,14 +182,14 @@ def measure(name: str, B: int, calls: Calls, state_bytes: int, ceiling: float) -
     return row
 
 
-def run(most: int) -> list[dict[str, Any]]:
+def run(most: int, batches: list[int]) -> list[dict[str, Any]]:
     ceiling = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {ceiling / 1e12:.2f} TB/s")
     rows: list[dict[str, Any]] = [
         {"what": "copy", "TB/s": round(ceiling / 1e12, 3), "gpu": torch.cuda.get_device_name()}
     ]
     D = 128
-    for B in (1, 8, 64, 256, 1024):
+    for B in batches:
         for dtype in (torch.float32, torch.bfloat16):
             size = HEADS * D * D * dtype.itemsize
             name = f"delta_rule_step, {str(dtype).removeprefix('torch.')} state"
@@ -262,13 +262,14 @@ def main() -> None:
     parser.add_argument("--write", nargs="?", const=str(timing.RESULTS), help="write the rows as JSON (into a folder)")
     parser.add_argument("--tiles", action="store_true", help="measure the candidates of the tables")
     parser.add_argument("--compile", type=int, help="only compile this sixteenth of the candidates")
+    parser.add_argument("--batches", default="1,8,64,256,1024")
     parser.add_argument("--peer-most", type=int, default=64, help="the largest batch of the peer")
     options = parser.parse_args()
     with torch.no_grad():
         if options.tiles or options.compile is not None:
             tiles(options.compile)
             return
-        rows = run(options.peer_most)
+        rows = run(options.peer_most, [int(B) for B in options.batches.split(",")])
     if options.write:
         print(timing.write_results("decode_h200", rows, Path(options.write)))
 

@@ -54,9 +54,9 @@ def on_gpu(op: Op) -> Op:
 def norm_cases() -> list[Case]:
     cases = []
     shapes = [(2, 5, 24), (1, 1, 7), (2, 0, 8), (160,), (3, 1), (2, 3, 4, 64), (70, 100), (5, 1000), (33, 4096)]
-    shapes += [(3, 8192), (2, 8193), (2, 65536), (2, 70001), (2100, 128)]
+    shapes += [(1, 2100), (3, 8192), (2, 8193), (2, 65536), (2, 70001), (2100, 128)]
     for shape in shapes:
-        tiny, width = len(shape) == 1 or shape[1:] in ((5, 24), (0, 8)), shape[-1]
+        tiny, width = len(shape) == 1 or shape[1:] in ((5, 24), (0, 8), (2100,)), shape[-1]
         plain = [
             ("rms_norm", rms_norm, definitions.rms_norm, (shape,)),
             ("rms_norm weight", rms_norm, definitions.rms_norm, (shape, (width,))),
@@ -80,6 +80,12 @@ def norm_cases() -> list[Case]:
             ),
             ("l2_norm", l2_norm, definitions.l2_norm, (shape,)),
             ("layer_norm", layer_norm, definitions.layer_norm, (shape, (width,), (width,))),
+            (
+                "layer_norm residual",
+                lambda x, w, b, r: layer_norm(x, w, b, residual=r, return_residual=True),
+                lambda x, w, b, r: (definitions.layer_norm(x + r, w, b), x + r),
+                (shape, (width,), (width,), shape),
+            ),
             (
                 "layer_norm gate",
                 lambda x, w, b, g: layer_norm(x + 1, w, b, gate=g),

@@ -53,11 +53,11 @@ def _input_gradient(du, later, ids, m, taps, WIDTH: tl.constexpr, MODE: tl.const
 
 @triton.jit
 def _store_gradient(
-    dx, value, dfinal, out_here, i: tl.constexpr, row, n, start, limit, tokens, starts, count, size, before, total, d, inside,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_DFINAL: tl.constexpr,
+    dx, value, dfinal, out_here, i: tl.constexpr, row, n, start, stop, limit, tokens, starts, count, size, before, total,
+    d, inside, WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_DFINAL: tl.constexpr,
 ):  # fmt: skip
     """Adds what comes back through the final state, if the row is one of its sequence's last, and writes `dx`."""
-    there = (row >= start) & (row < limit)
+    there = (row >= start) & (row < stop)
     if HAS_DFINAL:
         end = limit
         if MODE == FOLDED:
@@ -106,34 +106,37 @@ def short_conv_backward_kernel(
         dweight = dweight + (tl.zeros([BLOCK], tl.float32),)
     for k in tl.static_range(WIDTH - 1):
         later, ids = later + (tl.zeros([BLOCK], tl.float32),), ids + (n * 0 - 2,)
+    # The rows of its own, and the W - 1 after them, which say what the last of them are to get.
     end = tl.minimum(span, limit - start).to(tl.int32)
+    stop, seen = start + end, tl.minimum(start + end + WIDTH - 1, limit)
     xs_coming, ids_coming, at_coming = _load(
-        x, start, start + end, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN
+        x, start, seen, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
     )
     dys_coming, _, _ = _load(
-        dy, start, start + end, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN
-    )
-    for done in range(0, end, GROUP):
+        dy, start, seen, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
+    )  # fmt: skip
+    for done in range(0, end + WIDTH - 1, GROUP):
         xs, dys, own, at = xs_coming, dys_coming, ids_coming, at_coming
         coming = start + done + GROUP  # loaded while this group is at work
         xs_coming, ids_coming, at_coming = _load(
-            x, coming, start + end, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN
-        )
+            x, coming, seen, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
+        )  # fmt: skip
         dys_coming, _, _ = _load(
-            dy, coming, start + end, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN
-        )
+            dy, coming, seen, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
+        )  # fmt: skip
         out_here = (n * tokens + start + done - (WIDTH - 1)) * size * ALIGN
         for i in tl.static_range(GROUP):
             m = own[i]
             past = _begin(past, state, m, at[i], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
             value = xs[i].to(tl.float32)
             du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, PRECISE)
+            own_du = tl.where(done < end, du, 0.0)  # `end` is a multiple of GROUP, or there are no rows after it
             sums = (dweight[0],)
             if HAS_DBIAS:
-                sums = (dweight[0] + du,)
+                sums = (dweight[0] + own_du,)
             for k in tl.static_range(WIDTH - 1):
-                sums = sums + (dweight[k + 1] + du * past[k],)
-            dweight = sums + (dweight[WIDTH] + du * value,)
+                sums = sums + (dweight[k + 1] + own_du * past[k],)
+            dweight = sums + (dweight[WIDTH] + own_du * value,)
             row = start + done + i - (WIDTH - 1)
             if WIDTH > 1:
                 gradient, owner = _input_gradient(du, later, ids, m, taps, WIDTH, MODE), ids[0]
@@ -141,29 +144,9 @@ def short_conv_backward_kernel(
             else:
                 gradient, owner = du * taps[0], m
             _store_gradient(
-                dx, gradient, dfinal, out_here, i, row, owner, start, limit, tokens, starts, count, size, before, total, d, inside,
-                WIDTH, MODE, ALIGN, HAS_DFINAL,
+                dx, gradient, dfinal, out_here, i, row, owner, start, stop, limit, tokens, starts, count, size, before,
+                total, d, inside, WIDTH, MODE, ALIGN, HAS_DFINAL,
             )  # fmt: skip
-    after = start + tl.cdiv(end, GROUP) * GROUP
-    if WIDTH > 1:  # the last W - 1 rows wait for what the rows after them say
-        xs, own, at = _load(
-            x, after, limit, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, WIDTH - 1, MODE, ALIGN
-        )
-        dys, _, _ = _load(
-            dy, after, limit, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, WIDTH - 1, MODE, ALIGN
-        )
-        out_here = (n * tokens + after - (WIDTH - 1)) * size * ALIGN
-        for i in tl.static_range(WIDTH - 1):
-            m = own[i]
-            past = _begin(past, state, m, at[i], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
-            value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, PRECISE)
-            gradient = _input_gradient(du, later, ids, m, taps, WIDTH, MODE)
-            _store_gradient(
-                dx, gradient, dfinal, out_here, i, after + i - (WIDTH - 1), ids[0], start, limit, tokens, starts, count,
-                size, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_DFINAL,
-            )  # fmt: skip
-            past, later, ids = past[1:] + (value,), later[1:] + (du,), ids[1:] + (m,)
     if HAS_PARTIAL:
         for k in tl.static_range(WIDTH + 1):
             if k > 0 or HAS_DBIAS:

@@ -80,17 +80,24 @@ def _step(
 @triton.jit
 def _load(
     x, start, end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
-    ROWS: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from `start` on, 0 from `end` on, and their sequences and positions."""
+    """ROWS rows from `start` on, 0 from `end` on, and their sequences and positions; EVICT as in `load_sum` of the norms."""
     loaded, ids, positions = (), (), ()
     here = _offset(start, n, start, batch, stride, MODE, ALIGN)
+    m, position = _place(start, n, limit, tokens, sequence, starts, MODE)
     for i in tl.static_range(ROWS):
         row = start + i
-        m, position = _place(row, n, limit, tokens, sequence, starts, MODE)
+        if i > 0:
+            if MODE == FOLDED:  # a division a row would take longer than its channels
+                last = position + 1 == tokens
+                m, position = tl.where(last, m + 1, m), tl.where(last, 0, position + 1)
+                m = tl.where(row < limit, m, -1)
+            else:
+                m, position = _place(row, n, limit, tokens, sequence, starts, MODE)
         where = _step(here, i, row, m, position, batch, stride, MODE, ALIGN)
-        loaded = loaded + (tl.load(x + where + d, mask=inside & (row < end), other=0.0),)  # [BLOCK]
-        ids, positions = ids + (m,), positions + (position,)
+        value = tl.load(x + where + d, mask=inside & (row < end), other=0.0, eviction_policy=EVICT)  # [BLOCK]
+        loaded, ids, positions = loaded + (value,), ids + (m,), positions + (position,)
     return loaded, ids, positions
 
 
@@ -154,10 +161,10 @@ def _begin(
 def _convolved(past, x, taps, bias, WIDTH: tl.constexpr):
     """The row before its activation. Of `a b + c d` a compiler fuses either product; named, every kernel has the same bits."""
     u = x * taps[WIDTH - 1]
+    if bias is not None:
+        u = tl.fma(x, taps[WIDTH - 1], bias)
     for k in tl.static_range(WIDTH - 1):
         u = tl.fma(past[k], taps[k], u)
-    if bias is not None:
-        u += bias
     return u
 
 
@@ -196,6 +203,7 @@ def short_conv_forward_kernel(
     d = first + tl.arange(0, BLOCK)
     inside = d < size * ALIGN
     if job < jobs:
+        EVICT: tl.constexpr = "evict_last" if MODE == LONG else ""
         out = _pick(y, part, PARTS)
         taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
         shift = None
@@ -211,13 +219,14 @@ def short_conv_forward_kernel(
         )
         end = tl.minimum(span, limit - start).to(tl.int32)
         coming, coming_ids, coming_positions = _load(
-            x, start, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside, GROUP, MODE, ALIGN
-        )
+            x, start, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
+            GROUP, MODE, ALIGN, EVICT,
+        )  # fmt: skip
         for done in range(0, end, GROUP):
             loaded, ids, positions = coming, coming_ids, coming_positions
             coming, coming_ids, coming_positions = _load(  # while this group is at work
                 x, start + done + GROUP, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
-                GROUP, MODE, ALIGN,
+                GROUP, MODE, ALIGN, EVICT,
             )  # fmt: skip
             there = (n * tokens + start + done) * size * ALIGN
             for i in tl.static_range(GROUP):

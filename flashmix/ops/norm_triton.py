@@ -34,6 +34,7 @@ from flashmix.ops._rowwise_triton import (
     row_starts,
     sum_columns,
 )
+from flashmix.ops.norm_wide_triton import load_sum
 
 WIDEST = 8192  # channels of a row that one program holds
 
@@ -43,39 +44,44 @@ def norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, gate_ptr, y_ptr, h_ptr, scale_ptr, mean_ptr,
     count, sizes, x_at, residual_at, gate_at, eps,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, DIVISOR: tl.constexpr, CENTER: tl.constexpr, ACTIVATION: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
+    """AGAIN: rows are read a second time, from the cache, so that more programs have registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     there = (row < count)[:, None] & (column < WIDTH)
     packed = row[:, None] * WIDTH + column  # places in contiguous tensors
-    start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
-    h = tl.load(x_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+    x_here = row_starts(row, count, sizes, x_at, WIDTH, OUTER)[:, None] + column
+    residual_here = x_here
     if residual_ptr is not None:
-        start = row_starts(row, count, sizes, residual_at, WIDTH, OUTER)
-        h += tl.load(residual_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        if h_ptr is not None:
-            rounded = h.to(h_ptr.dtype.element_ty)
-            h = rounded.to(tl.float32)
+        residual_here = row_starts(row, count, sizes, residual_at, WIDTH, OUTER)[:, None] + column
+    h = load_sum(x_ptr, residual_ptr, h_ptr, x_here, residual_here, there, "evict_last")  # [ROWS, BLOCK]
     if gate_ptr is not None:
-        start = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)
-        gate = tl.load(gate_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
+        gate_here = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)[:, None] + column
+        gate = tl.load(gate_ptr + gate_here, mask=there, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if residual_ptr is not None and h_ptr is not None and not AGAIN:
+        tl.store(h_ptr + packed, h.to(h_ptr.dtype.element_ty), mask=there)
     if CENTER:
         mean = tl.div_rn(tl.sum(h, 1), WIDTH * 1.0)
         h = tl.where(column < WIDTH, h - mean[:, None], 0.0)
         tl.store(mean_ptr + row, mean, mask=row < count)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(h * h, 1), DIVISOR * 1.0) + eps))
     tl.store(scale_ptr + row, scale, mask=row < count)
+    if AGAIN:
+        h = load_sum(x_ptr, residual_ptr, h_ptr, x_here, residual_here, there, "evict_first")  # [ROWS, BLOCK]
+        if residual_ptr is not None and h_ptr is not None:
+            tl.store(h_ptr + packed, h.to(h_ptr.dtype.element_ty), mask=there)
+        if CENTER:
+            h -= mean[:, None]
     y = h * scale[:, None]
     shared = (row % GROUPS)[:, None] * WIDTH + column if GROUPS > 1 else column
-    if weight_ptr is not None:
-        y *= tl.load(weight_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)  # [1 or ROWS, BLOCK]
+    inside = column < WIDTH
+    if weight_ptr is not None:  # [1 or ROWS, BLOCK]
+        y *= tl.load(weight_ptr + shared, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + shared, mask=column < WIDTH, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + shared, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if gate_ptr is not None:
         y *= activation(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
-    if residual_ptr is not None and h_ptr is not None:
-        tl.store(h_ptr + packed, rounded, mask=there)
     tl.store(y_ptr + packed, y.to(y_ptr.dtype.element_ty), mask=there)
 
 
@@ -154,12 +160,16 @@ def norm_backward_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a program's tile and its warps; with a backward, programs a multiprocessor and tiles on their way at once."""
+    """Rows of a program's tile and its warps; with a backward, programs a multiprocessor and tiles on their way at once.
+
+    `again`: the forward reads its rows twice, see the kernel.
+    """
 
     rows: int
     warps: int
     programs: int = 1
     stages: int = 1
+    again: bool = False
 
 
 # Programs of 4 warps that the registers of a multiprocessor hold at once: narrow and float32 rows, plain, with a bias, with
@@ -167,11 +177,16 @@ class Tile:
 PROGRAMS = {2: (6, 5, 5, 3), 4: (4, 4, 2, 2)}
 
 
-def forward_tile(block: int, residual: bool) -> Tile:
-    """By the width alone: a row's bits must not depend on how many there are."""
-    if block >= 4096:
-        return Tile(1, 16 if residual or block > 4096 else 8)
-    return Tile(max(1, 1024 // block), 2) if block <= 128 else Tile(2048 // block, 4)
+def forward_tile(block: int, residual: bool, center: bool, gate: bool) -> Tile:
+    """By what is computed alone: a row's bits must not depend on how many there are."""
+    mean = center and not residual and not gate  # two sums, one after the other: few warps wait less
+    if block <= 128:
+        return Tile(max(1, 512 // block), 1) if gate else Tile(max(1, 1024 // block), 2)
+    if block < 4096:
+        return Tile(1024 // block, 2) if mean and 512 <= block <= 1024 else Tile(2048 // block, 4)
+    if residual or (gate and block > 4096):
+        return Tile(1, 16, again=residual and block == 4096)
+    return Tile(1, 4 if mean else 8)
 
 
 def backward_tile(block: int, itemsize: int, bias: bool, gate: bool, shared_memory: int) -> Tile:
@@ -226,9 +241,9 @@ class Norm:
             wide.norm_forward(rows.count, arguments, flags)
             return
         block = power_of_two(width)
-        tile = forward_tile(block, residual is not None)
+        tile = forward_tile(block, residual is not None, center, gate is not None)
         norm_forward_kernel[(triton.cdiv(rows.count, tile.rows),)](
-            *arguments, **flags, ROWS=tile.rows, BLOCK=block, num_warps=tile.warps
+            *arguments, **flags, ROWS=tile.rows, BLOCK=block, AGAIN=tile.again, num_warps=tile.warps
         )
 
     @staticmethod

@@ -29,11 +29,12 @@ class Tile:
     programs: int
 
 
-# Of the widths up to the first number: tiles forward, backward, and backward where a program's rows may belong to several
-# sequences, which is more code a row: few rows at once.
+# Of widths and bytes of a number up to the first two: tiles forward, backward, and backward where a program's rows may belong
+# to several sequences, which is more code a row: few rows at once.
 TABLE = (
-    (4, Tile(512, 4, 4, 32), Tile(128, 2, 8, 8), Tile(256, 2, 2, 6)),
-    (8, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16), Tile(128, 4, 1, 16)),
+    (4, 2, Tile(512, 4, 4, 32), Tile(512, 4, 6, 3), Tile(256, 2, 2, 6)),
+    (4, 4, Tile(512, 4, 4, 32), Tile(512, 4, 4, 3), Tile(256, 2, 2, 6)),
+    (8, 4, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16), Tile(128, 4, 1, 16)),
 )
 
 
@@ -98,7 +99,8 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     """The programs for a convolution and further tensors with rows like those of x."""
     batch, tokens, _ = c.x[0].shape
     whole = c.starts is None and tokens >= SHORT  # sequences have programs of their own
-    tile = next(tiles[0 if not backward else 1 if whole else 2] for width, *tiles in TABLE if c.width <= width)
+    kind, size = 0 if not backward else 1 if whole else 2, c.x[0].element_size()
+    tile = next(tiles[kind] for width, most, *tiles in TABLE if c.width <= width and size <= most)
     group, programs = tile.group, _gpu.target(c.x[0].device).multiprocessors * tile.programs
     block = min(tile.block, triton.next_power_of_2(max(c.channels)))
     blocks = sum(triton.cdiv(size, block) for size in c.channels)
@@ -107,7 +109,7 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     else:
         mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
         group = 1 if tokens == 1 else group
-    spans = max(1, programs // (sequences * blocks))
+    spans = _spans(programs, sequences * blocks)
     span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
     strides = tuple(
         (
@@ -120,6 +122,12 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     jobs = sequences * triton.cdiv(rows, span)
     units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
     return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
+
+
+def _spans(programs: int, each: int) -> int:
+    """Into how many spans rows are cut, so that `each` programs a span come out even where `programs` run at once."""
+    most = max(1, programs // each)
+    return most if most > 3 else min(range(1, 9), key=lambda spans: triton.cdiv(spans * each, programs) / spans)
 
 
 def _common(c: Convolution, p: Plan) -> dict[str, object]:
