@@ -91,7 +91,7 @@ def _scores(K: int, channel: bool, dplr: bool, hopper: bool) -> dict[str, int]:
     if channel:
         return {"BK": min(K, 32 if hopper else 16), "num_warps": 8 if dplr else 4, "num_stages": 1}
     limit = {"maxnreg": 168} if hopper else {}
-    return {"BK": min(K, 128 if hopper else 64), "num_warps": 4, "num_stages": 1, **limit}
+    return {"BK": min(K, 64), "num_warps": 4, "num_stages": 1, **limit}
 
 
 def _output(BK: int, V: int, small: bool) -> dict[str, int]:
