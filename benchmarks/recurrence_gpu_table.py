@@ -25,12 +25,15 @@ Tile = dict[str, int]
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tiles to try for the `fields` of the table (one value for each), and the kernels whose time they change."""
+    """Tiles to try for the `fields` of the table (one value for each), and the kernels whose time they change, for decays so many
+    times as strong as the benchmark's.
+    """
 
     row: Row
     fields: tuple[str, ...]
     kernels: tuple[str, ...]
     tiles: tuple[tuple[Any, ...], ...]
+    decay: float = 1.0
 
 
 def tile(warps: int, stages: int | None = None, **sizes: int) -> Tile:
@@ -51,7 +54,7 @@ def of_scores(*choices: tuple[int, int]) -> tuple[tuple[Tile], ...]:
 
 
 def of_segments(*choices: tuple[int, int, int, int]) -> tuple[tuple[Any, ...], ...]:
-    return tuple((*(tile(w, s, BK=128, BV=BV) for _ in range(2)), count) for BV, w, s, count in choices)
+    return tuple((*(tile(w, s, BK=128, BV=BV) for _ in range(3)), count) for BV, w, s, count in choices)
 
 
 MANY, FEW = Row("gated_delta_rule", 4, 8192, 16, 64), Row("gated_delta_rule", 1, 32768, 2, 8)
@@ -67,14 +70,16 @@ OUTPUT = (
     (64, 128, 8, 1),
     (64, 128, 8, 2),
 )
+PAIRS = ((32, 64, 4, 1), (16, 64, 4, 1), (32, 64, 8, 1), (16, 64, 8, 1), (32, 32, 8, 1))
 SEGMENTS = ((64, 4, 2, 1), (64, 4, 2, 8), (64, 4, 2, 16), (64, 4, 2, 32), (32, 4, 2, 16), (128, 8, 2, 32))
 CANDIDATES = {
     "scores": Candidates(MANY, ("scores",), ("scores_forward_kernel",), of_scores((64, 4), (128, 4), (64, 8), (128, 8), (64, 2))),
     "state": Candidates(MANY, ("state",), ("state_forward_kernel",), of_state(*STATE)),
     "state_backward": Candidates(MANY, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
     "output": Candidates(MANY, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
+    "maps": Candidates(FEW, ("maps",), ("state_forward_kernel",), of_state((64, 4, 2), (64, 4, 3), (64, 4, 4))),
     "segments": Candidates(
-        FEW, ("state", "state_backward", "segments"), ("state_", "segments_"), of_segments(*SEGMENTS)
+        FEW, ("state", "maps", "state_backward", "segments"), ("state_", "segments_"), of_segments(*SEGMENTS)
     ),
     "channel_gate": Candidates(CHANNEL, ("gate",), ("gate_forward_kernel",), tuple(
         ({"BK": BK, "num_warps": warps},) for BK, warps in ((64, 4), (128, 4), (32, 4), (64, 8), (64, 2))
@@ -82,10 +87,12 @@ CANDIDATES = {
     "channel_scores": Candidates(
         CHANNEL, ("scores",), ("channel_scores_forward_kernel",), of_scores((32, 4), (32, 8), (16, 4), (16, 8))
     ),
-    "channel_output": Candidates(CHANNEL, ("decayed_output",), ("decayed_output_backward_kernel",), of_output(*OUTPUT)),
+    "channel_output": Candidates(CHANNEL, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "channel_pairs": Candidates(CHANNEL, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "dplr_state": Candidates(LOW_RANK, ("state",), ("state_forward_kernel",), of_state(*STATE)),
     "dplr_state_backward": Candidates(LOW_RANK, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
-    "dplr_output": Candidates(LOW_RANK, ("decayed_output",), ("decayed_output_backward_kernel",), of_output(*OUTPUT)),
+    "dplr_output": Candidates(LOW_RANK, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "dplr_pairs": Candidates(LOW_RANK, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "wide_state": Candidates(WIDE, ("state",), ("state_forward_kernel",), of_state(
         (32, 4, 2), (32, 4, 1), (64, 8, 1), (64, 4, 1), (32, 8, 2), (16, 4, 2), BK=256
     )),
@@ -176,6 +183,8 @@ def table(only: str, seconds: float | None, processes: int | None = None) -> lis
     for name in names:
         wanted = CANDIDATES[name]
         x = tensors(wanted.row)
+        if wanted.decay != 1.0:
+            x["g"] = (x["g"].detach() * wanted.decay).requires_grad_()
         do = torch.randn_like(x["v"])
         first: dict[str, Any] = {}
         for values in (None, *wanted.tiles):
