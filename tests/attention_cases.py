@@ -100,7 +100,7 @@ CASES = (
     Case("decay, grouped heads, more keys", decay=True, heads_q=4, tokens_k=300),
     Case("decay, more queries", decay=True, tokens_k=60),
     Case("weak decay over several tiles", decay=True, gate=0.001, tokens=100, tokens_k=560, batch=1),
-    Case("decay with walls", decay=True, gate=0.01, walls=-300.0, tokens=400, batch=1),
+    Case("decay with walls", decay=True, gate=0.01, walls=-40.0, tokens=400, batch=1),
     Case("decay that grows", decay=True, gate=-0.01, tokens=300, batch=1, sink=True, alibi=True),
     Case("dropout", dropout_p=0.3),
     Case("dims 1", dim=1, tokens=300, heads_q=4, heads=4),
