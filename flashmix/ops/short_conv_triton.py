@@ -109,7 +109,7 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     else:
         mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
         group = 1 if tokens == 1 else group
-    spans = _spans(programs, sequences * blocks)
+    spans = _spans(programs, sequences * blocks, rows)
     span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
     strides = tuple(
         (
@@ -124,10 +124,12 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
 
 
-def _spans(programs: int, each: int) -> int:
-    """Into how many spans rows are cut, so that `each` programs a span come out even where `programs` run at once."""
+def _spans(programs: int, each: int, rows: int) -> int:
+    """Into how many spans `rows` are cut, so that `each` programs a span come out even where `programs` run at once."""
     most = max(1, programs // each)
-    return most if most > 3 else min(range(1, 9), key=lambda spans: triton.cdiv(spans * each, programs) / spans)
+    if most > 3:
+        return most
+    return min(range(1, max(2, min(9, rows // SHORT))), key=lambda spans: triton.cdiv(spans * each, programs) / spans)
 
 
 def _common(c: Convolution, p: Plan) -> dict[str, object]:
