@@ -1,12 +1,14 @@
 """Whether ptxas kept what Hopper's products read: the descriptors of operands in shared memory, as PTX has them and as code has them.
 
-Descriptors are made of a few integer instructions, most of constants. So both texts are run from top to bottom, for one thread
-and taking no branch; what is not known stays unknown. A descriptor in the code whose value is known must be one of those in PTX, and
-none may be made of a register that nothing was written to. ptxas 12.8 loses some (flashmix/_ptxas.py).
+Descriptors are made of a few integer instructions, most of constants. So both texts are run from top to bottom, for one thread and
+taking no branch; what is not known stays unknown. In a pipelined loop that is where an operand lies, the lower half of its
+descriptor, but not the upper, which says how it lies there. What is known of a descriptor in the code must be so of one in PTX,
+and none may be made of a register that nothing was written to. ptxas 12.8 loses some (flashmix/_ptxas.py).
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import subprocess
@@ -16,15 +18,14 @@ from pathlib import Path
 
 BASE = 0x400  # where shared memory begins that a launch asks for
 NEVER_WRITTEN = 0xBAD000  # no sum of it is a descriptor
-LOW, ALL = (1 << 32) - 1, (1 << 64) - 1
+LOW = (1 << 32) - 1
 REGISTER = re.compile(r"(U?R)(\d+)$")
 FLAG = re.compile(r"!?U?P(\d+|T)$")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@\S+ )?\s*([A-Z][\w.]*) ?(.*?) ?;")
 Known = int | None
+Halves = tuple[Known, Known]  # of 64 bits, the lower first
 PTX: dict[str, Callable[..., int]] = {
     "mov": lambda a: a,
-    "cvt.u64.u32": lambda a: a,
-    "cvt.u32.u64": lambda a: a,
     "add": operator.add,
     "sub": operator.sub,
     "or": operator.or_,
@@ -45,35 +46,67 @@ def number(text: str) -> Known:
     return -size if found[1] else size
 
 
+def halves(whole: int) -> Halves:
+    return whole & LOW, whole >> 32 & LOW
+
+
+def plus(a: Halves, b: Halves) -> Halves:
+    """The sum of two 64 bits; where a lower half is not known nothing is carried: descriptors never do."""
+    low = None if a[0] is None or b[0] is None else a[0] + b[0]
+    high = None if a[1] is None or b[1] is None else (a[1] + b[1] + ((low or 0) >> 32)) & LOW
+    return None if low is None else low & LOW, high
+
+
 def lost_descriptors(ptx: str, cubin: bytes) -> list[str]:
-    """The products, as code, that read what no product in PTX does; none where PTX does not tell all of its own."""
-    wanted = list(_in_ptx(ptx)) if "wgmma" in ptx else []
-    known = {value for value in wanted if value is not None}
-    if len(known) == 0 or None in wanted:
-        return []
+    """The products, as code, that read what no product in PTX does, as far as PTX tells all of its own: whole descriptors, or their
+    upper halves alone.
+    """
+    wanted = list(in_ptx(ptx)) if "wgmma" in ptx else []
+    whole = set(wanted) if all(None not in one for one in wanted) else None
+    upper = {high for _, high in wanted} if all(high is not None for _, high in wanted) else None
     return [
-        text for text, found in in_code(_disassembled(cubin)) if any(v is not None and v not in known for v in found)
+        text
+        for text, found in (in_code(_disassembled(cubin)) if wanted else ())
+        if any(lost(one, whole, upper) for one in found)
     ]
 
 
-def _in_ptx(ptx: str) -> Iterator[Known]:
-    """The descriptors of all `wgmma`, in their order."""
-    values: dict[str, Known] = {"global_smem": BASE, "%tid.x": 0}
+def lost(one: Halves, whole: set[Halves] | None, upper: set[Known] | None) -> bool:
+    if whole is not None and None not in one:
+        return one not in whole
+    return upper is not None and one[1] is not None and one[1] not in upper
 
-    def value(text: str) -> Known:
-        if text in values or text.startswith("%"):
-            return values.get(text)
-        return number(text)
+
+def in_ptx(ptx: str) -> Iterator[Halves]:
+    """The descriptors of all `wgmma`, in their order."""
+    values: dict[str, Halves] = {"global_smem": (BASE, 0), "%tid.x": (0, 0)}
+
+    def value(text: str) -> Halves:
+        known = number(text)
+        return halves(known) if known is not None else values.get(text, (None, None))
 
     for line in map(str.strip, ptx.splitlines()):
         if "wgmma.mma_async" in line:
             operands = re.sub(r"\{[^}]*\}", "", line.split(None, 1)[1]).split(",")
-            yield from (values.get(text.strip()) for text in operands[1:3] if text.strip())
+            yield from (value(text.strip()) for text in operands[1:3] if text.strip())
         elif found := re.match(r"(\S+)\s+(%[a-z]+\d+), (.*);$", line):
-            name, target, rest = found[1], found[2], [value(text.strip()) for text in found[3].split(",")]
-            run = next((PTX[known] for known in PTX if name.startswith(known)), None)
-            bits = ALL if name.endswith("64") or name == "cvt.u64.u32" else LOW
-            values[target] = None if run is None or None in rest else run(*rest) & bits
+            values[found[2]] = _ptx_result(found[1], [value(text.strip()) for text in found[3].split(",")])
+
+
+def _ptx_result(name: str, x: list[Halves]) -> Halves:
+    if name == "cvt.u64.u32":
+        return x[0][0], 0
+    if name.startswith("mov"):
+        return x[0]
+    if re.fullmatch(r"(add|or)\.[bsu]64", name):  # the parts of a descriptor have no bit in common
+        return plus(x[0], x[1])
+    run = next((PTX[known] for known in PTX if name.startswith(known)), None)
+    wide = name.endswith("64")
+    whole = [low if not wide or low is None or high is None else low | high << 32 for low, high in x]
+    if run is None or None in whole:
+        return None, None
+    low, high = halves(run(*whole))
+    return low, high if wide else 0
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -86,7 +119,7 @@ def _disassembled(cubin: bytes) -> str:
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def in_code(text: str) -> Iterator[tuple[str, list[Known]]]:
+def in_code(text: str) -> Iterator[tuple[str, list[Halves]]]:
     """Each `HGMMA` with its descriptors: of both operands, or of the second where the first is in registers."""
     machine = Machine()
     for line in text.splitlines():
@@ -130,13 +163,15 @@ class Machine:
         held = 1 if text.lstrip("!") in ("PT", "UPT") else self.flags.get(text.lstrip("!"))
         return 1 - held if held is not None and text[0] == "!" else held
 
-    def pair(self, text: str) -> Known:
+    def pair(self, text: str) -> Halves:
         """64 bits: a register and the next, or a number."""
         if found := REGISTER.match(text.lstrip("-")):
             low, high = (self.held(f"{found[1]}{int(found[2]) + i}") for i in (0, 1))
-            whole = None if low is None or high is None else low | high << 32
-            return -whole & ALL if whole is not None and text[0] == "-" else whole
-        return 0 if text in ("RZ", "URZ") else number(text)
+            if text[0] != "-":
+                return low, high
+            return (None, None) if low is None or high is None else halves(-(low | high << 32))
+        known = 0 if text in ("RZ", "URZ") else number(text)
+        return (None, None) if known is None else halves(known)
 
     def forget(self, target: str, count: int) -> None:
         if found := REGISTER.match(target):
@@ -154,34 +189,36 @@ class Machine:
         own = name.removeprefix("U") if target.startswith("U") or name.startswith("U") else name
         while operands and FLAG.match(operands[0]) and own in ("IADD3", "LEA"):
             outs.append(operands.pop(0))
-        result = self.result(own, operands)
         wide = own in ("IADD3.64", "CS2R")
+        if own == "IADD3.64":
+            low, high = functools.reduce(plus, (self.pair(text) for text in operands[:3]))
+        else:
+            low, high = self.result(own, operands), 0
         self.forget(
             target, 4 if ".128" in own or own.startswith("LDSM") else 2 if wide or re.search(r"64|WIDE|^D", own) else 1
         )
         for flag in outs:
             self.flags.pop(flag, None)
-        if result is None or not certain:
-            return
-        if found := REGISTER.match(target):
-            self.registers[target] = result & LOW
+        if outs and own == "IADD3" and low is not None and certain:
+            self.flags[outs[0]] = low >> 32
+        if (found := REGISTER.match(target)) and certain:
+            self.put(target, low)
             if wide:
-                self.registers[f"{found[1]}{int(found[2]) + 1}"] = result >> 32 & LOW
-        if outs and own == "IADD3":
-            self.flags[outs[0]] = result >> 32
+                self.put(f"{found[1]}{int(found[2]) + 1}", high)
+
+    def put(self, name: str, value: Known) -> None:
+        if value is not None:
+            self.registers[name] = value & LOW
 
     def result(self, name: str, operands: list[str]) -> Known:
         """What an instruction makes of its operands, not yet cut to 32 bits."""
-        if name == "IADD3.64":
-            pairs = [self.pair(text) for text in operands[:3]]
-            return None if None in pairs else sum(pairs) & ALL  # type: ignore[arg-type]
         if name in ("S2R", "S2UR"):
             return {"SR_CgaCtaId": 0, "SR_TID.X": 0, "SR_LANEID": 0}.get(operands[0])
         x = [self.value(text) for text in operands]
         for known, count, run in OPERATIONS:
             if re.fullmatch(known, name) and len(x) >= count and None not in x[:count]:
-                carries = [self.flag(text) for text in operands[count:]] if name.endswith(".X") else []
-                return None if None in carries else run(*x[:count]) + sum(carries)  # type: ignore[arg-type]
+                carries = [self.flag(text) or 0 for text in operands[count:]] if name.endswith(".X") else []
+                return run(*x[:count]) + sum(carries)
         return None
 
 

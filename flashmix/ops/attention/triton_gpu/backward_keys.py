@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
 from flashmix.ops.attention.triton_gpu.table import phases_of_keys
 from flashmix.ops.attention.triton_gpu.tiles import (
@@ -96,6 +97,7 @@ def _walk_queries(state, low, high, k_1, k_2, v_1, v_2, queries, flows, place, c
     return d_k, d_k2, d_v, d_v2, sums
 
 
+@with_sound_ptxas
 @triton.jit(
     do_not_specialize=["tokens_q", "tokens_k", "heads", "group", "batches", "blocks", "at_once", "left", "right",
                        "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh", "sob", "sot", "soh"]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
 from flashmix.ops.attention.triton_gpu.tiles import (
     accumulated,
@@ -85,6 +86,7 @@ def _walk_keys(state, low, high, q_1, q_2, o_1, o_2, keys, values, place, rows, 
     return d_q, d_q2, d_slope, sums
 
 
+@with_sound_ptxas
 @triton.jit(
     do_not_specialize=["tokens_q", "tokens_k", "heads_q", "group", "batches", "blocks", "at_once", "left", "right",
                        "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh", "sob", "sot", "soh"]

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix import _gpu
+from flashmix._ptxas import with_sound_ptxas
 from flashmix.ops.attention.problem import Score
 from flashmix.ops.attention.triton_gpu.append import Held, cache_append, halvings, sequence_of
 from flashmix.ops.attention.triton_gpu.launch import LOG2_E as LOG2E
@@ -101,6 +102,7 @@ def _load_queries(q, token, head, inside, sqt, sqh, FIRST: tl.constexpr, WIDTH: 
     return tl.load(at, mask=inside[:, None] & (columns < C.D)[None, :], other=0.0)
 
 
+@with_sound_ptxas
 @triton.jit(
     do_not_specialize=["tokens", "sequences", "heads", "group", "pages", "page_size", "table_width", "blocks", "piece", "pieces",
                        "left", "sqb", "sqt", "sqh", "kp", "kt", "kh", "vp", "vt", "vh"]
