@@ -133,8 +133,8 @@ def measure(
     plans = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
     table = package.tiles
 
-    def replaced(problem: Any) -> Any:
-        own = table(problem)
+    def replaced(*problem: Any) -> Any:
+        own = table(*problem)
         found["tiles"] = changed or {name: getattr(own, name) for name in wanted.fields}
         return dataclasses.replace(own, **changed)
 

@@ -142,4 +142,4 @@ def cached_plan(
     kind: Problem, heads: tuple[int, int, int, int], segments: int, precision: str, target: _gpu.Target
 ) -> Plan:
     """What a plan depends on is its key; float32 precision and the card are looked up by the table."""
-    return Plan(kind, heads, replace(tiles(kind), segments=segments))
+    return Plan(kind, heads, tiles(kind, segments))
