@@ -208,6 +208,22 @@ def test_threads_do_not_share_scratch_memory():
                 same_bits(got, expected[name], name)
 
 
+def test_calls_in_inference_mode_leave_memory_that_others_can_write():
+    case = Case("", "delta", "token", T=100)
+    inputs = make_inputs(case, torch.float32)
+
+    def evaluated(_: int) -> dict[str, torch.Tensor]:
+        with torch.inference_mode():
+            for _ in range(2):
+                run_op(case, inputs)
+        return evaluate(run_op, case, inputs)
+
+    with ThreadPoolExecutor(1) as pool:  # a thread that has no scratch memory yet
+        (found,) = pool.map(evaluated, range(1))
+    for name, got in evaluate(run_op, case, inputs).items():
+        same_bits(found[name], got, name)
+
+
 @named(BASE)
 def test_non_contiguous_inputs(case):
     inputs = make_inputs(case, torch.float32)

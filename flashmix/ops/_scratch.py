@@ -19,25 +19,31 @@ class Scratch(threading.local):
     """One thread's memory, handed out from the front and taken back all at once."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = 0
+        self._memory = {torch.uint8: torch.empty(0, dtype=torch.uint8)}  # the same bytes as numbers of each dtype
         self._wanted = 0
 
     def restart(self) -> None:
         """Takes everything back: tiles handed out before this will be overwritten."""
-        if len(self._memory) < min(self._wanted, LIMIT):
-            self._memory = torch.empty(min(self._wanted, LIMIT), dtype=torch.uint8)
+        if self._size < min(self._wanted, LIMIT):
+            self._size = min(self._wanted, LIMIT)
+            with torch.inference_mode(False):  # or calls outside of it could not write to it
+                self._memory = {torch.uint8: torch.empty(self._size, dtype=torch.uint8)}
         self._wanted = 0
 
     def tile(self, like: Tensor, *shape: int) -> Tensor:
         """An uninitialised tile of this shape, with the dtype and device of `like`."""
         if like.device.type != "cpu":
             return like.new_empty(shape)
-        start = self._wanted
-        size = math.prod(shape) * like.element_size()
-        self._wanted += -(-size // 64) * 64
-        if start + size > len(self._memory):
+        start, dtype = self._wanted, like.dtype
+        count, width = math.prod(shape), dtype.itemsize
+        self._wanted += -(-count * width // 64) * 64
+        if start + count * width > self._size:
             return like.new_empty(shape)
-        tile = self._memory[start : start + size].view(like.dtype).view(shape)
+        if dtype not in self._memory:
+            with torch.inference_mode(False):
+                self._memory[dtype] = self._memory[torch.uint8].view(dtype)
+        tile = self._memory[dtype].narrow(0, start // width, count).view(shape)
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tile.fill_(torch.nan)  # as torch.empty does then
         return tile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
+def _no_autocast(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def _run_forward(
     q: Tensor, k: Tensor | None, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None, g: Tensor | None,
     initial_state: Tensor | None, cu_seqlens: Tensor | None,
@@ -69,7 +74,7 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Output, final state, and what the implementation keeps for its backward (nothing unless `save`)."""
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device.type):
         return _BY_NAME[impl].load().forward(x, scale, read_before, save)
 
 
@@ -90,7 +95,7 @@ def _run_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order, of `g` if it is asked for."""
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device.type):
         return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before, gate_gradient)
 
 

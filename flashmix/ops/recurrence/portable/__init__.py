@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from flashmix.ops._scratch import scratch
-from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay, matmul
+from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, matmul
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
 from flashmix.ops.recurrence.portable.state import Decay, state_backward, state_forward
 from flashmix.ops.recurrence.portable.step import step
-from flashmix.ops.recurrence.portable.tiles import Gradients, Tiles, load_tiles, row_kinds
+from flashmix.ops.recurrence.portable.tiles import Gradients, load_tiles, row_kinds
+from flashmix.ops.recurrence.portable.token_gate import TokenDecay, token_factors
 from flashmix.ops.recurrence.portable.transform import transform_forward
 from flashmix.ops.recurrence.portable.value_gate import ValueDecay
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
@@ -40,19 +41,20 @@ def _dtype(problem: Problem) -> torch.dtype:
 
 
 def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What `forward` keeps for `backward`: the state each chunk starts from, the scores and, of corrected rules, `nu` and `T`.
-
-    A step keeps nothing: its backward computes these again.
-    """
-    return [] if _is_step(problem) else [(shape, _dtype(problem)) for shape in _kept_shapes(problem)]
+    """What `forward` keeps for `backward`: see `_kept_shapes`. A step keeps nothing: its backward computes these again."""
+    return [] if _is_step(problem) else [(shape, _dtype(problem)) for shape in _kept_shapes(problem).values()]
 
 
-def _kept_shapes(problem: Problem) -> list[tuple[int, ...]]:
-    chunks, C = chunk_bound(problem), chunk_size(problem)
-    if not problem.rule.corrected:
-        return [(chunks, problem.K, problem.V), (chunks, C, C)]
-    S = 2 if problem.rule is Rule.DPLR else 1
-    return [(chunks, problem.K, problem.V), (chunks, 2 * C, S * C), (chunks, S * C, problem.V), (chunks, C, C)]
+def _kept_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """The state each chunk starts from and the scores; of corrected rules `W` and `T`; with one decay a token its factors."""
+    chunks, C, K, V = chunk_bound(problem), chunk_size(problem), problem.K, problem.V
+    R, S = 2 if problem.rule.corrected else 1, 2 if problem.rule is Rule.DPLR else 1
+    shapes: dict[str, tuple[int, ...]] = {"states": (chunks, K, V), "A": (chunks, R * C, S * C)}
+    if problem.rule.corrected:
+        shapes |= {"W": (chunks, S * C, V), "T": (chunks, C, C)}
+    if problem.gate in (Gate.HEAD, Gate.TOKEN):
+        shapes |= {"factors": (chunks, C + 1, C)}
+    return shapes
 
 
 def _chunked_forward(
@@ -61,34 +63,39 @@ def _chunked_forward(
     dtype = _dtype(problem)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     S = layout.first_state(x.initial_state, dtype)
-    shapes = _kept_shapes(problem)
-    kept = [S.new_empty(shape) for shape in shapes] if save else []
+    kept = {name: S.new_empty(shape) for name, shape in _kept_shapes(problem).items()} if save else {}
     for slab in layout.slabs():
-        _forward_slab(problem, layout, slab, x, scale, S, [residual[slab.chunks] for residual in kept], o)
-    for residual in kept:  # a pack may have fewer chunks than its sizes allow
+        _forward_slab(problem, layout, slab, x, scale, S, {name: t[slab.chunks] for name, t in kept.items()}, o)
+    for residual in kept.values():  # a pack may have fewer chunks than its sizes allow
         residual[layout.chunks :] = 0
-    return o, layout.last_state(S), kept
+    return o, layout.last_state(S), list(kept.values())
 
 
 def _forward_slab(
-    problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, S: Tensor, kept: list[Tensor], o: Tensor
-) -> None:
-    """Advances `S` over a slab and writes its part of `o` and, unless the list is empty, of the residuals."""
+    problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float, S: Tensor, kept: dict[str, Tensor], o: Tensor
+) -> None:  # fmt: skip
+    """Advances `S` over a slab and writes its part of `o` and, unless there are none, of the residuals."""
     C, V, rule = layout.C, problem.V, problem.rule
     scratch.restart()
     tiles = load_tiles(problem, layout, slab, x, S)
-    states = kept[0] if kept else None
-    A, *corrected = kept[1:] or [scratch.tile(S, slab.count, *shape[1:]) for shape in _kept_shapes(problem)[1:]]
-    decay = _decay(problem, tiles)
+    states = kept.get("states")
+    if not kept:
+        kept = {
+            n: scratch.tile(S, slab.count, *shape[1:]) for n, shape in _kept_shapes(problem).items() if n != "states"
+        }
+    A, T = kept["A"], kept.get("T")
+    if "factors" in kept and tiles.g is not None:
+        token_factors(tiles.g, kept["factors"])
+    decay = _decay(problem, tiles.g, kept)
     X, Y = tiles.X, tiles.Y
     decay.pairs(X, Y, A)
     rows, columns = decay.rows(X, out=X).flatten(1, 2), decay.columns(Y, out=Y).flatten(1, 2)
-    W = corrected[0] if corrected else scratch.tile(S, slab.count, C, V)
+    W = kept["W"] if "W" in kept else scratch.tile(S, slab.count, C, V)
     if rule.raw:
         layout.load(x.v, slab, W[:, :C])
-    R = T = None
-    if rule.corrected:
-        T = transform_forward(A[:, C:, -C:], corrected[1])
+    R = None
+    if T is not None:
+        transform_forward(A[:, C:, -C:], T)
         R = matmul(A[:, C:, :C], W[:, :C]) if rule.raw else layout.load(x.v, slab, scratch.tile(S, slab.count, C, V))
     Z = state_forward(layout, slab, S, decay.total, rows, columns, T, R, decay.written(W), states)
     layout.store(decay.output(Z[:, :C], A[:, :C], W, scale), slab, o)
@@ -111,29 +118,25 @@ def backward(
     dS = layout.first_state(dstate, dtype)
     grads = Gradients(problem, x, gate_gradient)
     for slab in reversed(layout.slabs()):
-        kept = [residual[slab.chunks] for residual in residuals]
+        kept = {name: residual[slab.chunks] for name, residual in zip(_kept_shapes(problem), residuals, strict=True)}
         _backward_slab(problem, layout, slab, x, scale, do, dS, kept, grads)
     return grads.finish(x, layout.last_state(dS))
 
 
 def _backward_slab(
     problem: Problem, layout: Layout, slab: Slab, x: Operands, scale: float,
-    do: Tensor, dS: Tensor, kept: list[Tensor], grads: Gradients,
+    do: Tensor, dS: Tensor, kept: dict[str, Tensor], grads: Gradients,
 ) -> None:  # fmt: skip
     """Takes `dS` back over a slab and writes its part of the gradients."""
     C, rule = layout.C, problem.rule
     scratch.restart()
-    states, A, *corrected = kept
-    tiles = load_tiles(problem, layout, slab, x, dS)
-    decay = _decay(problem, tiles)
+    states, A, T = kept["states"], kept["A"], kept.get("T")
+    tiles = load_tiles(problem, layout, slab, x, dS, gate="factors" not in kept)
+    decay = _decay(problem, tiles.g, kept)
     rows, columns = decay.rows(tiles.X).flatten(1, 2), decay.columns(tiles.Y).flatten(1, 2)
     dZ = scratch.tile(A, slab.count, A.shape[1], problem.V)
     layout.load(do, slab, dZ[:, :C]).mul_(scale)
-    T = None
-    if corrected:
-        W, T = corrected
-    else:
-        W = layout.load(x.v, slab, scratch.tile(A, slab.count, C, problem.V))
+    W = kept["W"] if "W" in kept else layout.load(x.v, slab, scratch.tile(A, slab.count, C, problem.V))
     dW = decay.within_backward(A[:, :C], W, dZ[:, :C])
     dread = decay.read_backward(dZ, rows, states)
     drows, dcolumns = state_backward(layout, slab, dS, decay, rows, columns, T, states, decay.written(W), dread, dW)
@@ -148,11 +151,11 @@ def _backward_slab(
     grads.store(layout, slab, tiles, dX, dY, dv, None if grads.g is None else decay.finish())
 
 
-def _decay(problem: Problem, tiles: Tiles) -> Decay:
-    """The decay of a slab."""
+def _decay(problem: Problem, g: Tensor | None, kept: dict[str, Tensor]) -> Decay:
+    """The decay of a slab, from its log decays or from what is kept of them."""
     rows = row_kinds(problem)
-    if tiles.g is None:
+    if "factors" in kept:
+        return TokenDecay(kept["factors"], rows)
+    if g is None:
         return NoDecay(rows)
-    if problem.gate is Gate.VALUE:
-        return ValueDecay(tiles.g, rows)
-    return ChannelDecay(tiles.g, rows) if problem.gate is Gate.CHANNEL else TokenDecay(tiles.g, rows)
+    return ValueDecay(g, rows) if problem.gate is Gate.VALUE else ChannelDecay(g, rows)

@@ -98,105 +98,28 @@ class NoDecay(_Decay):
         return None
 
 
-class _Gated(_Decay):
-    """What all gated decays share: gradients of the factors of rows and columns of the whole chunk, and of the state's."""
+class _Swept(_Decay):
+    """What decays by channel share: their factors are made level by level (`_sweep`), and so are the gradients of these."""
 
     total: Tensor  # [chunks, K or 1, V or 1]
+    _dlevels: dict[int, tuple[Tensor, Tensor]]
 
     def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
-        """From the log decay's tile, `[chunks, C, 1 or K or V]`, which it overwrites, and what kinds of rows there are."""
+        """From the log decay's tile, `[chunks, C, K or V]`, which it overwrites, and what kinds of rows there are."""
         self._kinds = rows
         self._dprefix = torch.zeros_like(g)  # of log e^{G_i}
         self._dsuffix = torch.zeros_like(g)  # of log e^{G_C - G_j}
 
     def total_backward(self, shares: Tensor) -> None:
-        last = self._dprefix[:, -1]
-        last += shares if last.shape == shares.shape else shares.sum(1, keepdim=True)
-
-
-class _KeyDecay(_Gated):
-    """A decay on the side of the keys: factors `[chunks, R (1 if all rows read alike) or 1, C, K or 1]`."""
-
-    _row: Tensor
-    _column: Tensor
-
-    def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
-        return _times(X, self._row, out)
-
-    def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
-        return _times(Y, self._column, out)
-
-    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
-        from_rows, from_columns = _times(rows, drows), _times(columns, dcolumns)
-        if self._column.shape[3] == 1:
-            from_rows, from_columns = from_rows.sum(3, keepdim=True), from_columns.sum(3, keepdim=True)
-        for r, kind in enumerate(self._kinds):
-            _add_rows(self._dprefix, from_rows[:, r], kind)
-        self._dsuffix += from_columns.sum(1)
-        return drows.mul_(self._row), dcolumns.mul_(self._column)
-
-
-class TokenDecay(_KeyDecay):
-    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once."""
-
-    def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
-        super().__init__(g, rows)
-        chunks, C, _ = g.shape
-        decay = g.double().exp_()  # products in float64, rounded once
-        ones = decay.new_ones(C, C)
-        self._later = ones.triu(1).to(g.dtype)  # [j, t]: 1 where j < t
-        # e^{G_i - G_j}: down a column, from token j + 1 on, one decay after the other; 0 above the diagonal
-        products = torch.addcmul(ones.triu(), decay, ones.tril(-1), out=scratch.tile(decay, chunks, C, C))
-        products = torch.cumprod(products, 1, out=products)
-        self._between = between = scratch.tile(g, chunks, C, C).copy_(products).tril_()
-        prefix = torch.cumprod(decay, 1).to(g.dtype)
-        self._row = torch.stack(_row_factors(prefix, rows), 1)
-        self._column = between[:, -1, None, :, None]
-        self.total = prefix[:, -1:]
-
-    def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
-        torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
-        return self._decay(out)
-
-    def _decay(self, A: Tensor) -> Tensor:
-        """`A` `[chunks, R * C, S * C]` times the decay of each pair, 0 where a row does not see a column; in place."""
-        C = self._between.shape[-1]
-        A = A.unflatten(2, (-1, C))
-        between = self._between.unsqueeze(2)
-        for r, kind in enumerate(self._kinds):
-            rows = A[:, r * C : (r + 1) * C]
-            if kind.exclusive:  # the decay of the row above, which ends on its own diagonal
-                rows[:, 1:] *= between[:, :-1]
-                rows[:, 0] = 0
-            else:
-                rows *= between
-                if not kind.diagonal:
-                    rows.diagonal(dim1=1, dim2=3).zero_()
-        return A.flatten(2)
-
-    def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
-        C = X.shape[2]
-        self._dbetween = scratch.tile(A, *self._between.shape).zero_()  # of log e^{G_i - G_j}
-        for rows, drows, kind in zip(A.split(C, 1), dA.split(C, 1), self._kinds, strict=True):
-            for pairs, dpairs in zip(rows.split(C, 2), drows.split(C, 2), strict=True):
-                if kind.exclusive:
-                    self._dbetween[:, :-1].addcmul_(pairs[:, 1:], dpairs[:, 1:])
-                else:
-                    self._dbetween.addcmul_(pairs, dpairs)
-        _product_backward(X, Y, self._decay(dA), dX, dY)
+        self._dprefix[:, -1] += shares
 
     def finish(self) -> Tensor:
-        """The gradient of the log decay, like its tile: of token t the sum over `j < t <= i` of what pairs `i, j` pass back.
-
-        A row's factor is a pair with the token before the chunk, a column's one with the last token.
-        """
-        self._dbetween[:, -1] += self._dsuffix.squeeze(2)
-        before = torch.bmm(self._dbetween, self._later.expand_as(self._dbetween)).add_(self._dprefix)
-        return before.tril_().sum(1).unsqueeze(2)
+        """The gradient of the log decay, like its tile."""
+        return _sweep_backward(self._dprefix, self._dsuffix, self._dlevels)
 
 
-class ChannelDecay(_KeyDecay):
-    """One decay a token, head and channel: pairs are cut into levels of blocks, each anchored at its middle (`_sweep`)."""
+class ChannelDecay(_Swept):
+    """One decay a token, head and channel of the keys: pairs are cut into levels of blocks, each anchored at its middle."""
 
     def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
         super().__init__(g, rows)
@@ -207,9 +130,22 @@ class ChannelDecay(_KeyDecay):
             self._levels.append((h, torch.stack(_row_factors(upper, rows), 1), lower.unsqueeze(1).clone()))
 
         prefix, suffix = _sweep(g.exp_(), keep)
-        self._row = torch.stack(_row_factors(prefix, rows), 1)
+        self._row = _row_factor(prefix, rows)
         self._column = suffix.unsqueeze(1)
         self.total = prefix[:, -1].unsqueeze(-1)
+
+    def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
+        return _times(X, self._row, out)
+
+    def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
+        return _times(Y, self._column, out)
+
+    def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
+        from_rows, from_columns = rows.mul_(drows), columns.mul_(dcolumns)
+        for r, kind in enumerate(self._kinds):
+            _add_rows(self._dprefix, from_rows[:, r], kind)
+        self._dsuffix += from_columns.sum(1)
+        return drows.mul_(self._row), dcolumns.mul_(self._column)
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         chunks, R, C, _ = X.shape
@@ -240,7 +176,7 @@ class ChannelDecay(_KeyDecay):
         chunks, R, C, K = X.shape
         S = Y.shape[1]
         dA = dA.view(chunks, R, C, S, C)
-        self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
+        self._dlevels = {}
         for (h, upper, lower), (_, row, column) in zip(self._decayed_halves(X, Y), self._levels, strict=True):
             block = _pairs(dA, h).reshape(-1, R * h, S * h)
             if h == 1:
@@ -260,10 +196,6 @@ class ChannelDecay(_KeyDecay):
                 d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
                 dX[:, r] += (d * Y).sum(1)
                 dY.addcmul_(d, X[:, r, None])
-
-    def finish(self) -> Tensor:
-        """The gradient of the log decay, like its tile."""
-        return _sweep_backward(self._dprefix, self._dsuffix, self._dlevels)
 
 
 def _sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
@@ -320,6 +252,12 @@ def _row_factors(prefix: Tensor, kinds: tuple[Row, ...]) -> list[Tensor]:
         before.narrow(dim, 1, n).copy_(prefix.narrow(dim, 0, n))
     found = [prefix if before is None or not kind.exclusive else before for kind in kinds]
     return found[:1] if all(f is found[0] for f in found) else found
+
+
+def _row_factor(prefix: Tensor, kinds: tuple[Row, ...]) -> Tensor:
+    """The factors of rows side by side, `[chunks, R (1 if all rows read alike), ...]`."""
+    found = _row_factors(prefix, kinds)
+    return torch.stack(found, 1) if len(found) > 1 else found[0].unsqueeze(1)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:

@@ -99,29 +99,32 @@ class Layout:
         counts = [active * self.problem.value_heads for active in self.active[slab.first : slab.last]]
         return [None] * len(counts) if tile is None else torch.split_with_sizes(tile, counts)
 
-    def load(self, x: Tensor, slab: Slab, tile: Tensor) -> Tensor:
-        """Fills `tile` `[chunks, C, D]` with the tokens of a slab: heads repeated to the value heads, zeros where no token is."""
+    def load(self, x: Tensor, slab: Slab, tile: Tensor, minus: bool = False) -> Tensor:
+        """Fills `tile` `[chunks, C, D]` with the tokens of a slab, or with minus them: heads repeated to the value heads, zeros where
+        no token is."""
         HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
-        B, _, H = x.shape[:3]
-        x = x.reshape(B, T, H, 1, -1)
+        (B, _, H), D = x.shape[:3], tile.shape[-1]
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
-            tokens = tile.view(-1, H, HV // H, C, tile.shape[-1]).permute(0, 3, 1, 2, 4)  # [pairs, C, H, group, D]
-            tokens.copy_(x[0][index.clamp(max=T - 1)])
+            tokens = tile.view(-1, H, HV // H, C, D).permute(0, 3, 1, 2, 4)  # [pairs, C, H, group, D]
+            _put(x[0].reshape(T, H, 1, D)[index.clamp(max=T - 1)], tokens, minus)
             tokens[index == T] = 0
             return tile
-        n = slab.last - slab.first
-        tokens = tile.view(n, B, H, HV // H, C, tile.shape[-1]).permute(1, 0, 4, 2, 3, 5)  # [B, n, C, H, group, D]
-        whole, first = min(slab.last, T // C) - slab.first, slab.first * C
-        tokens[:, :whole].copy_(x[:, first : first + whole * C].unflatten(1, (whole, C)))
+        n, first = slab.last - slab.first, slab.first * C
+        tokens = tile.view(n, B, H, HV // H, C, D).permute(1, 0, 4, 2, 3, 5)  # [B, n, C, H, group, D]
+        x = x[:, first : first + n * C]
+        whole = x.shape[1] // C
         if whole < n:
-            rest = x[:, first + whole * C :]
-            tokens[:, whole, : rest.shape[1]].copy_(rest)
-            tokens[:, whole, rest.shape[1] :] = 0
+            rest, last = x[:, whole * C :], tokens[:, whole]
+            _put(rest.reshape(B, rest.shape[1], H, 1, D), last[:, : rest.shape[1]], minus)
+            last[:, rest.shape[1] :] = 0
+            x, tokens = x[:, : whole * C], tokens[:, :whole]
+        _put(x.reshape(B, whole, C, H, 1, D), tokens, minus)
         return tile
 
-    def store(self, tile: Tensor, slab: Slab, out: Tensor) -> None:
-        """The chunks `[chunks, C, D]` of a slab back to their tokens in `out` `[B, T, H, D]`, summed over the value heads of a head."""
+    def store(self, tile: Tensor, slab: Slab, out: Tensor, minus: bool = False) -> None:
+        """The chunks `[chunks, C, D]` of a slab, or minus them, back to their tokens in `out` `[B, T, H, D]`, summed over the value heads
+        of a head."""
         HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
         B, _, H = out.shape[:3]
         out = out.view(B, T, H, -1)
@@ -130,15 +133,18 @@ class Layout:
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
             there = index < T
-            out[0, index[there]] = tile.unflatten(0, (-1, H)).transpose(1, 2)[there].to(out.dtype)
+            tokens = tile.unflatten(0, (-1, H)).transpose(1, 2)[there].to(out.dtype)
+            out[0, index[there]] = tokens.neg_() if minus else tokens
             return
-        n = slab.last - slab.first
-        tokens = tile.unflatten(0, (n, B, H)).permute(1, 0, 3, 2, 4)  # [B, n, C, H, D]
-        whole, first = min(slab.last, T // C) - slab.first, slab.first * C
-        out[:, first : first + whole * C].unflatten(1, (whole, C)).copy_(tokens[:, :whole])
+        n, first = slab.last - slab.first, slab.first * C
+        tokens = tile.view(n, B, H, C, out.shape[3]).permute(1, 0, 3, 2, 4)  # [B, n, C, H, D]
+        out = out[:, first : first + n * C]
+        whole = out.shape[1] // C
         if whole < n:
-            rest = out[:, first + whole * C :]
-            rest.copy_(tokens[:, whole, : rest.shape[1]])
+            rest = out[:, whole * C :]
+            _put(tokens[:, whole, : rest.shape[1]], rest, minus)
+            out, tokens = out[:, : whole * C], tokens[:, :whole]
+        _put(tokens, out.unflatten(1, (whole, C)), minus)
 
     def first_state(self, state: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The state `[N, HV, K, V]` a pass starts from (None: zeros), in the order of the chunks, as a new `[N * HV, K, V]`."""
@@ -152,3 +158,11 @@ class Layout:
         """The inverse of `first_state`."""
         state = state.unflatten(0, (self.problem.sequences, self.problem.value_heads))
         return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
+
+
+def _put(x: Tensor, out: Tensor, minus: bool) -> None:
+    """`x` or `-x` into `out`, in the dtype of that."""
+    if minus:
+        torch.mul(x.expand_as(out), -1, out=out)  # torch.neg takes no other dtype
+    else:
+        out.copy_(x)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from flashmix.ops._scratch import scratch
-from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, TokenDecay
+from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
+from flashmix.ops.recurrence.portable.token_gate import TokenDecay
 from flashmix.ops.recurrence.portable.value_gate import ValueDecay
 
 Decay = NoDecay | TokenDecay | ChannelDecay | ValueDecay

@@ -32,35 +32,36 @@ def row_kinds(problem: Problem) -> tuple[Row, ...]:
 
 @dataclass
 class Tiles:
-    """The keys of a slab, `X` `[chunks, R, C, K]` and `Y` `[chunks, S, C, K]`, its write strengths and log decays."""
+    """The keys of a slab, `X` `[chunks, R, C, K]` and `Y` `[chunks, S, C, K]`, its write strengths (negated) and log decays."""
 
     X: Tensor
     Y: Tensor
-    beta: Tensor | None  # [chunks, C, 1]
+    minus_beta: Tensor | None  # [chunks, C, 1]
     g: Tensor | None  # [chunks, C, 1 or K or V]
 
 
-def load_tiles(problem: Problem, layout: Layout, slab: Slab, x: Operands, like: Tensor) -> Tiles:
-    """The tiles of a slab, in the dtype of `like`."""
+def load_tiles(
+    problem: Problem, layout: Layout, slab: Slab, x: Operands, like: Tensor, gate: bool = True
+) -> Tiles:  # fmt: skip
+    """The tiles of a slab, in the dtype of `like`, the log decay's only with `gate`."""
     rule, C, n = problem.rule, layout.C, slab.count
     X = scratch.tile(like, n, 2 if rule.corrected else 1, C, problem.K)
     Y = scratch.tile(like, n, 2 if rule is Rule.DPLR else 1, C, problem.K)
     layout.load(x.q, slab, X[:, 0])
-    if x.k is not None:
+    if x.k is not None and x.beta is None:
         layout.load(x.k, slab, Y[:, 0])
     if x.a is not None and x.b is not None:
         layout.load(x.a, slab, X[:, 1])
         layout.load(x.b, slab, Y[:, -1])
-    beta = g = None
-    if x.beta is not None:
-        beta = layout.load(x.beta, slab, scratch.tile(like, n, C, 1))
-        torch.neg(Y[:, 0], out=X[:, 1])
-        Y[:, 0] *= beta
-    if x.g is not None:
+    minus_beta = g = None
+    if x.k is not None and x.beta is not None:
+        minus_beta = layout.load(x.beta, slab, scratch.tile(like, n, C, 1), minus=True)
+        torch.mul(layout.load(x.k, slab, X[:, 1], minus=True), minus_beta, out=Y[:, 0])
+    if x.g is not None and gate:
         per_token = x.g.expand(problem.batch, problem.tokens, -1) if problem.gate is Gate.HEAD else x.g
         channels = per_token.shape[3] if per_token.dim() == 4 else 1
         g = layout.load(per_token, slab, scratch.tile(like, n, C, channels))
-    return Tiles(X, Y, beta, g)
+    return Tiles(X, Y, minus_beta, g)
 
 
 class Gradients:
@@ -80,13 +81,13 @@ class Gradients:
         """Writes the gradients of a slab to their tokens; `dv` `[chunks, C, V]` is that of raw values or of the target."""
         layout.store(dX[:, 0], slab, self.q)
         layout.store(dv, slab, self.v)
-        dk = dY[:, 0]
-        if self.beta is not None and tiles.beta is not None:
-            minus_dbeta = torch.mul(dk, tiles.X[:, 1], out=tiles.Y[:, 0]).sum(-1, keepdim=True)
-            layout.store(minus_dbeta.neg_(), slab, self.beta)
-            dk = dX[:, 1].neg_().addcmul_(dk, tiles.beta)
-        if self.k is not None:
-            layout.store(dk, slab, self.k)
+        if self.k is not None and self.beta is not None and tiles.minus_beta is not None:
+            # with a = -k and y = -beta a: dbeta = -dy . a, dk = -(da - beta dy)
+            minus_dbeta = torch.mul(dY[:, 0], tiles.X[:, 1], out=tiles.Y[:, 0]).sum(-1, keepdim=True)
+            layout.store(minus_dbeta, slab, self.beta, minus=True)
+            layout.store(dX[:, 1].addcmul_(dY[:, 0], tiles.minus_beta), slab, self.k, minus=True)
+        elif self.k is not None:
+            layout.store(dY[:, 0], slab, self.k)
         if self.a is not None and self.b is not None:
             layout.store(dX[:, 1], slab, self.a)
             layout.store(dY[:, -1], slab, self.b)

@@ -8,29 +8,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+SMALL = 8  # rows of the blocks that are inverted token by token
+
 
 def transform_forward(A: Tensor, out: Tensor) -> Tensor:
-    """Fills `out` with the inverse of `I - A` for strictly lower triangular `A` `[chunks, C, C]`, by blocks of 4, 8, 16, ... rows.
+    """Fills `out` with the inverse of `I - A` for strictly lower triangular `A` `[chunks, C, C]`, by blocks of 8, 16, ... rows.
 
-    A 4 x 4 block is nilpotent of order 4, so its inverse is `(I + A)(I + A^2)`. Two neighbouring inverses `T_1, T_2` of size
-    h and the block `A_21` between them give the inverse of size 2h: `[[T_1, 0], [T_2 A_21 T_1, T_2]]`.
+    Small blocks by forward substitution. Two neighbouring inverses `T_1, T_2` of size h and the block `A_21` between them give
+    the inverse of size 2h: `[[T_1, 0], [T_2 A_21 T_1, T_2]]`.
     """
-    chunks, C, _ = A.shape
-    eye = torch.eye(4, dtype=A.dtype, device=A.device)
-    h = 4
-    block = _diagonal_blocks(A, h).reshape(-1, h, h)
-    first = (eye + block) @ (eye + block @ block)
-    _diagonal_blocks(out.zero_(), h).copy_(first.view(chunks, -1, h, h))
+    C = A.shape[1]
+    _small_blocks(A, out.zero_())
+    h = SMALL
     while h < C:
-        pairs = _diagonal_blocks(out, 2 * h)
-        T1, T2 = pairs[:, :, :h, :h].reshape(-1, h, h), pairs[:, :, h:, h:].reshape(-1, h, h)
-        between = _diagonal_blocks(A, 2 * h)[:, :, h:, :h].reshape(-1, h, h)
-        pairs[:, :, h:, :h] = (T2 @ between @ T1).view(chunks, -1, h, h)
+        for first in range(0, C, 2 * h):  # block after block: operands are views, where all at once would be copies
+            one, two = slice(first, first + h), slice(first + h, first + 2 * h)
+            lower = out[:, two]
+            lower[:, :, one] = torch.bmm(lower[:, :, two], torch.bmm(A[:, two, one], out[:, one, one]))
         h *= 2
     return out
 
 
-def _diagonal_blocks(A: Tensor, h: int) -> Tensor:
-    """The blocks of size h on the diagonal of `A` `[chunks, C, C]`: a view `[chunks, C / h, h, h]`."""
-    n = A.shape[-1] // h
-    return A.unflatten(-1, (n, h)).unflatten(1, (n, h)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+def _small_blocks(A: Tensor, out: Tensor) -> None:
+    """The inverses of the small blocks on the diagonal, all at once: row i of `T` is that of `I` plus `A_ij` times row j for j < i."""
+    block = (
+        _diagonal_blocks(A).permute(2, 3, 1, 0).contiguous()
+    )  # [row, column, block, chunk]: rows of all blocks side by side
+    T = block.clone()  # the identity's part of each row; its diagonal is set below
+    for j in range(1, SMALL - 1):
+        T[j + 1 :, :j].add_(block[j + 1 :, j, None] * T[j, :j])
+    blocks = _diagonal_blocks(out)
+    blocks.copy_(T.permute(3, 2, 0, 1))
+    blocks.diagonal(dim1=2, dim2=3).fill_(1)
+
+
+def _diagonal_blocks(A: Tensor) -> Tensor:
+    """The small blocks on the diagonal of `A` `[chunks, C, C]`: a view `[chunks, C / 8, 8, 8]`."""
+    n = A.shape[-1] // SMALL
+    return A.unflatten(-1, (n, SMALL)).unflatten(1, (n, SMALL)).diagonal(dim1=1, dim2=3).movedim(-1, 1)

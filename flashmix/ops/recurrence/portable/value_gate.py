@@ -20,19 +20,18 @@ from flashmix.ops.recurrence.portable.gate import (
     _add_rows,
     _apply,
     _blocks,
-    _Gated,
     _halves,
     _product,
     _product_backward,
     _row_factors,
     _sweep,
-    _sweep_backward,
+    _Swept,
     _times,
     matmul,
 )  # fmt: skip
 
 
-class ValueDecay(_Gated):
+class ValueDecay(_Swept):
     """One decay a token, head and channel of the values, `[chunks, C, V]`."""
 
     shared = 1
@@ -98,7 +97,7 @@ class ValueDecay(_Gated):
         """What reaches `W` by the scores; takes note of what reaches these and the gate."""
         dW = scratch.tile(W, *W.shape).zero_()
         self._dA = scratch.tile(A, *A.shape).zero_()
-        self._dlevels: dict[int, tuple[Tensor, Tensor]] = {}
+        self._dlevels = {}
         if self._kind.diagonal:
             torch.mul(dO, A.diagonal(dim1=1, dim2=2).unsqueeze(-1), out=dW)
             self._dA.diagonal(dim1=1, dim2=2).copy_((dO * W).sum(-1))
@@ -115,10 +114,6 @@ class ValueDecay(_Gated):
 
     def scores_backward(self, dZ: Tensor, W: Tensor) -> Tensor:
         return self._dA
-
-    def finish(self) -> Tensor:
-        """The gradient of the log decay, like its tile."""
-        return _sweep_backward(self._dprefix, self._dsuffix, self._dlevels)
 
 
 def _block(A: Tensor, h: int) -> Tensor:
