@@ -92,6 +92,8 @@ def compile_launch(launch: Launch) -> Compiled:
     """What a recorded launch comes to on the target it was recorded for; needs no GPU. No product may have lost a descriptor."""
     with sound_ptxas():
         made = code_of(launch)
+    chosen = "_do_compile" in vars(launch.kernel)  # with_sound_ptxas puts it there
+    assert chosen or "wgmma" not in made.asm["ptx"], f"{launch.name} has products, but not with_sound_ptxas"
     lost = lost_descriptors(made.asm["ptx"], made.asm["cubin"])
     assert not lost, f"{launch.key}: {lost} read what they should not"
     registers, stack = _resources(made.asm["cubin"])
