@@ -23,6 +23,7 @@ from flashmix.ops._head import (
     rows_backward,
     rows_forward,
 )
+from flashmix.ops._operator import differentiable, once_differentiable, operator
 from flashmix.ops._rowwise import Operator, compute_dtype, portable, triton, wants_gradient
 from flashmix.ops.cross_entropy_parallel import parallel_losses
 
@@ -241,8 +242,7 @@ class _Overwriting(torch.autograd.Function):
         return rows, None, None, None
 
 
-@torch.library.custom_op("flashmix::cross_entropy", mutates_args=())
-def _losses(
+def _run_losses(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """The loss and the log-sum-exp of each row of `logits [N, V]`."""
@@ -253,8 +253,7 @@ def _losses(
     return losses, lse
 
 
-@torch.library.custom_op("flashmix::cross_entropy_backward", mutates_args=())
-def _gradient(
+def _run_gradient(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float,
 ) -> Tensor:  # fmt: skip
@@ -272,8 +271,7 @@ def _gradient_into(
         d_logits[rows] = rows_backward(z, target[rows], lse[rows], grad[rows], options)
 
 
-@torch.library.custom_op("flashmix::linear_cross_entropy", mutates_args=())
-def _linear_losses(
+def _run_linear_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, chunk: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -289,8 +287,7 @@ def _linear_losses(
     return losses, lse
 
 
-@torch.library.custom_op("flashmix::linear_cross_entropy_backward", mutates_args=())
-def _linear_gradients(
+def _run_linear_gradients(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, chunk: int, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
@@ -307,25 +304,25 @@ def _linear_gradients(
     return gradients.results()
 
 
-@_losses.register_fake
-def _(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_losses(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(logits)
     return logits.new_empty(logits.shape[0], dtype=wide), logits.new_empty(logits.shape[0], dtype=wide)
 
 
-@_gradient.register_fake
-def _(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+def _fake_gradient(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits)
 
 
-@_linear_losses.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_linear_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(hidden, weight, bias)
     return hidden.new_empty(hidden.shape[0], dtype=wide), hidden.new_empty(hidden.shape[0], dtype=wide)
 
 
-@_linear_gradients.register_fake
-def _(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+def _fake_linear_gradients(
+    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
     return HeadGradients(hidden, weight, bias, rest[-1]).results()
 
 
@@ -347,11 +344,11 @@ def _linear_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, 
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *[None] * 6
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("the cross entropy has no second derivative")
-
-
-_losses.register_autograd(_backward, setup_context=_setup_context)
-_linear_losses.register_autograd(_linear_backward, setup_context=_setup_context)
-_gradient.register_autograd(_no_second_derivative)
-_linear_gradients.register_autograd(_no_second_derivative)
+_losses = operator("cross_entropy", _run_losses, _fake_losses)
+_gradient = operator("cross_entropy_backward", _run_gradient, _fake_gradient)
+_linear_losses = operator("linear_cross_entropy", _run_linear_losses, _fake_linear_losses)
+_linear_gradients = operator("linear_cross_entropy_backward", _run_linear_gradients, _fake_linear_gradients)
+differentiable("cross_entropy", _backward, _setup_context)
+differentiable("linear_cross_entropy", _linear_backward, _setup_context)
+once_differentiable("cross_entropy")
+once_differentiable("linear_cross_entropy")

@@ -29,6 +29,7 @@ from flashmix.ops._head import (
     room_for_logits,
     rows_at_once,
 )
+from flashmix.ops._operator import differentiable, once_differentiable, operator
 from flashmix.ops._rowwise import Operator, compute_dtype, portable, triton, wants_gradient
 from flashmix.ops.cross_entropy import linear_cross_entropy
 
@@ -297,8 +298,7 @@ _GRPO_SUM = Operator(
 )
 
 
-@torch.library.custom_op("flashmix::linear_kl_divergence", mutates_args=())
-def _divergences(
+def _run_divergences(
     hidden: Tensor, weight: Tensor, bias: Tensor | None,
     teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None,
     scale: float, reverse: bool, chunk: int,
@@ -317,8 +317,7 @@ def _divergences(
     return losses
 
 
-@torch.library.custom_op("flashmix::linear_kl_divergence_backward", mutates_args=())
-def _gradients(
+def _run_gradients(
     grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None,
     teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None,
     scale: float, reverse: bool, chunk: int, needs: list[bool],
@@ -345,13 +344,11 @@ def _gradients(
     return gradients.results()
 
 
-@_divergences.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, *_: Any) -> Tensor:
+def _fake_divergences(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, *_: Any) -> Tensor:
     return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden, weight, bias, teacher_hidden))
 
 
-@_gradients.register_fake
-def _(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
+def _fake_gradients(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
     return HeadGradients(hidden, weight, bias, rest[-1]).results()
 
 
@@ -366,9 +363,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *[None] * 6
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError("linear_kl_divergence has no second derivative")
-
-
-_divergences.register_autograd(_backward, setup_context=_setup_context)
-_gradients.register_autograd(_no_second_derivative)
+_divergences = operator("linear_kl_divergence", _run_divergences, _fake_divergences)
+_gradients = operator("linear_kl_divergence_backward", _run_gradients, _fake_gradients)
+differentiable("linear_kl_divergence", _backward, _setup_context)
+once_differentiable("linear_kl_divergence")
