@@ -45,6 +45,7 @@ BLACKWELL: Rows = HOPPER | {
     "keys": {64: (64, 64, 8, 1), 128: (64, 64, 8, 1)},
     "keys alone": {192: (64, 64, 8, 1), 256: (64, 64, 8, 1)},
     "values": {192: (64, 64, 8, 1), 256: (64, 64, 8, 1)},
+    "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 4, 2)},
 }
 # 163 KiB of shared memory and the matrix instructions of Ampere
 AMPERE: Rows = {
