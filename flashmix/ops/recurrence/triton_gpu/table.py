@@ -51,8 +51,14 @@ def tiles(problem: Problem, segments: int | None = None) -> Tiles:
             C=32,
             gate={"BK": min(K, 32), "num_warps": 4},
             scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
-            state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
-            maps={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
+            state={
+                "BK": K,
+                "BV": 16,
+                "num_warps": 4,
+                "STAGES": 1,
+                "maxnreg": 255,
+            },  # left alone, ptxas takes 32 and spills the rest
+            maps={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1, "maxnreg": 255},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
             pairs={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
@@ -77,7 +83,7 @@ def tiles(problem: Problem, segments: int | None = None) -> Tiles:
             "STAGES": 3 if hopper and K <= 128 and not channel and not dplr else stages,
         },
         state_backward={"BK": K, "BV": BV if hopper or not dplr else min(BV, 32), "num_warps": 4, "STAGES": stages},
-        output=_output(32 if channel else min(K, 32), V, small),
+        output=_output(32 if channel else min(K, 32), V, small, dplr),
         pairs={"BK": 32 if hopper and not dplr else 16, "BV": min(V, 64), "num_warps": 4 if hopper else 8, "STAGES": 1},
         join=_join(problem, K),
         segments=segments,
@@ -97,9 +103,10 @@ def _scores(K: int, channel: bool, dplr: bool, hopper: bool, BK: int) -> dict[st
     return {"BK": min(K, BK if hopper else 64), "num_warps": 4, "num_stages": 1, **limit}
 
 
-def _output(BK: int, V: int, small: bool) -> dict[str, int]:
+def _output(BK: int, V: int, small: bool, dplr: bool) -> dict[str, int]:
     """All values in one tile where there is room for them: they are read once for all keys."""
-    return {"BK": BK, "BV": V if V <= 128 and not small else min(V, 64), "num_warps": 4, "STAGES": 1}
+    BV = min(V, 32 if dplr else 64) if small else V if V <= 128 else 64
+    return {"BK": BK, "BV": BV, "num_warps": 4, "STAGES": 1}
 
 
 def _join(problem: Problem, K: int) -> dict[str, int]:
