@@ -51,13 +51,8 @@ def tiles(problem: Problem, segments: int | None = None) -> Tiles:
             C=32,
             gate={"BK": min(K, 32), "num_warps": 4},
             scores={"BK": min(K, 32), "num_warps": 4, "num_stages": 1},
-            state={
-                "BK": K,
-                "BV": 16,
-                "num_warps": 4,
-                "STAGES": 1,
-                "maxnreg": 255,
-            },  # left alone, ptxas takes 32 and spills the rest
+            # left alone, ptxas takes 32 registers here and spills the rest
+            state={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1, "maxnreg": 255},
             maps={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1, "maxnreg": 255},
             state_backward={"BK": K, "BV": 16, "num_warps": 4, "STAGES": 1},
             output={"BK": min(K, 32), "BV": min(V, 32), "num_warps": 4, "STAGES": 1},
