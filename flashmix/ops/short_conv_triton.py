@@ -21,18 +21,19 @@ SHORT = 64  # sequences of fewer tokens share a program
 
 @dataclass(frozen=True)
 class Tile:
-    """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor."""
+    """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor; most registers a thread, or 0."""
 
     block: int
     warps: int
     group: int
     programs: int
+    registers: int = 0
 
 
 # Of widths and bytes of a number up to the first two: tiles forward, backward, and backward where a program's rows may belong
 # to several sequences, which is more code a row: few rows at once.
 TABLE = (
-    (4, 2, Tile(512, 4, 4, 32), Tile(512, 4, 6, 3), Tile(256, 2, 2, 6)),
+    (4, 2, Tile(512, 4, 4, 32), Tile(512, 4, 4, 4, 128), Tile(256, 2, 2, 6)),
     (4, 4, Tile(512, 4, 4, 32), Tile(512, 4, 4, 3), Tile(256, 2, 2, 6)),
     (8, 4, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16), Tile(128, 4, 1, 16)),
 )
@@ -84,6 +85,7 @@ class Plan:
     block: int
     group: int
     warps: int
+    registers: int
     span: int
     blocks: int
     jobs: int
@@ -92,7 +94,8 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"MODE": self.mode, "BLOCK": self.block, "ALIGN": self.align, "num_warps": self.warps}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"MODE": self.mode, "BLOCK": self.block, "ALIGN": self.align, "num_warps": self.warps, **limit}
 
 
 def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) -> Plan:
@@ -121,7 +124,8 @@ def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) ->
     align = math.gcd(16, *c.channels, *(stride for pair in strides for part in pair for stride in part))
     jobs = sequences * triton.cdiv(rows, span)
     units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
-    return Plan(mode, block, group, max(1, tile.warps * block // tile.block), span, blocks, jobs, align, units)
+    warps = max(1, tile.warps * block // tile.block)
+    return Plan(mode, block, group, warps, tile.registers, span, blocks, jobs, align, units)
 
 
 def _spans(programs: int, each: int, rows: int) -> int:
@@ -150,14 +154,14 @@ def _units(c: Convolution, p: Plan) -> tuple[tuple[int, ...], int]:
 def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None, residual: Tensor | None = None) -> None:
     """Fills `y`, tensors like x, contiguous, and the state after each sequence; one part may have a residual."""
     batch, tokens, _ = c.x[0].shape
-    added = c.x if residual is None else rows_of([residual])
+    added = c.x[:1] if residual is None else rows_of([residual])
     p = plan(c, added)
     (channels, total), any_of = _units(c, p), c.x[0]
     jobs, states = p.jobs, 0 if final is None or c.width == 1 else c.count
     if (jobs + states) * p.blocks == 0:
         return
     forward_kernels.short_conv_forward_kernel[((jobs + states) * p.blocks,)](
-        c.x, c.weight, c.bias or c.weight, added, y, any_of if c.state is None else c.state,
+        c.x, c.weight, c.bias or any_of, added, y, any_of if c.state is None else c.state,
         any_of if final is None else final, any_of if c.sequence is None else c.sequence,
         any_of if c.starts is None else c.starts, *p.strides[0], *p.strides[1], channels,
         tokens, batch * tokens, c.count, p.span, p.blocks, jobs, total,
@@ -190,7 +194,7 @@ def backward(
     state, final = any_of if c.state is None else c.state, any_of if dfinal is None else dfinal
     if p.jobs * p.blocks:
         backward_kernels.short_conv_backward_kernel[(p.jobs * p.blocks,)](
-            c.x, c.weight, c.bias or c.weight, flows, dx, state, final, partial,
+            c.x, c.weight, c.bias or any_of, flows, dx, state, final, partial,
             any_of if c.sequence is None else c.sequence, starts, *p.strides[0], *p.strides[1], channels,
             tokens, batch * tokens, c.count, p.span, p.blocks, p.jobs, total,
             HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted,
@@ -200,24 +204,29 @@ def backward(
         _sum_weights(c, p, partial, dweight, dbias)
     if dstate is not None and dstate.numel():
         backward_kernels.short_conv_state_backward_kernel[(c.count * p.blocks,)](
-            c.x, c.weight, c.bias or c.weight, flows, state, dstate, final, starts, *p.strides[0], *p.strides[1],
+            c.x, c.weight, c.bias or any_of, flows, state, dstate, final, starts, *p.strides[0], *p.strides[1],
             channels, tokens, batch * tokens, c.count, p.blocks, total, HAS_DFINAL=dfinal is not None, **_common(c, p),
         )  # fmt: skip
 
 
 def _sum_weights(c: Convolution, p: Plan, partial: Tensor, dweight: Tensors, dbias: Tensors) -> None:
     """A frozen part among others is summed too and thrown away."""
-    given = any(t is not None for t in dweight), any(t is not None for t in dbias)
-    weights = tuple(torch.empty_like(w) if d is None else d for w, d in zip(c.weight, dweight, strict=True))
-    biases = tuple(torch.empty_like(w[:, 0]) if d is None else d for w, d in zip(c.weight, dbias, strict=True))
+    weights, biases = _all_of(dweight, c.weight), _all_of(dbias, c.bias)
     block = min(64, p.block)
     blocks = sum(triton.cdiv(size, block) for size in c.channels)
     channels, total = _units(c, p)
-    columns = c.width + 1 if given[1] else c.width
+    columns = c.width + 1 if biases else c.width
     backward_kernels.short_conv_weight_backward_kernel[(blocks * columns,)](
-        partial, weights, biases, channels, p.jobs, blocks, total, WIDTH=c.width, PARTS=len(c.x), HAS_WEIGHT=given[0],
-        HAS_BIAS=given[1], BLOCK=block, GROUP=16, ALIGN=p.align,
+        partial, weights or partial, biases or partial, channels, p.jobs, blocks, total, WIDTH=c.width, PARTS=len(c.x),
+        HAS_WEIGHT=bool(weights), HAS_BIAS=bool(biases), BLOCK=block, GROUP=16, ALIGN=p.align,
     )  # fmt: skip
+
+
+def _all_of(gradients: Tensors, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Where to write the gradients of all parts, if one of them is wanted."""
+    if all(t is None for t in gradients):
+        return ()
+    return tuple(torch.empty_like(t) if d is None else d for d, t in zip(gradients, like, strict=True))
 
 
 class ShortConv:
