@@ -31,9 +31,17 @@ STACK = {
     "channel_output_backward_kernel": 1080,
     "channel_pairs_backward_kernel": 488,
 }
-# The same of all rules, gates and sizes. float32, whose products are unrolled on the ordinary units, was never tuned, and its number
-# is room above what was counted on sm_86 and sm_90 (5,304), not a count on every target.
-STACK_OF_ANY = {torch.bfloat16: 2048, torch.float32: 6400}
+# The same of all rules, gates and sizes, counted on every target (2026-11-21): in bfloat16, and in float32, whose products are
+# unrolled on the ordinary units.
+STACK_OF_ANY = {
+    "scores_forward_kernel": (400, 8),
+    "state_forward_kernel": (952, 3544),
+    "state_backward_kernel": (816, 3440),
+    "output_backward_kernel": (776, 4816),
+    "channel_scores_forward_kernel": (320, 768),
+    "channel_output_backward_kernel": (1744, 40),
+    "channel_pairs_backward_kernel": (1312, 952),
+}
 
 
 def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
@@ -59,7 +67,9 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
             for launch in [*found, *(launch for launch in long if launch.key not in known)]:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
-                allowed = STACK_OF_ANY[dtype] if EVERYTHING else STACK.get(launch.name, 0)
+                allowed = STACK.get(launch.name, 0)
+                if EVERYTHING:
+                    allowed = STACK_OF_ANY.get(launch.name, (0, 0))[dtype == torch.float32]
                 assert made.stack <= allowed, (launch.key, made.stack)
 
 
