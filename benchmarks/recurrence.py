@@ -81,7 +81,7 @@ def compare(
             "transformers": lambda: with_backward(theirs, [*keys, head], do),
             "kda": lambda: with_backward(kda, [*keys, channel], do),
         },
-        repeats=9,
+        repeats=10,
     )
     return {
         "shape": "x".join(map(str, shape)),

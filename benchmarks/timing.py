@@ -17,11 +17,14 @@ from flashmix._arch import cpu_name
 RESULTS = Path(__file__).parent / "results"
 
 
-def medians(runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int = 3) -> dict[str, float]:
-    """Median milliseconds of each run. The runs take turns, so that what disturbs the machine disturbs all of them."""
+def medians(runs: dict[str, Callable[[], Any]], repeats: int = 16, warmup: int = 4) -> dict[str, float]:
+    """Median milliseconds of each run. The runs take turns, so that what disturbs the machine disturbs all of them.
+
+    Every other turn goes backwards: with one order, a run would always find the caches as the same other run leaves them; so `repeats` is even.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + repeats):
-        for name, run in runs.items():
+        for name, run in list(runs.items())[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             run()
             if turn >= warmup:

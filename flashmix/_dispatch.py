@@ -91,10 +91,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Example:
         >>> import torch, flashmix
-        >>> q = k = v = torch.randn(1, 8, 2, 16)
+        >>> q = k = v = torch.randn(1, 8, 2, 16, dtype=torch.float64)
         >>> print(flashmix.explain(flashmix.linear_attention, q, k, v))
         linear_attention: portable
-          triton: cannot run this: it needs tensors on a CUDA device, got cpu
+          triton: cannot run this: its kernels take float32, bfloat16 and float16, got torch.float64
+          native: cannot run this: it computes in float32, got float64
           portable: taken
     """
     token = _explaining.set(True)

@@ -101,7 +101,7 @@ def capabilities(device: torch.device | str = "cpu") -> dict[str, Capability]:
     """What each public op can do on `device`, by name.
 
     Example:
-        >>> found = capabilities()["gated_deltanet"]
+        >>> found = capabilities()["token_shift"]
         >>> found.backward, found.packed, found.step, found.implementations
         (True, True, True, ('portable',))
     """

@@ -56,7 +56,7 @@ def choices(device: torch.device | str) -> list[Explanation]:
     """What `explain` says of each public op on `device`, for a small float32 call.
 
     Example:
-        >>> {choice.op: choice.choice for choice in choices("cpu")}["delta_rule"]
+        >>> {choice.op: choice.choice for choice in choices("cpu")}["swiglu"]
         'portable'
     """
     return [explain(op, *arguments) for op, arguments in _small_calls(device)]

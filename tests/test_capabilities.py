@@ -48,6 +48,12 @@ def per_token(op: str) -> set[str]:
     }
 
 
+def taking(op: str, dtype: torch.dtype) -> list[str]:
+    """The implementations that take this dtype; all of them take float32."""
+    reasons = flashmix.explain(getattr(flashmix, op), **tiny_call(op, dtype)).reasons
+    return [impl for impl in FOUND[op].implementations if reasons[impl] is None]
+
+
 def test_every_public_op_is_there_and_runs() -> None:
     assert set(FOUND) == set(public_ops()) and len(FOUND) >= 29
     for can in FOUND.values():
@@ -59,7 +65,7 @@ def test_every_public_op_is_there_and_runs() -> None:
 def test_forward_in_every_dtype_with_every_implementation(op: str) -> None:
     for dtype in FOUND[op].dtypes:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        for impl in FOUND[op].implementations:
+        for impl in taking(op, dtype):
             first, *rest = run(op, tiny_call(op, dtype) | {"impl": impl})
             assert first.dtype == (wide if op in (*LOSSES, *GATES) else dtype)
             assert all(torch.isfinite(t).all() for t in (first, *rest))
@@ -68,7 +74,7 @@ def test_forward_in_every_dtype_with_every_implementation(op: str) -> None:
 @where("backward")
 def test_backward_in_every_dtype_with_every_implementation(op: str) -> None:
     for dtype in FOUND[op].dtypes:
-        for impl in FOUND[op].implementations:
+        for impl in taking(op, dtype):
             call = tiny_call(op, dtype) | {"impl": impl}
             leaves = {
                 name: value.requires_grad_()

@@ -18,7 +18,7 @@ from flashmix.ops.recurrence.segments import scan, transition
 
 STAGES = 4  # scores, transform, state, output: a chunked implementation rounds after each, the token loop once a token
 
-IMPLS = ["portable"]  # what runs on a CPU; the kernels run all of the cases in test_recurrence_gpu.py
+IMPLS = ["native", "portable"]  # what runs on a CPU; the kernels run all of the cases in test_recurrence_gpu.py
 BASE = [case for case in CASES if case.name in {f"{rule}-{gate}" for rule, gate in PAIRS}]
 
 
@@ -49,7 +49,7 @@ def references(case, inputs):
 
 
 def skip_what_is_refused(case, inputs, impl):
-    """A kernel may refuse a device or a case, in words; the portable implementation takes all."""
+    """An implementation may refuse a device or a case, in words; the portable one takes all."""
     reason = None if impl == "portable" else flashmix.explain(run_op, case, inputs).reasons[impl]
     if reason is not None:
         pytest.skip(reason)

@@ -388,7 +388,7 @@ def test_what_the_kernels_refuse_in_words(case: Case, dtype: torch.dtype, device
     x = {name: t.to(device) for name, t in make_inputs(case, dtype).items()}
     with pytest.raises(ValueError, match=rf"^impl='triton' cannot run this: {reason}"):
         run_op(case, x, "triton")
-    assert flashmix.explain(run_op, case, x).choice == "portable"
+    assert flashmix.explain(run_op, case, x).choice in ("native", "portable")
 
 
 GUARD = 1 << 16

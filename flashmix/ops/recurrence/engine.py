@@ -12,6 +12,7 @@ from torch import Tensor
 from flashmix import _gpu
 from flashmix._dispatch import Implementation, choose
 from flashmix.ops._operator import differentiable, once_differentiable, only_data, operator
+from flashmix.ops.recurrence.native.binding import missing
 from flashmix.ops.recurrence.problem import Gate, Operands, Problem
 
 
@@ -23,12 +24,27 @@ def _triton_supports(problem: Problem) -> str | None:
     return _gpu.refuses(problem.device, problem.dtype)
 
 
+def _native_supports(problem: Problem) -> str | None:
+    if problem.device.type != "cpu":
+        return f"it needs tensors on a CPU, got {problem.device.type}"
+    if problem.dtype == torch.float64:
+        return "it computes in float32, got float64"
+    if problem.gate is Gate.VALUE:
+        return "it has no decay on the value axis"
+    if problem.tokens == 1 and not problem.packed:
+        return "one token is a step, which it has none for"
+    if max(problem.K, problem.V) > 256:
+        return f"its tiles hold head dimensions up to 256, got K = {problem.K} and V = {problem.V}"
+    return missing()
+
+
 def _portable_supports(problem: Problem) -> str | None:
     return None
 
 
 IMPLEMENTATIONS: tuple[Implementation[Problem], ...] = (
     Implementation("triton", "flashmix.ops.recurrence.triton_gpu", _triton_supports),
+    Implementation("native", "flashmix.ops.recurrence.native", _native_supports),
     Implementation("portable", "flashmix.ops.recurrence.portable", _portable_supports),
 )
 _BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}

@@ -1,0 +1,164 @@
+/* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
+ * chunk's tiles in cache. `flashmix_forward` and `flashmix_backward` are all that is called from outside.
+ */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define CHUNK 64
+#define RUN 32
+
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define LOW4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define HIGH1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#else
+#error "needs GCC 12 or clang"
+#endif
+
+/* One call: its sizes, its operands, its results. Tensors are contiguous, `[tokens, heads, channels]`; absent ones are null. What a
+ * row or a column key is, of each rule: `problem_of` in problem.h.
+ */
+typedef struct {
+    int64_t sequences, value_heads, K, V, threads, scratch_numbers;
+    int64_t q_heads, k_heads, a_heads, b_heads;
+    int64_t gate, read_before; /* gate: 0 none, 1 one decay a token, 2 one a channel */
+    const int64_t *starts, *chunk_starts; /* [sequences + 1]: of tokens, of chunks */
+    const float *q, *k, *v, *beta, *a, *b, *g, *initial_state;
+    float *o, *state, *states, *nu; /* states [chunks, value_heads, K, V] and nu [tokens, value_heads, V] are what the backward needs */
+    const float *d_o, *d_state;
+    float *dq, *dk, *dv, *dbeta, *da, *db, *dg, *d_initial_state; /* each a value head's own */
+    float *scratch; /* threads x scratch_numbers */
+    double scale;
+} Call;
+
+enum { NO_GATE, TOKEN_GATE, CHANNEL_GATE };
+
+#include "problem.h"
+
+#if defined(__x86_64__)
+#define NAME(x) x##_avx512
+#define ROWS 8
+#define COLUMNS 2
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
+#endif
+#include "tiles.h"
+#include "chunk.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef NAME
+#undef ROWS
+#undef COLUMNS
+
+#define NAME(x) x##_avx2
+#define ROWS 6
+#define COLUMNS 1
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#include "tiles.h"
+#include "chunk.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef NAME
+#undef ROWS
+#undef COLUMNS
+#endif
+
+#define NAME(x) x##_plain
+#define ROWS 4
+#define COLUMNS 1
+#include "tiles.h"
+#include "chunk.h"
+#undef NAME
+
+typedef void (*Pass)(const Call *, int64_t sequence, int64_t head, float *scratch);
+
+enum { PLAIN, AVX2, AVX512 };
+static int most = AVX512;
+
+/* The instructions that are used: the best that the machine has, up to `limit` from now on. */
+int flashmix_instructions(int limit) {
+    most = limit;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (most >= AVX512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
+        return AVX512;
+    if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
+#endif
+    return PLAIN;
+}
+
+static Pass pass_of(int backward) {
+    switch (flashmix_instructions(most)) {
+#if defined(__x86_64__)
+    case AVX512: return backward ? backward_avx512 : forward_avx512;
+    case AVX2: return backward ? backward_avx2 : forward_avx2;
+#endif
+    default: return backward ? backward_plain : forward_plain;
+    }
+}
+
+/* Threads take the next sequence and head from a counter; each item is one thread's, so results do not depend on how many there are. */
+typedef struct {
+    const Call *call;
+    Pass pass;
+    atomic_long next;
+    atomic_int thread;
+} Work;
+
+static void *work(void *given) {
+    Work *w = given;
+    const Call *call = w->call;
+    float *scratch = call->scratch + atomic_fetch_add(&w->thread, 1) * call->scratch_numbers;
+    long items = call->sequences * call->value_heads;
+    for (long i; (i = atomic_fetch_add(&w->next, 1)) < items;)
+        w->pass(call, i / call->value_heads, i % call->value_heads, scratch);
+    return 0;
+}
+
+static void run(const Call *call, int backward) {
+    Work w = {.call = call, .pass = pass_of(backward)};
+    long items = call->sequences * call->value_heads;
+    long others = (call->threads < items ? call->threads : items) - 1, started = 0;
+    pthread_t threads[256];
+    if (others > 256) others = 256;
+    while (started < others && !pthread_create(&threads[started], 0, work, &w)) started++;
+    work(&w);
+    while (started) pthread_join(threads[--started], 0);
+}
+
+void flashmix_forward(const Call *call) { run(call, 0); }
+void flashmix_backward(const Call *call) { run(call, 1); }
+
+/* Numbers of scratch memory that a thread needs. */
+int64_t flashmix_scratch(int64_t K, int64_t V) {
+    int64_t Kp = (K + LANES - 1) / LANES * LANES, Vp = (V + LANES - 1) / LANES * LANES;
+    return SCRATCH(CHUNK, Kp, Vp);
+}

@@ -1,0 +1,28 @@
+"""What pyproject.toml cannot say: the C of the recurrence, compiled where there is a compiler; without one the package does without."""
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = "flashmix/ops/recurrence/native"
+
+
+class Library(build_ext):
+    """A shared library for ctypes, under a name that Python does not take for a module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so.0"
+
+
+setup(
+    cmdclass={"build_ext": Library},
+    ext_modules=[
+        Extension(
+            NATIVE.replace("/", ".") + ".librecurrence",
+            [f"{NATIVE}/recurrence.c"],
+            depends=[f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "chunk")],
+            extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
+            extra_link_args=["-pthread", "-lm"],
+            optional=True,
+        )
+    ],
+)
