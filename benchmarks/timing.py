@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 def medians(runs: dict[str, Callable[[], Any]], repeats: int = 16, warmup: int = 4) -> dict[str, float]:
     """Median milliseconds of each run. The runs take turns, so that what disturbs the machine disturbs all of them.
 
-    Every other turn goes backwards: with one order, a run would always find the caches as the same other run leaves them; so `repeats` is even.
+    Every other turn goes backwards, so `repeats` is even: in one order a run always finds the caches as the same other run leaves them.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warmup + repeats):
