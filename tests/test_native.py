@@ -104,6 +104,15 @@ def test_a_thread_stays_within_its_memory(monkeypatch, K, V):
 
 
 @needs_library
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_a_decay_that_is_no_number_is_not_hidden(gate):
+    inputs = make_inputs(Case("", "delta", gate, B=1, T=40, H=1, HV=1), torch.float32)
+    inputs["log_decay"][0, 20] = torch.nan
+    o, state = run_op(Case("", "delta", gate), inputs, "native")
+    assert torch.isnan(o[:, 20:]).all() and torch.isnan(state).all()
+
+
+@needs_library
 def test_a_loss_of_the_output_alone_or_of_the_state_alone():
     case = Case("", "untied", "channel", B=2, T=70)
     inputs = make_inputs(case, torch.float32)

@@ -20,7 +20,7 @@ from flashmix.ops.recurrence.problem import Gate, Operands, Problem
 
 __all__ = ["backward", "forward", "residual_shapes"]
 
-CHUNK = 64
+CHUNK = 64  # as in recurrence.c
 
 
 def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:

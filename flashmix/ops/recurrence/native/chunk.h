@@ -7,9 +7,9 @@ typedef struct {
     int n;                                     /* tokens */
     float *X[2], *Y[2], *rows[2], *columns[2]; /* keys, and as they meet the state: ~x and ^y of [1.6] */
     float *Yt[2], *A[2][2], *W[2];
-    float *total;                         /* [K]: e^{G_C} */
-    float *E, *prefix;                    /* one decay a token: e^{G_i - G_j}, e^{G_i} */
-    float *d, *F, *in, *Yb[2][BLOCKS];    /* one a channel: see channel_pairs */
+    float *total;                              /* [K]: e^{G_C} */
+    float *E, *prefix;                         /* one decay a token: e^{G_i - G_j}, e^{G_i} */
+    float *d, *F, *in, *Yb[2][BLOCKS];         /* one a channel: e^g, and see channel_pairs */
 } NAME(Chunk);
 
 static NAME(Chunk) NAME(chunk_of)(const Problem *p, float **memory) {
@@ -111,9 +111,9 @@ static void NAME(token_pairs)(const Problem *p, NAME(Chunk) * c, long first) {
 /* e^x of x <= 0: 2^round(x / ln 2) times a polynomial of the rest. */
 INLINE vector NAME(exponential)(vector x) {
     vector least = {0};
-    least -= 87.3f; /* below it 0, as nothing is left after a few tokens more; -inf too */
+    least -= 87.3f; /* below it 0, -inf too; NaN stays NaN */
     typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
-    whole there = x > least;
+    whole there = ~(x < least);
     x = (vector)((there & (whole)x) | (~there & (whole)least));
     vector n = x * 1.44269504f + 12582912.f - 12582912.f; /* rounds to whole numbers */
     vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -129,7 +129,7 @@ static void NAME(times)(int numbers, const float *f, const float *x, float *y) {
     for (int c = 0; c < numbers; c++) y[c] = f[c] * x[c];
 }
 
-/* Row `i` of a kind of row key in a tile of factors that has the row of token -1, ones, before it or not. */
+/* What a row key of token i is scaled by: its row of a tile of decays since token `begin`, if it is exclusive the row above. */
 static const float *NAME(factor)(const Problem *p, const Key *key, const float *tile, int i, int begin, const float *ones) {
     i -= key->exclusive;
     return i < begin ? ones : tile + i * p->Kp;

@@ -12,7 +12,7 @@
 #define CHUNK 64
 #define RUN 32
 
-typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

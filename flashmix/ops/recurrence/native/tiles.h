@@ -32,7 +32,8 @@ INLINE void NAME(block)(const int rows, const int columns, int depth, const floa
 #pragma GCC unroll 4
         for (int j = 0; j < columns; j++) {
             vector *to = (vector *)(C + i * ldc + j * LANES);
-            *to = add ? *to + sum[i][j] : sum[i][j]; /* added last: one by one onto what is there they err more */
+            if (add) sum[i][j] += *to; /* last: one by one onto what is there they err more */
+            *to = sum[i][j];
         }
 }
 
