@@ -34,7 +34,7 @@ def accumulator_dtype(dtype: torch.dtype, tokens: int, rows: int) -> torch.dtype
 
 def shape(vocabulary: int) -> dict[str, int]:
     """Lanes of a row's program, lines of them at once, and warps."""
-    lanes = min(2048, triton.next_power_of_2(vocabulary))
+    lanes = min(1024, triton.next_power_of_2(vocabulary))
     lines = min(4, triton.next_power_of_2(triton.cdiv(vocabulary, lanes)))
     return {"LINES": lines, "LANES": lanes, "num_warps": max(1, lanes // 256)}
 
