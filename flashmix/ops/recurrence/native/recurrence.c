@@ -10,12 +10,16 @@
 
 #define LANES 16
 #define CHUNK 64
-#define RUN 32
+#define RUN 32 /* products that are added before their sum is added to what is there */
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t order __attribute__((vector_size(4 * LANES)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (order){__VA_ARGS__})
+#endif
 #define LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
 #define HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 #define LOW4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
@@ -24,9 +28,6 @@ typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
 #define LOW1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
 #define HIGH1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-#else
-#error "needs GCC 12 or clang"
-#endif
 
 /* One call: its sizes, its operands, its results. Tensors are contiguous, `[tokens, heads, channels]`; absent ones are null. What a
  * row or a column key is, of each rule: `problem_of` in problem.h.
