@@ -12,6 +12,7 @@ from budget import relative_errors
 from cases import CASES, PAIRS, Case, gradients, make_inputs, run_definition, run_op
 
 import flashmix
+from flashmix.ops.recurrence import engine
 from flashmix.ops.recurrence.engine import recurrence
 from flashmix.ops.recurrence.problem import Operands
 from flashmix.ops.recurrence.segments import scan, transition
@@ -46,6 +47,16 @@ def references(case, inputs):
     exact = evaluate(run_definition, case, wide, torch.float64, dtype=dtype)
     plain = evaluate(run_definition, case, {n: t.float() for n, t in inputs.items()}, torch.float32, dtype=dtype)
     return exact, plain
+
+
+@pytest.fixture(params=IMPLS)
+def taken(request, monkeypatch):
+    """What `impl="auto"` takes first: all that is there, or the portable one as where there is no C compiler."""
+    if request.param == "portable":
+        monkeypatch.setattr(engine, "missing", lambda: "left out by this test")
+
+
+each_implementation = pytest.mark.usefixtures("taken")
 
 
 def skip_what_is_refused(case, inputs, impl):
@@ -102,6 +113,7 @@ def same_bits(a, b, what):
     assert torch.equal(a, b), f"{what}: {(a != b).sum().item()} of {a.numel()} differ"
 
 
+@each_implementation
 @named(BASE)
 def test_packed_is_one_by_one(case):
     lengths = (5, 0, 64, 65, 1, 33, 129)
@@ -124,6 +136,7 @@ def test_packed_is_one_by_one(case):
         first += length
 
 
+@each_implementation
 @named(BASE)
 def test_batch_invariance(case):
     inputs = make_inputs(replace(case, B=5, T=100), torch.float32)
@@ -136,6 +149,7 @@ def test_batch_invariance(case):
         same_bits(outputs[1], whole["state"][n : n + 1], "state")
 
 
+@each_implementation
 @named(BASE)
 def test_prefix_invariance_of_outputs_and_gradients(case):
     T, prefix = 150, 77
@@ -163,6 +177,7 @@ def test_prefix_invariance_of_outputs_and_gradients(case):
             same_bits(g[name] if name == "initial_state" else g[name][:, :prefix], grad, f"gradient of {name}")
 
 
+@each_implementation
 @named(BASE)
 def test_split_with_carried_state_is_the_whole(case):
     inputs = make_inputs(replace(case, T=130), torch.float32)
@@ -176,6 +191,7 @@ def test_split_with_carried_state_is_the_whole(case):
     assert_within_budget("state", state, exact["state"], plain["state"])
 
 
+@each_implementation
 @named(BASE)
 def test_steps_are_the_whole(case):
     inputs = make_inputs(replace(case, T=20, HV=4), torch.float32)
@@ -189,6 +205,7 @@ def test_steps_are_the_whole(case):
     assert_within_budget("state", state, exact["state"], plain["state"])
 
 
+@each_implementation
 @named(BASE)
 def test_determinism(case):
     inputs = make_inputs(replace(case, T=200), torch.float32)
@@ -198,6 +215,7 @@ def test_determinism(case):
             same_bits(got, first[name], name)
 
 
+@each_implementation
 def test_threads_do_not_share_scratch_memory():
     case = Case("", "delta", "token", T=300)
     inputs = make_inputs(case, torch.float32)
@@ -208,6 +226,7 @@ def test_threads_do_not_share_scratch_memory():
                 same_bits(got, expected[name], name)
 
 
+@each_implementation
 def test_calls_in_inference_mode_leave_memory_that_others_can_write():
     case = Case("", "delta", "token", T=100)
     inputs = make_inputs(case, torch.float32)
@@ -224,6 +243,7 @@ def test_calls_in_inference_mode_leave_memory_that_others_can_write():
         same_bits(found[name], got, name)
 
 
+@each_implementation
 @named(BASE)
 def test_non_contiguous_inputs(case):
     inputs = make_inputs(case, torch.float32)
@@ -235,6 +255,7 @@ def test_non_contiguous_inputs(case):
             same_bits(got, plain[name], name)
 
 
+@each_implementation
 @named([case for case in BASE if case.gate != "value" and not case.rule.endswith("_before")])
 def test_segments_join_to_the_whole(case):
     whole = replace(case, T=96)
@@ -263,6 +284,7 @@ def test_segments_join_to_the_whole(case):
     assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])
 
 
+@each_implementation
 @named([case for case in BASE if case.gate in ("none", "channel", "value")])
 def test_compiles_as_one_graph(case):
     inputs = make_inputs(case, torch.float32)
@@ -274,6 +296,7 @@ def test_compiles_as_one_graph(case):
         same_bits(got[name], t, name)
 
 
+@each_implementation
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("rule", ("linear", "delta", "dplr", "value"))
 def test_opcheck(rule, packed):
@@ -286,6 +309,7 @@ def test_opcheck(rule, packed):
     torch.library.opcheck(recurrence, (*args, cu, 0.5, False, True, "portable", gate == "value"))
 
 
+@each_implementation
 def test_autocast_lowers_the_operands_and_keeps_gates_and_states():
     case = Case("", "delta", "token")
     inputs = make_inputs(case, torch.float32)
@@ -298,6 +322,7 @@ def test_autocast_lowers_the_operands_and_keeps_gates_and_states():
         same_bits(got[name], t.to(got[name].dtype), name)
 
 
+@each_implementation
 def test_checkpointing_gives_the_same_gradients():
     case = Case("", "delta", "channel", T=100)
     inputs = make_inputs(case, torch.float32)
@@ -310,6 +335,7 @@ def test_checkpointing_gives_the_same_gradients():
         same_bits(got, expected[name], name)
 
 
+@each_implementation
 def test_one_token_has_gradients():
     case = Case("", "delta", "token", T=1)
     inputs = make_inputs(case, torch.float32)
@@ -318,6 +344,7 @@ def test_one_token_has_gradients():
         assert_within_budget(name, got, exact[name], plain[name])
 
 
+@each_implementation
 def test_double_backward_is_refused_in_words():
     q, k, v = torch.randn(3, 1, 8, 1, 4, requires_grad=True)
     o, _ = flashmix.linear_attention(q, k, v)
@@ -326,6 +353,7 @@ def test_double_backward_is_refused_in_words():
         grad.sum().backward()
 
 
+@each_implementation
 def test_what_a_decay_of_values_refuses():
     q, v = torch.randn(1, 8, 1, 4), torch.randn(1, 8, 2, 6)
     with pytest.raises(ValueError, match=r"value_log_decay must have shape \[1, 8, 2, 6\], got \[1, 8, 2, 4\]"):
@@ -336,6 +364,7 @@ def test_what_a_decay_of_values_refuses():
         transition(Operands(q, q, v, None, None, None, torch.zeros_like(v), None, None, value_gate=True))
 
 
+@each_implementation
 def test_inputs_are_left_alone():
     for case in BASE:
         inputs = make_inputs(case, torch.float32)
