@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashmix import _gpu, softmax_attention
-from flashmix._arch import triton_version
-from flashmix.ops.attention import KVCache, attention_with_cache
-from flashmix.ops.attention.problem import Score
-from flashmix.ops.rotary import rotary_table
+from flashmix import softmax_attention
+from flashmix.gpu import device as gpu
+from flashmix.gpu.arch import triton_version
+from flashmix.ops.attention.call import Score
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
+from flashmix.ops.rotary.op import rotary_table
 
 # head dim, tokens, batch, heads, causal
 ROWS = (
@@ -312,7 +313,7 @@ def main() -> None:
     if chosen.tune:
         tune(chosen.tune[0].split(","), [int(dim) for dim in chosen.tune[1:]], chosen.processes)
         return
-    print(_gpu.target(torch.device("cuda")))
+    print(gpu.target(torch.device("cuda")))
     rows = []
     for row in ROWS if chosen.rows is None else [ROWS[i] for i in chosen.rows]:
         rows.append(compare(row))

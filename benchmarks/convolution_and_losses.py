@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import definitions
 import torch
 from rowwise import Row, copy_rate, line, measure, normal, plain
 from timing import cuda_medians, write_results
 from torch import Tensor
 
 import flashmix
-from flashmix.ops import rowwise_definitions as definitions
 
 
 def conv_formula(x: Tensor, weight: Tensor) -> Tensor:

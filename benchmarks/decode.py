@@ -7,7 +7,7 @@
 - copy: the states' bytes (read and written) by the graph's time, as a fraction of what a large copy moves on this card.
 
 A peer that breaks (its step has died of an illegal access at a batch of 256) would take the process with it, so it runs up to
-`--peer-most`. `--tiles` measures candidates of the tables in `triton_gpu/step.py` and `triton_gpu/delta_net.py`.
+`--peer-most`. `--tiles` measures candidates of the tables in `recurrence/step/triton_gpu.py` and `delta_net_step/triton_gpu.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence.problem import DeltaNetOptions
-from flashmix.ops.recurrence.triton_gpu import delta_net, step
+from flashmix.ops.delta_net_step import triton_gpu as delta_net
+from flashmix.ops.recurrence.call import DeltaNetOptions
+from flashmix.ops.recurrence.step import triton_gpu as step
 
 HEADS, WIDTH = 32, 4
 Calls = list[Callable[[], Any]]  # the same call on sets of tensors that take turns

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import definitions
 import torch
 from timing import cuda_medians, write_results
 from torch import Tensor
 
 import flashmix
-from flashmix.ops import rowwise_definitions as definitions
 
 BF16, WIDE = torch.bfloat16, torch.float32
 Call = Callable[..., Any]

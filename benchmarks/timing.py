@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashmix._arch import cpu_name
+from flashmix.gpu.arch import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,12 +1,15 @@
 """flashmix mixes tokens fast: one recurrence and one attention, and every published mechanism as a call of them."""
 
-from flashmix._checks import checks
-from flashmix._dispatch import Explanation, explain
-from flashmix.ops.activation import gated, swiglu
-from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
-from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
-from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
-from flashmix.ops.losses import linear_grpo, linear_kl_divergence
+from flashmix.op.checks import checks
+from flashmix.op.choose import Explanation, explain
+from flashmix.op.packing import Packing
+from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
+from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
+from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.delta_net_step import delta_net_step
+from flashmix.ops.gated_product.op import gated, swiglu
+from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 from flashmix.ops.named import (
     abc,
     comba,
@@ -30,10 +33,8 @@ from flashmix.ops.named import (
     rwkv7,
     simple_gla,
 )
-from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
-from flashmix.ops.packing import Packing
+from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.recurrence import (
-    delta_net_step,
     delta_rule,
     delta_rule_step,
     dplr,
@@ -41,10 +42,10 @@ from flashmix.ops.recurrence import (
     linear_attention,
     linear_attention_step,
 )
-from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
-from flashmix.ops.short_conv import short_conv
-from flashmix.ops.short_conv_qkv import short_conv_qkv
-from flashmix.ops.token_shift import token_shift
+from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
+from flashmix.ops.short_conv.op import short_conv
+from flashmix.ops.short_conv.qkv import short_conv_qkv
+from flashmix.ops.token_shift.op import token_shift
 
 __version__ = "0.1.0.dev0"
 

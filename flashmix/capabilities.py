@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashmix
-from flashmix._dispatch import explain
+from flashmix.op.choose import explain
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import flashmix
-from flashmix import _arch
-from flashmix._dispatch import Explanation, explain
+from flashmix.gpu import arch
+from flashmix.op.choose import Explanation, explain
 
 
 def _small_calls(device: torch.device | str) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -65,10 +65,10 @@ def choices(device: torch.device | str) -> list[Explanation]:
 def hardware() -> Iterator[str]:
     """Line by line: versions, processor, each GPU with its shared memory per block, or why there is none."""
     yield f"flashmix {flashmix.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    triton = _arch.triton_version()
+    triton = arch.triton_version()
     yield f"triton {triton}" if triton else "triton is not installed: no triton implementation can run"
-    yield f"CPU: {_arch.cpu_name()}, {torch.get_num_threads()} threads for torch"
-    gpus = _arch.gpus()
+    yield f"CPU: {arch.cpu_name()}, {torch.get_num_threads()} threads for torch"
+    gpus = arch.gpus()
     for gpu in gpus:
         major, minor = gpu.capability
         yield (
@@ -94,6 +94,6 @@ def describe(choice: Explanation) -> str:
 def report() -> str:
     """The text that `flashmix doctor` prints."""
     lines = list(hardware())
-    for device in ["cpu", *(f"cuda:{gpu.index}" for gpu in _arch.gpus())]:
+    for device in ["cpu", *(f"cuda:{gpu.index}" for gpu in arch.gpus())]:
         lines += ["", f"what a small float32 call of each op takes on {device}:", *map(describe, choices(device))]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashmix import Packing
 from flashmix.ops.attention import definition, softmax_attention
-from flashmix.ops.attention.dropout import dropout_factor
+from flashmix.ops.attention.portable.dropout import dropout_factor
 
 # Between how many stages more than the formula the kernels round, float32. Two: what a tile adds to o and l is rounded again
 # wherever a later tile has a larger score, and P in backward is e^(s - m) times a rounded 1 / l, where softmax divides once.

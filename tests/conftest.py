@@ -17,7 +17,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from flashmix.train.run_folder import TrainConfig
+    from flashmix.train.folder import TrainConfig
 
 torch.set_num_threads(2)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from products import lost_descriptors
+from compilers.ptxas_descriptors import lost_descriptors
 
-from flashmix import _gpu
-from flashmix._arch import SHARED_MEMORY_KIB
-from flashmix._ptxas import sound_ptxas
+from flashmix.gpu import device as gpu
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
+from flashmix.gpu.ptxas import sound_ptxas
 
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
@@ -60,7 +60,7 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     found: dict[str, Launch] = {}
     launches: list[Launch] = []
     shared = SHARED_MEMORY_KIB[capability] * 1024
-    target = _gpu.Target(capability, shared, MULTIPROCESSORS[capability])
+    target = gpu.Target(capability, shared, MULTIPROCESSORS[capability])
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         bound, specialization, _ = _binder(self, capability)(*args, **kwargs)
@@ -73,8 +73,8 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
 
     with (
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(_gpu, "target", lambda device: target),
-        mock.patch.object(_gpu, "refuses", lambda device, dtype: None),
+        mock.patch.object(gpu, "target", lambda device: target),
+        mock.patch.object(gpu, "refuses", lambda device, dtype: None),
     ):
         yield launches
 

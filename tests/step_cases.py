@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashmix
 from flashmix.ops.recurrence import definition
-from flashmix.ops.recurrence.step_definition import steps_in_pool
+from flashmix.ops.recurrence.step.definition import steps_in_pool
 
 RULES = ("linear", "read_before", "delta", "erase", "write", "untied", "dplr")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -15,8 +16,7 @@ from rowwise_cases import (
 )
 
 from flashmix import explain
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
+from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

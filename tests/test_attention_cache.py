@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from flashmix import Packing, explain
-from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
-from flashmix.ops.rotary import rotary, rotary_table
+from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
+from flashmix.ops.rotary.op import rotary, rotary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deterministic_only")
 BATCH, TOKENS, HEADS_Q, HEADS, DIM, DIM_V = 3, 40, 4, 2, 8, 6

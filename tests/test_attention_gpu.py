@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flashmix import Packing, explain
 from flashmix.models.generate import generate
-from flashmix.ops.attention import KVCache, attention_with_cache, definition, softmax_attention
+from flashmix.ops.attention import definition, softmax_attention
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -224,10 +225,10 @@ def test_fault_17_compiled_and_captured() -> None:
 
 def test_fault_18_tables_of_other_cards_are_right() -> None:
     """The tiles of cards with less shared memory and without Hopper's copies, run on this one."""
-    from flashmix import _gpu
+    from flashmix.gpu import device as gpu
 
-    for target in (_gpu.Target((8, 0), 163 * 1024, 108), _gpu.Target((8, 6), 99 * 1024, 84)):
-        with mock.patch.object(_gpu, "target", lambda device, target=target: target):
+    for target in (gpu.Target((8, 0), 163 * 1024, 108), gpu.Target((8, 6), 99 * 1024, 84)):
+        with mock.patch.object(gpu, "target", lambda device, target=target: target):
             for dim, dim_v in ((64, 64), (80, 24), (128, 128), (192, 128), (256, 256)):
                 tensors = qkv(1, 200, 2, 1, dim, dim_v)
                 assert_close(run(*tensors, window=(90, 0)), *tensors, window=(90, 0))

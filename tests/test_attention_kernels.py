@@ -17,11 +17,12 @@ pytest.importorskip("triton")
 
 from attention_cases import CASES, EVERYTHING, KERNEL_STEPS, Case, make_call
 from budget import assert_within_budget
+from compilers.triton_carries import not_carried
 from kernels import TARGETS, compile_launch, recording
-from loops import not_carried
 
-from flashmix._arch import SHARED_MEMORY_KIB
-from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
+from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
 
 BF16 = torch.bfloat16
 T = 300

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashmix import explain
 from flashmix.ops.attention import definition, softmax_attention
-from flashmix.ops.attention.dropout import dropout_factor
+from flashmix.ops.attention.portable.dropout import dropout_factor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PER_TOKEN = ("q", "k", "v", "log_decay")

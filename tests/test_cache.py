@@ -7,8 +7,8 @@ import torch
 from model_cases import MODELS, assert_same, make_model, numbers, some_tokens
 from torch import Tensor
 
-from flashmix.layers.cache import AttentionCache, Lengths, RecurrentCache
-from flashmix.ops.packing import Packing
+from flashmix.layer.cache import AttentionCache, Lengths, RecurrentCache
+from flashmix.op.packing import Packing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmix.train import cli, runs
-from flashmix.train.run_folder import RunFolder, TrainConfig
+from flashmix.train import cli, session
+from flashmix.train.folder import RunFolder, TrainConfig
 from flashmix.train.tokens import Tokens
 
 SETTINGS = {
@@ -172,7 +172,7 @@ def test_an_unreadable_file_is_one_line(
 def test_generate_refuses_options_out_of_range(
     text: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    runs.begin(
+    session.begin(
         TrainConfig(text=(text,), preset="hybrid_nano", device="cpu", threads=1, steps=1), RunFolder("run")
     ).run()
     assert message in fails(capsys, "generate", "run", *arguments)
@@ -181,7 +181,7 @@ def test_generate_refuses_options_out_of_range(
 def test_a_draft_leaves_the_text_as_it_is(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig(text=(text,), device="cpu", threads=1, steps=4, batch_tokens=64, seq_len=32, warmup=1)
     for name in ("hybrid", "gla"):
-        runs.begin(replace(config, preset=f"{name}_nano"), RunFolder(name)).run()
+        session.begin(replace(config, preset=f"{name}_nano"), RunFolder(name)).run()
     likeliest = ["generate", "hybrid", "--prompt", "2 plus", "--tokens", "12", "--device", "cpu", "--temperature", "0"]
     capsys.readouterr()
     assert cli.main(likeliest) == 0
@@ -201,9 +201,9 @@ def test_a_draft_leaves_the_text_as_it_is(text: str, capsys: pytest.CaptureFixtu
 
 def test_a_character_is_printed_once_its_bytes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "aé𝔸".encode() + b"\xff"
-    monkeypatch.setattr(runs, "stream_tokens", lambda *a, **k: (torch.tensor([byte]) for byte in text))
-    model = runs.Decoder(runs.preset("gla_nano", vocab_size=257))
-    parts = list(runs.write_text(model, Tokens(), "", 10))
+    monkeypatch.setattr(session, "stream_tokens", lambda *a, **k: (torch.tensor([byte]) for byte in text))
+    model = session.Decoder(session.preset("gla_nano", vocab_size=257))
+    parts = list(session.write_text(model, Tokens(), "", 10))
     assert "".join(parts) == "aé𝔸\N{REPLACEMENT CHARACTER}"
     assert "a" in parts and "é" in parts and "𝔸" in parts
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -19,10 +20,9 @@ from rowwise_cases import (
 )
 from torch import Tensor
 
-from flashmix.ops import _head
-from flashmix.ops import cross_entropy as module
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from flashmix.ops.cross_entropy import head as _head
+from flashmix.ops.cross_entropy import op as module
+from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
 
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 1, 9, -100, 2]])
 OPTIONS = [
@@ -221,7 +221,7 @@ def test_the_backward_keeps_inputs_and_a_number_a_token() -> None:
 
 PEAK = """
 import resource, sys, torch
-from flashmix.ops.cross_entropy import linear_cross_entropy
+from flashmix.ops.cross_entropy.op import linear_cross_entropy
 tokens, channels, vocabulary = map(int, sys.argv[1:])
 hidden = torch.randn(tokens, channels, requires_grad=True)
 weight = torch.randn(vocabulary, channels, requires_grad=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import definitions
 import pytest
 import torch
 from budget import assert_within_budget
 from rowwise_cases import random
 from torch import Tensor
 
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.cross_entropy import linear_cross_entropy
+from flashmix.ops.cross_entropy.op import linear_cross_entropy
 
 RANKS, VOCABULARY = 2, 14
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 13, 9, -100, 2]])

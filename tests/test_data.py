@@ -13,7 +13,7 @@ import torch
 from flashmix.models import Decoder, preset
 from flashmix.train import data
 from flashmix.train.data import Stream
-from flashmix.train.run_folder import RunFolder
+from flashmix.train.folder import RunFolder
 from flashmix.train.tokens import Tokens
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -14,8 +15,7 @@ from rowwise_cases import (
 )
 from torch import Tensor
 
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
 SHAPES = [((2, 5, 24), (24,)), ((2, 5, 3, 7), (3, 7)), ((1, 1, 7), (7,)), ((2, 0, 4), (4,)), ((40, 40), (40,))]
 

@@ -11,8 +11,8 @@ from model_cases import WIDTH, assert_same, make_layer, numbers
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence.delta_net_step import IMPLEMENTATIONS, _delta_net_step
-from flashmix.ops.recurrence.step_definition import delta_net_step as definition
+from flashmix.ops.delta_net_step.definition import delta_net_step as definition
+from flashmix.ops.delta_net_step.op import IMPLEMENTATIONS, _delta_net_step
 
 STAGES = 6  # convolution, length, gates, write, read, norm: composed of ops, it rounds to the dtype between them
 IMPLS = [implementation.name for implementation in IMPLEMENTATIONS]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import flashmix
-from flashmix import _arch, doctor
-from flashmix._dispatch import Explanation, Implementation, choose, explain
+from flashmix import doctor
+from flashmix.gpu import arch
+from flashmix.op.choose import Explanation, Implementation, choose, explain
 from flashmix.ops import named
 from flashmix.train import cli
 
@@ -56,15 +57,15 @@ def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = _arch.Gpu(0, "Some Card", (9, 0), 227 * 1024, 132)
-    monkeypatch.setattr(_arch, "gpus", lambda: [card])
+    card = arch.Gpu(0, "Some Card", (9, 0), 227 * 1024, 132)
+    monkeypatch.setattr(arch, "gpus", lambda: [card])
     line = next(line for line in doctor.hardware() if line.startswith("GPU 0"))
     assert line == "GPU 0: Some Card, compute capability 9.0, 227 KiB shared memory per block, 132 multiprocessors"
 
 
 @pytest.mark.parametrize("version", [None, "3.6.0"])
 def test_triton_is_looked_up_not_imported(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(_arch, "triton_version", lambda: version)
+    monkeypatch.setattr(arch, "triton_version", lambda: version)
     line = list(doctor.hardware())[1]
     assert line == "triton is not installed: no triton implementation can run" if version is None else "triton 3.6.0"
 

@@ -26,7 +26,7 @@ from torch._dynamo.testing import CompileCounter
 import flashmix
 from flashmix import doctor, layers, models, modules
 from flashmix.capabilities import public_ops, tiny_call
-from flashmix.layers import padding
+from flashmix.layer import padding
 from flashmix.ops import cross_entropy, named, recurrence
 from flashmix.ops.attention import definition as attention_definition
 from flashmix.ops.recurrence import definition as recurrence_definition

@@ -27,17 +27,15 @@ BACK_ENDS = {"portable", "native", "triton_gpu", "gluon_hopper"}
 
 # A file may import from its own floor and the floors below.
 FLOORS = {
-    "_arch": 0,
-    "_gpu": 0,
-    "_ptxas": 0,
-    "_checks": 0,
-    "_dispatch": 0,
+    "op": 0,
+    "gpu": 0,
     "ops": 1,
     "modules": 2,
-    "layers": 3,
-    "models": 4,
+    "layer": 3,
+    "layers": 4,
+    "models": 5,
 }
-TOP = 5  # train, doctor, hf, compat
+TOP = 6  # train, doctor, hf, compat
 
 
 def module_name(path: Path) -> str:
@@ -80,11 +78,8 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 def back_end_of(module: str) -> str | None:
-    """The folder of the mathematical object and the implementation that a module belongs to, or None."""
-    for name in BACK_ENDS:
-        if name in module.split("."):
-            return module[: module.index(name) + len(name)]
-    return None
+    """The implementation that a module belongs to, or None: those of one kind may share helpers between ops."""
+    return next((name for name in BACK_ENDS if name in module.split(".")), None)
 
 
 def run_python(code: str, **environment: str) -> str:

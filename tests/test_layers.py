@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, logsigmoid, normalize, silu, softplus
 
 from flashmix.layers import GLA, KDA, RWKV7, AttentionCache, DeltaNet, GatedDeltaNet, Mamba2, RecurrentCache, RetNet
-from flashmix.ops.packing import Packing
+from flashmix.op.packing import Packing
 
 LENGTHS = [3, 0, 1, 6]
 

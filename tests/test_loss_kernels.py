@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import definitions
 import pytest
 import rowwise_cases
 import test_losses
@@ -15,17 +16,17 @@ from rowwise_cases import assert_compiles, assert_same_bits, random
 from test_cross_entropy import OPTIONS, TARGET, reduced
 from torch import Tensor
 
-from flashmix.ops import _head_triton, losses
-from flashmix.ops import cross_entropy as module
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.cross_entropy import cross_entropy, linear_cross_entropy
-from flashmix.ops.losses import linear_grpo, linear_kl_divergence
+from flashmix.ops.cross_entropy import op as module
+from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
+from flashmix.ops.cross_entropy.triton_gpu import head as _head_triton
+from flashmix.ops.losses import op as losses
+from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 
 pytest.importorskip("triton")
 
 from kernels import TARGETS, compile_launch, recording
 
-from flashmix._arch import SHARED_MEMORY_KIB
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
 
 GPU = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

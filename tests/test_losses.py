@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, random
 from torch import Tensor
 
-from flashmix.ops import losses
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.losses import linear_grpo, linear_kl_divergence
+from flashmix.ops.losses import op as losses
+from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 
 MASK = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, -5, 99, 4, 2]])  # anything where the mask is False

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from flashmix.models import PRESETS, SIZES, Decoder, DecoderConfig, LayerConfig, parameter_groups, preset
 from flashmix.modules import next_token_targets
-from flashmix.ops.packing import Packing
+from flashmix.op.packing import Packing
 
 LENGTHS = [4, 0, 1, 7]
 

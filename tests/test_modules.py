@@ -26,8 +26,8 @@ from flashmix.modules import (
     WriteStrength,
     next_token_targets,
 )
-from flashmix.ops.packing import Packing
-from flashmix.ops.rotary_scaling import LinearScaling
+from flashmix.op.packing import Packing
+from flashmix.ops.rotary.scaling import LinearScaling
 
 
 def test_norms() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -15,8 +16,7 @@ from rowwise_cases import (
     saved_bytes,
 )
 
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 
 SHAPES = [(2, 5, 24), (1, 1, 7), (2, 0, 8), (2, 3, 4, 64), (160,)]
 

@@ -1,4 +1,4 @@
-"""Kernels as operators (`flashmix.ops._rowwise.Operator`): eager, under autograd, compiled, of tensors without data."""
+"""Kernels as operators (`flashmix.op.rowwise.Operator`): eager, under autograd, compiled, of tensors without data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rowwise_cases import random
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from flashmix.ops._rowwise import Operator, Options, Tensors
+from flashmix.op.rowwise import Operator, Options, Tensors
 
 
 class Scaled:

@@ -13,8 +13,8 @@ from cases import CASES, PAIRS, Case, gradients, make_inputs, run_definition, ru
 
 import flashmix
 from flashmix.ops.recurrence import engine
+from flashmix.ops.recurrence.call import Operands
 from flashmix.ops.recurrence.engine import recurrence
-from flashmix.ops.recurrence.problem import Operands
 from flashmix.ops.recurrence.segments import scan, transition
 
 STAGES = 4  # scores, transform, state, output: a chunked implementation rounds after each, the token loop once a token

@@ -162,7 +162,7 @@ def test_candidates_fit_the_fields_of_the_table(rows: Any) -> None:
     """Each field gets what it holds now: the same constants, or a number."""
     pytest.importorskip("triton")
     table = importlib.import_module("recurrence_gpu_table")
-    problems = importlib.import_module("flashmix.ops.recurrence.problem")
+    problems = importlib.import_module("flashmix.ops.recurrence.call")
     tiles = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table").tiles
     for candidates in table.CANDIDATES.values():
         row = candidates.row

@@ -24,7 +24,8 @@ from test_recurrence import STAGES, named, references, same_bits
 from test_recurrence_gpu import assert_kernels_within_budget
 from torch import Tensor
 
-from flashmix import Packing, _gpu, delta_rule
+from flashmix import Packing, delta_rule
+from flashmix.gpu import device as card
 from flashmix.layers import GatedDeltaNet
 
 gpu = pytest.mark.gpu
@@ -266,6 +267,7 @@ def compiled_kernels() -> int:
     from flashmix.ops.recurrence import triton_gpu
 
     modules = [import_module(f"{triton_gpu.__name__}.{module.name}") for module in iter_modules(triton_gpu.__path__)]
+    modules.append(import_module("flashmix.ops.recurrence.step.triton_gpu"))
     found = {id(k): k for module in modules for k in vars(module).values() if isinstance(k, JITFunction)}
     assert len(found) >= 10
     return sum(len(caches[0]) for kernel in found.values() for caches in kernel.device_caches.values())
@@ -346,7 +348,7 @@ def test_fault_13_a_layer_waits_for_nothing() -> None:
     ]
 )
 def test_fault_18_tables_of_smaller_cards_are_right(case: Case) -> None:
-    with mock.patch.object(_gpu, "target", lambda device: _gpu.Target((8, 6), 99 * 1024, 84)):
+    with mock.patch.object(card, "target", lambda device: card.Target((8, 6), 99 * 1024, 84)):
         assert_kernels_within_budget(case, BF16)
 
 

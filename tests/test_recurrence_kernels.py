@@ -9,12 +9,12 @@ import pytest
 import torch
 from cases import Case, make_inputs, run_op
 
-from flashmix._arch import SHARED_MEMORY_KIB
-from flashmix._ptxas import needed
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
+from flashmix.gpu.ptxas import needed
 
 pytest.importorskip("triton")
+from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
-from products import lost_descriptors
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)

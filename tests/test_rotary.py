@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -19,9 +20,8 @@ from rowwise_cases import (
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.rotary import rotary, rotary_table
-from flashmix.ops.rotary_scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from flashmix.ops.rotary.op import rotary, rotary_table
+from flashmix.ops.rotary.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 
 
 def counted(batch: int, tokens: int, start: int = 0) -> Tensor:

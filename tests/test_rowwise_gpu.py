@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import definitions
 import pytest
 import torch
 from budget import assert_within_budget
@@ -14,12 +15,11 @@ from test_rotary import counted, halves_to_pairs, pairs_to_halves
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
-from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
-from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
-from flashmix.ops.rotary import rotary, rotary_qk, rotary_table
-from flashmix.ops.token_shift import token_shift
+from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
+from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
+from flashmix.ops.token_shift.op import token_shift
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Op = Callable[..., Any]
@@ -408,11 +408,11 @@ def test_nothing_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_opcheck() -> None:
-    from flashmix.ops.activation import _GATED
-    from flashmix.ops.decay import _GATE
-    from flashmix.ops.norm_operator import NORM
-    from flashmix.ops.rotary_operator import ROTARY
-    from flashmix.ops.token_shift import _SHIFT
+    from flashmix.ops.decay.op import _GATE
+    from flashmix.ops.gated_product.op import _GATED
+    from flashmix.ops.norm.operator import NORM
+    from flashmix.ops.rotary.operator import ROTARY
+    from flashmix.ops.token_shift.op import _SHIFT
 
     cos, sin = (t.cuda() for t in rotary_table(64, 8))
     x, r = (random(2, 5, 8, seed=s).cuda().requires_grad_() for s in (1, 2))

@@ -18,13 +18,13 @@ pytest.importorskip("triton")
 
 from kernels import MULTIPROCESSORS, TARGETS, compile_launch, recording
 
-from flashmix._arch import SHARED_MEMORY_KIB
-from flashmix.ops.activation import ACTIVATIONS, gated, swiglu
-from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
-from flashmix.ops.norm import group_norm, l2_norm, layer_norm, rms_norm
-from flashmix.ops.rotary import rotary, rotary_qk
-from flashmix.ops.short_conv import short_conv
-from flashmix.ops.token_shift import token_shift
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
+from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
+from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.rotary.op import rotary, rotary_qk
+from flashmix.ops.short_conv.op import short_conv
+from flashmix.ops.token_shift.op import token_shift
 
 BF16 = torch.bfloat16
 Call = Callable[[], Tensor | Sequence[Tensor | None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import (
@@ -17,8 +18,7 @@ from rowwise_cases import (
 )
 
 from flashmix import Packing
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.short_conv import short_conv
+from flashmix.ops.short_conv.op import short_conv
 
 LENGTHS = [3, 0, 1, 7, 2, 0]
 

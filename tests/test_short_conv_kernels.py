@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import definitions
 import pytest
 import torch
 from budget import assert_within_budget
@@ -21,17 +22,16 @@ from rowwise_cases import (
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops import short_conv as conv_module
-from flashmix.ops.short_conv import short_conv
-from flashmix.ops.short_conv_qkv import short_conv_qkv
+from flashmix.ops.short_conv import op as conv_module
+from flashmix.ops.short_conv.op import short_conv
+from flashmix.ops.short_conv.qkv import short_conv_qkv
 
 pytest.importorskip("triton")
 
 from kernels import TARGETS, compile_launch, recording
 
-from flashmix._arch import SHARED_MEMORY_KIB
-from flashmix.ops import short_conv_triton
+from flashmix.gpu.arch import SHARED_MEMORY_KIB
+from flashmix.ops.short_conv import triton_gpu as short_conv_triton
 
 LENGTHS = [3, 0, 1, 70, 2, 0, 66]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

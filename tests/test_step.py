@@ -13,9 +13,9 @@ from step_cases import CASES, RULES, StepCase, expected_history, make_history, m
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence.portable.step import step as portable_step
-from flashmix.ops.recurrence.problem import Operands
-from flashmix.ops.recurrence.step_engine import IMPLEMENTATIONS, _recurrent_step
+from flashmix.ops.recurrence.call import Operands
+from flashmix.ops.recurrence.step.engine import IMPLEMENTATIONS, _recurrent_step
+from flashmix.ops.recurrence.step.portable.token import step as portable_step
 
 STAGES = 2  # what is read of the state, and what is written
 IMPLS = [implementation.name for implementation in IMPLEMENTATIONS]
@@ -233,7 +233,7 @@ def operands(rule: str, gate: str, states: bool, dtype: torch.dtype) -> Operands
 @pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
 def test_interpreted_step_to_a_new_state(rule: str, gate: str, states: bool) -> None:
     """The phase of the engine: one token, a new state, nothing written in place."""
-    from flashmix.ops.recurrence.triton_gpu.step import step
+    from flashmix.ops.recurrence.step.triton_gpu import step
 
     for before in (False, True):
         x = operands(rule, gate, states, torch.float32)
@@ -247,7 +247,7 @@ def test_interpreted_step_to_a_new_state(rule: str, gate: str, states: bool) -> 
 
 @pytest.mark.interpreted
 def test_interpreted_step_with_a_decay_of_the_value_axis() -> None:
-    from flashmix.ops.recurrence.triton_gpu.step import step
+    from flashmix.ops.recurrence.step.triton_gpu import step
 
     def values(dtype: torch.dtype) -> Operands:
         x = operands("linear", "none", True, dtype)

@@ -12,7 +12,7 @@ from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence import step_engine
+from flashmix.ops.recurrence.step import engine as step_engine
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)
@@ -196,7 +196,7 @@ def test_layers_decode_what_they_read_at_once(name: str) -> None:
 @pytest.mark.parametrize("gate", plain.GATES)
 @pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
 def test_step_to_a_new_state(rule: str, gate: str) -> None:
-    from flashmix.ops.recurrence.triton_gpu.step import step
+    from flashmix.ops.recurrence.step.triton_gpu import step
 
     for states in (True, False):
         x = plain.operands(rule, gate, states, torch.float32)

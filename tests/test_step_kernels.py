@@ -86,7 +86,7 @@ def test_the_batch_of_a_layer_does_not_recompile() -> None:
 
 @pytest.mark.parametrize("rule", ["linear", "delta", "untied", "dplr"])
 def test_the_step_to_a_new_state_compiles(rule: str) -> None:
-    from flashmix.ops.recurrence.triton_gpu.step import step
+    from flashmix.ops.recurrence.step.triton_gpu import step
 
     for gate, states in (("token", True), ("channel", False)):
         with recording((9, 0)) as found:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import definitions
 import pytest
 import torch
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_rows_do_not_meet, assert_same_bits, random
 
 from flashmix import Packing, explain
-from flashmix.ops import rowwise_definitions as definitions
-from flashmix.ops.token_shift import token_shift
+from flashmix.ops.token_shift.op import token_shift
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,10 +12,10 @@ import torch
 from train_cases import SMALL, losses, train_in_parts
 
 from flashmix.models import Decoder, preset
-from flashmix.train import checkpoint, runs
+from flashmix.train import checkpoint, session
+from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.loop import learning_rate, make_optimizer
 from flashmix.train.plot import running_mean
-from flashmix.train.run_folder import RunError, RunFolder, TrainConfig
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def test_only_matrices_decay() -> None:
 def test_a_run_learns_and_leaves_everything_in_its_folder(small: TrainConfig, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     config = replace(small, steps=40, lr=0.02, eval_every=20, save_every=20)
-    trainer = runs.begin(config, folder)
+    trainer = session.begin(config, folder)
     assert trainer.run()
     assert losses(folder)[-1] < 0.7 * losses(folder)[0]
     rows = folder.read_metrics()
@@ -57,7 +57,7 @@ def test_the_default_settings_take_steps(tmp_path: Path) -> None:
     config = TrainConfig(
         text=(str(source),), device="cpu", threads=1, steps=2, held_out=0.2, eval_tokens=2048, warmup=0
     )
-    trainer = runs.begin(config, RunFolder(tmp_path / "run"))
+    trainer = session.begin(config, RunFolder(tmp_path / "run"))
     mixers = {layer.mixer: layer.options.get("window") for layer in trainer.model.config.layers}
     assert set(mixers) == {"gated_deltanet", "attention"} and mixers["attention"] is not None
     assert trainer.run()
@@ -65,7 +65,7 @@ def test_the_default_settings_take_steps(tmp_path: Path) -> None:
 
 
 def test_held_out_loss_is_the_mean_over_the_held_out_tokens(small: TrainConfig, tmp_path: Path) -> None:
-    trainer = runs.begin(replace(small, eval_tokens=10**6), RunFolder(tmp_path / "run"))
+    trainer = session.begin(replace(small, eval_tokens=10**6), RunFolder(tmp_path / "run"))
     trainer.measure_held_out()
     stream, model = trainer.held_out, trainer.model
     batch = stream.batch(0, stream.total, CPU)
@@ -78,7 +78,7 @@ def test_held_out_loss_is_the_mean_over_the_held_out_tokens(small: TrainConfig, 
 
 
 def test_bfloat16_products_train_float32_weights(small: TrainConfig, tmp_path: Path) -> None:
-    trainer = runs.begin(replace(small, dtype="bfloat16", steps=30, lr=0.02), RunFolder(tmp_path / "run"))
+    trainer = session.begin(replace(small, dtype="bfloat16", steps=30, lr=0.02), RunFolder(tmp_path / "run"))
     assert trainer.run()
     assert losses(trainer.folder)[-1] < 0.8 * losses(trainer.folder)[0]
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
@@ -106,7 +106,7 @@ def test_two_runs_of_one_seed_agree_and_of_two_seeds_do_not(small: TrainConfig, 
 
 def test_measurements_after_the_checkpoint_are_measured_again(small: TrainConfig, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(small, folder)
+    trainer = session.begin(small, folder)
     for _ in range(4):
         trainer.train_step()
     trainer.save()
@@ -116,7 +116,7 @@ def test_measurements_after_the_checkpoint_are_measured_again(small: TrainConfig
     before = losses(folder)
     with folder.metrics.open("a") as file:
         file.write('{"step": 7, "lo')
-    resumed = runs.resume(folder, {})
+    resumed = session.resume(folder, {})
     assert [row["step"] for row in folder.read_metrics()] == [1, 2, 3, 4]
     assert resumed.run()
     assert losses(folder)[:6] == before and len(losses(folder)) == small.steps
@@ -125,8 +125,8 @@ def test_measurements_after_the_checkpoint_are_measured_again(small: TrainConfig
 def test_a_run_may_go_on_for_longer_but_not_become_another(small: TrainConfig, tmp_path: Path) -> None:
     folder = train_in_parts(small, tmp_path / "run", [])
     with pytest.raises(RunError, match=r"--lr belongs to the run and stays 0\.\d+ when it is resumed, got 9\.0"):
-        runs.resume(folder, {"lr": 9.0})
-    trainer = runs.resume(folder, {"steps": 10, "lr": small.lr})
+        session.resume(folder, {"lr": 9.0})
+    trainer = session.resume(folder, {"steps": 10, "lr": small.lr})
     assert trainer.run() and len(losses(folder)) == 10
     assert folder.read_config()["train"]["steps"] == 10
 
@@ -140,7 +140,7 @@ def test_running_mean_starts_without_a_pull() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_loop_itself_does_not_wait_for_a_gpu(small: TrainConfig, tmp_path: Path) -> None:
     """Whatever a model's ops do, batches, clipping and the optimiser leave the host free until the losses are read."""
-    trainer = runs.begin(replace(small, device="cuda"), RunFolder(tmp_path / "run"))
+    trainer = session.begin(replace(small, device="cuda"), RunFolder(tmp_path / "run"))
     weight = trainer.model.embedding.weight
     trainer.loss_of = lambda batch: weight[batch.inputs].square().mean() + weight[batch.targets].mean()  # type: ignore[method-assign]
     trainer.train_step()

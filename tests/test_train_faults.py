@@ -15,8 +15,8 @@ import pytest
 import torch
 from train_cases import interrupt_after, losses, train_in_parts
 
-from flashmix.train import checkpoint, runs
-from flashmix.train.run_folder import RunError, RunFolder, TrainConfig, written_whole
+from flashmix.train import checkpoint, session
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, written_whole
 
 
 def damage_bit(contents: bytes) -> bytes:
@@ -35,13 +35,13 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_noticed_and_left_alone(small: TrainConfig, tmp_path: Path, damage: str) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(small, folder)
+    trainer = session.begin(small, folder)
     trainer.train_step()
     trainer.save()
     damaged = DAMAGES[damage](folder.checkpoint.read_bytes())
     folder.checkpoint.write_bytes(damaged)
     metrics = folder.metrics.read_bytes()
-    for use in (lambda: runs.resume(folder, {}), lambda: runs.load(folder)):
+    for use in (lambda: session.resume(folder, {}), lambda: session.load(folder)):
         with pytest.raises(RunError, match=r"the checkpoint .* is damaged") as caught:
             use()
         assert "\n" not in str(caught.value)
@@ -51,12 +51,12 @@ def test_a_damaged_checkpoint_is_noticed_and_left_alone(small: TrainConfig, tmp_
 def test_a_missing_checkpoint_and_a_missing_run_say_so(small: TrainConfig, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(RunError, match="holds no run"):
-        runs.resume(folder, {})
-    runs.begin(small, folder)
+        session.resume(folder, {})
+    session.begin(small, folder)
     with pytest.raises(RunError, match=r"cannot read the checkpoint .*: No such file"):
-        runs.resume(folder, {})
+        session.resume(folder, {})
     with pytest.raises(RunError, match="already holds a run: continue it with --resume"):
-        runs.begin(small, folder)
+        session.begin(small, folder)
 
 
 @pytest.mark.parametrize("name", ["config", "documents", "tokens"])
@@ -65,7 +65,7 @@ def test_other_damaged_files_of_a_run_say_so(small: TrainConfig, tmp_path: Path,
     path: Path = getattr(folder, name)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(RunError, match=rf"{path.name} is damaged"):
-        runs.resume(folder, {})
+        session.resume(folder, {})
 
 
 @pytest.fixture
@@ -80,18 +80,18 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     small: TrainConfig, tmp_path: Path, small_disk: Callable[[int], None]
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(small, folder)
+    trainer = session.begin(small, folder)
     interrupt_after(trainer, 3)
     trainer.run()
     before = folder.checkpoint.read_bytes()
-    trainer = runs.resume(folder, {})
+    trainer = session.resume(folder, {})
     small_disk(len(before) // 2)
     with pytest.raises(RunError, match=r"cannot write .*checkpoint.pt: File too large; .* is untouched") as caught:
         trainer.run()
     small_disk(resource.RLIM_INFINITY)
     assert "\n" not in str(caught.value)
     assert folder.checkpoint.read_bytes() == before and not list(folder.path.glob("*.partial"))
-    assert runs.resume(folder, {}).run()
+    assert session.resume(folder, {}).run()
     assert losses(folder) == losses(train_in_parts(small, tmp_path / "whole", []))
 
 
@@ -99,13 +99,13 @@ def test_a_full_disk_in_the_measurements_or_the_tokens_says_so(
     small: TrainConfig, tmp_path: Path, small_disk: Callable[[int], None]
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(small, folder)
+    trainer = session.begin(small, folder)
     trainer.train_step()
     small_disk(20)
     with pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: File too large"):
         trainer.read_losses()
     with pytest.raises(RunError, match=r"cannot write .*tokens.bin: File too large"):
-        runs.begin(small, RunFolder(tmp_path / "other"))
+        session.begin(small, RunFolder(tmp_path / "other"))
     small_disk(resource.RLIM_INFINITY)
     assert not (tmp_path / "other").exists(), "an empty run folder stays behind"
 
@@ -133,11 +133,11 @@ def test_the_second_interrupt_stops_at_once_and_keeps_the_checkpoint(
     small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(small, folder)
+    trainer = session.begin(small, folder)
     interrupt_after(trainer, 2)
     trainer.run()
     before = folder.checkpoint.read_bytes()
-    trainer = runs.resume(folder, {})
+    trainer = session.resume(folder, {})
     interrupt_after(trainer, 3)
     real_save = torch.save
 
@@ -155,7 +155,7 @@ def test_the_second_interrupt_stops_at_once_and_keeps_the_checkpoint(
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(small: TrainConfig, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    trainer = runs.begin(replace(small, save_every=1), folder)
+    trainer = session.begin(replace(small, save_every=1), folder)
     original = trainer.loss_of
     trainer.loss_of = lambda batch: original(batch) * (math.nan if trainer.step == 2 else 1)  # type: ignore[method-assign]
     with pytest.raises(RunError, match="the loss of step 3 is not finite"):
@@ -172,5 +172,5 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(small: TrainCo
 def test_settings_that_cannot_be_are_refused(small: TrainConfig, tmp_path: Path, setting: dict[str, object]) -> None:
     (name,) = setting
     with pytest.raises(RunError, match=f"^--{name.replace('_', '-')} must be"):
-        runs.begin(replace(small, **setting), RunFolder(tmp_path / "run"))  # type: ignore[arg-type]
+        session.begin(replace(small, **setting), RunFolder(tmp_path / "run"))  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flashmix.train import data, runs
+from flashmix.train import data, session
+from flashmix.train.folder import RunFolder, TrainConfig
 from flashmix.train.loop import Trainer
-from flashmix.train.run_folder import RunFolder, TrainConfig
 
 SMALL = TrainConfig(
     preset="hybrid_nano", steps=8, batch_tokens=192, seq_len=64, warmup=2, held_out=0.2, eval_tokens=256,
@@ -25,12 +25,12 @@ def losses(folder: RunFolder) -> list[float]:
 def train_in_parts(config: TrainConfig, path: Path, stops: list[int]) -> RunFolder:
     """Trains, stopped after each of `stops` steps and resumed from the disk."""
     folder = RunFolder(path)
-    trainer = runs.begin(config, folder)
+    trainer = session.begin(config, folder)
     for stop in stops:
         interrupt_after(trainer, stop)
         assert not trainer.run() and trainer.step == stop
         torch.randn(5)  # other use of the random generator in between
-        trainer = runs.resume(folder, {})
+        trainer = session.resume(folder, {})
         assert trainer.step == stop
     assert trainer.run()
     return folder

@@ -1,6 +1,7 @@
 """Token-mixing layers, one file a family, and what they remember while decoding."""
 
-from flashmix.layers.cache import AttentionCache, LayerCache, RecurrentCache
+from flashmix.layer.cache import AttentionCache, LayerCache, RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.delta_net import KDA, DeltaNet, GatedDeltaNet
 from flashmix.layers.delta_variants import (
     IPLR,
@@ -12,7 +13,6 @@ from flashmix.layers.delta_variants import (
     PreconditionedKDA,
 )
 from flashmix.layers.linear_attention import GLA, Mamba2, RetNet
-from flashmix.layers.mixer import Mixer
 from flashmix.layers.plain_linear import HGRN2, Lightning, LinearAttention
 from flashmix.layers.rwkv6 import RWKV6
 from flashmix.layers.rwkv7 import RWKV7

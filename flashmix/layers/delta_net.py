@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_multiple
-from flashmix.layers.cache import RecurrentCache
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import BoundedDecay, MambaDecay, WriteStrength
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.ops.norm import l2_norm
-from flashmix.ops.packing import Packing
-from flashmix.ops.recurrence import delta_net_step, delta_rule
+from flashmix.op.checks import check_multiple
+from flashmix.op.packing import Packing
+from flashmix.ops.delta_net_step import delta_net_step
+from flashmix.ops.norm.op import l2_norm
+from flashmix.ops.recurrence import delta_rule
 
 
 class DeltaNet(Mixer[RecurrentCache]):

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_range
 from flashmix.layers.delta_net import KDA, DeltaNet, GatedDeltaNet
 from flashmix.modules.decay import MambaDecay
+from flashmix.op.checks import check_range
+from flashmix.op.packing import Packing
 from flashmix.ops.named import (
     comba,
     deltaproduct,
@@ -20,8 +21,7 @@ from flashmix.ops.named import (
     preconditioned_kda,
 )
 from flashmix.ops.named.preconditioned import LOG_SCALE
-from flashmix.ops.norm import l2_norm
-from flashmix.ops.packing import Packing
+from flashmix.ops.norm.op import l2_norm
 
 
 class Comba(GatedDeltaNet):

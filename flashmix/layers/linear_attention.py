@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_multiple, check_range
-from flashmix.layers.cache import Lengths, RecurrentCache
-from flashmix.layers.carried import carried_linear_attention
-from flashmix.layers.mixer import Mixer
+from flashmix.layer.cache import Lengths, RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried_linear_attention
 from flashmix.modules.decay import LogSigmoidDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.ops.activation import swiglu
-from flashmix.ops.packing import Packing
+from flashmix.op.checks import check_multiple, check_range
+from flashmix.op.packing import Packing
+from flashmix.ops.gated_product.op import swiglu
 
 
 class RetNet(Mixer[RecurrentCache]):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, silu
 
-from flashmix.layers.cache import RecurrentCache
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
+from flashmix.op.packing import Packing
 from flashmix.ops.named import hgrn2, lightning, normalised_linear_attention
-from flashmix.ops.packing import Packing
 
 
 class LinearAttention(Mixer[RecurrentCache]):

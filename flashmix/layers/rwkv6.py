@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
-from flashmix._checks import check_range
-from flashmix.layers.cache import RecurrentCache
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import RWKV6Decay
 from flashmix.modules.mlp import LowRank
+from flashmix.op.checks import check_range
+from flashmix.op.packing import Packing
 from flashmix.ops.named import rwkv6
-from flashmix.ops.packing import Packing
-from flashmix.ops.token_shift import token_shift
+from flashmix.ops.token_shift.op import token_shift
 
 NORM_EPS = 64e-5
 

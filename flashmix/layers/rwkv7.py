@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from flashmix._checks import check_shape
-from flashmix.layers.cache import RecurrentCache
-from flashmix.layers.carried import carried_dplr
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried_dplr
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
-from flashmix.ops.norm import l2_norm
-from flashmix.ops.packing import Packing
-from flashmix.ops.token_shift import token_shift
+from flashmix.op.checks import check_shape
+from flashmix.op.packing import Packing
+from flashmix.ops.norm.op import l2_norm
+from flashmix.ops.token_shift.op import token_shift
 
 NORM_EPS = 64e-5
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from flashmix._checks import check_range
-from flashmix.layers.cache import RecurrentCache
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm
+from flashmix.op.checks import check_range
+from flashmix.op.packing import Packing
 from flashmix.ops.named import abc, gsa
-from flashmix.ops.packing import Packing
 
 
 class GSA(Mixer[RecurrentCache]):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_multiple, check_range
-from flashmix.layers.cache import AttentionCache, Lengths
+from flashmix.layer.cache import AttentionCache, Lengths
+from flashmix.layer.mixer import Mixer
 from flashmix.layers.linear_attention import head_size
-from flashmix.layers.mixer import Mixer
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
-from flashmix.ops.attention import KVCache, attention_with_cache, softmax_attention
-from flashmix.ops.packing import Packing
+from flashmix.op.checks import check_multiple, check_range
+from flashmix.op.packing import Packing
+from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention_cache import KVCache, attention_with_cache
 
 
 class SoftmaxAttention(Mixer[AttentionCache]):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_range
-from flashmix.layers.cache import LayerCache
+from flashmix.layer.cache import LayerCache
+from flashmix.op.checks import check_range
 
 
 class ModelCache:

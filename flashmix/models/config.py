@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from flashmix._checks import check_choice
 from flashmix.layers import (
     ABC,
     GLA,
@@ -32,6 +31,7 @@ from flashmix.layers import (
     RetNet,
     SoftmaxAttention,
 )
+from flashmix.op.checks import check_choice
 
 MIXERS: dict[str, type[Mixer[Any]]] = {
     "attention": SoftmaxAttention,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flashmix._checks import check_dtype, check_shape, contents_are_checked, dims
+from flashmix.layer.padding import Padding, padding_of
 from flashmix.layers import RWKV7, LayerCache
-from flashmix.layers.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
 from flashmix.models.config import DecoderConfig, LayerConfig
 from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
-from flashmix.ops.packing import Packing, as_packing
+from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
+from flashmix.op.packing import Packing, as_packing
 
 
 class Block(nn.Module):

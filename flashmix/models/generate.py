@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_range, check_shape, dims
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
+from flashmix.op.checks import check_range, check_shape, dims
 
 
 def generate(

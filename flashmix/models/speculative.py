@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_range
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
 from flashmix.models.generate import check_call, last_token, probabilities, sample, stop_tokens
+from flashmix.op.checks import check_range
 
 Sampling = tuple[float, int | None, float | None]  # temperature, top_k, top_p
 

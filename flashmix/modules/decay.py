@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
-from flashmix._checks import check_range
-from flashmix.ops.decay import bounded_decay, softplus_decay, write_strength
+from flashmix.op.checks import check_range
+from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
 RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % a token
 

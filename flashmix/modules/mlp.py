@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmix.ops.activation import swiglu
+from flashmix.ops.gated_product.op import swiglu
 
 
 class SwiGLU(nn.Module):

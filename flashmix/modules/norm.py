@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_choice
-from flashmix.ops.norm import rms_norm
+from flashmix.op.checks import check_choice
+from flashmix.ops.norm.op import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_multiple, check_range
-from flashmix.ops.packing import Packing
-from flashmix.ops.rotary import rotary, rotary_table
-from flashmix.ops.rotary_scaling import RotaryScaling
+from flashmix.op.checks import check_multiple, check_range
+from flashmix.op.packing import Packing
+from flashmix.ops.rotary.op import rotary, rotary_table
+from flashmix.ops.rotary.scaling import RotaryScaling
 
 
 class RotaryEmbedding(nn.Module):
@@ -24,7 +24,7 @@ class RotaryEmbedding(nn.Module):
         base: the longest wavelength is about `2 pi base` tokens.
         rotated: how many of the first channels turn, even; default all of them.
         interleaved: pairs are neighbours `(0, 1), (2, 3), ...` instead of halves `(i, i + rotated/2)`.
-        scaling: how frequencies stretch for texts longer than those trained on, one of `flashmix.ops.rotary_scaling`.
+        scaling: how frequencies stretch for texts longer than those trained on, one of `flashmix.ops.rotary.scaling`.
         axes: `rotated/2` numbers, the axis (time, height, width, ...) whose position turns each pair; positions are
             then `[B, T, axes]`.
 

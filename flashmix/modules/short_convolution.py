@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmix._checks import check_choice, check_range
-from flashmix.ops.packing import Packing
-from flashmix.ops.short_conv import short_conv
-from flashmix.ops.short_conv_qkv import short_conv_qkv
+from flashmix.op.checks import check_choice, check_range
+from flashmix.op.packing import Packing
+from flashmix.ops.short_conv.op import short_conv
+from flashmix.ops.short_conv.qkv import short_conv_qkv
 
 
 class ShortConvolution(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashmix.train.run_folder import RunError, reason, written_whole
+from flashmix.train.folder import RunError, reason, written_whole
 
 
 @dataclass

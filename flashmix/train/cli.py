@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from flashmix.train.run_folder import RunError, RunFolder, TrainConfig, reason
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
 
 # One line a setting of TrainConfig; its type and default are those of the dataclass.
 SETTINGS = {
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_eval(commands: Any) -> None:
-    """`flashmix eval`: its settings are those of EvalConfig, which is imported only when it runs."""
+    """`flashmix eval`: its settings are those of EvalConfig, which is imported only when it session."""
     evaluate = commands.add_parser("eval", help="train and score small models on synthetic tasks")
     keep = argparse.SUPPRESS
     text = "PRESET[_SIZE][+OPTION[=VALUE]]..., several with / between them for a hybrid (default: seven of them)"
@@ -115,7 +115,7 @@ def add_eval(commands: Any) -> None:
 
 
 def train_command(arguments: argparse.Namespace) -> int:
-    from flashmix.train import runs
+    from flashmix.train import session
 
     chosen = vars(arguments)
     settings: dict[str, Any] = {name: chosen[name] for name in ("text", "compile", *SETTINGS) if name in chosen}
@@ -125,11 +125,11 @@ def train_command(arguments: argparse.Namespace) -> int:
         if arguments.out:
             raise RunError("--resume goes on in its own folder: leave --out away")
         folder = RunFolder(arguments.resume)
-        trainer = runs.resume(folder, settings)
+        trainer = session.resume(folder, settings)
         print(f"resuming {folder.path} after step {trainer.step} of {trainer.config.steps}")
     else:
         folder = RunFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
-        trainer = runs.begin(TrainConfig(**settings), folder)
+        trainer = session.begin(TrainConfig(**settings), folder)
     print(trainer.summary(), flush=True)
     try:
         finished = trainer.run()
@@ -139,9 +139,9 @@ def train_command(arguments: argparse.Namespace) -> int:
         print(f"stopped after step {trainer.step}; {how_to_go_on(folder)}")
         return 130
     if arguments.sample:
-        model, tokens = runs.load(folder, trainer.config.device)
+        model, tokens = session.load(folder, trainer.config.device)
         print(f"--- a sample of {arguments.sample} tokens")
-        for text in runs.write_text(model, tokens, "", arguments.sample):
+        for text in session.write_text(model, tokens, "", arguments.sample):
             print(text, end="", flush=True)
         print("\n---")
     print(f"all of it is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
@@ -156,12 +156,12 @@ def how_to_go_on(folder: RunFolder) -> str:
 
 def generate_command(arguments: argparse.Namespace) -> int:
     from flashmix.models import Acceptance
-    from flashmix.train import runs
+    from flashmix.train import session
 
-    model, tokens = runs.load(RunFolder(arguments.run), arguments.device)
-    draft = runs.load_draft(RunFolder(arguments.draft), arguments.device, tokens) if arguments.draft else None
+    model, tokens = session.load(RunFolder(arguments.run), arguments.device)
+    draft = session.load_draft(RunFolder(arguments.draft), arguments.device, tokens) if arguments.draft else None
     acceptance = Acceptance()
-    text = runs.write_text(
+    text = session.write_text(
         model,
         tokens,
         arguments.prompt,

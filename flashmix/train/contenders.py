@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashmix.layers.cache import RecurrentCache
+from flashmix.layer.cache import RecurrentCache
 from flashmix.models import PRESETS, Decoder, DecoderConfig, LayerConfig, Size, preset
 from flashmix.models.config import MIXERS
 

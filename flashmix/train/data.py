@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashmix.ops.packing import Packing
-from flashmix.train.run_folder import RunError, RunFolder, read_json, reason, write_json, written_whole
+from flashmix.op.packing import Packing
+from flashmix.train.folder import RunError, RunFolder, read_json, reason, write_json, written_whole
 from flashmix.train.tokens import Tokens
 
 # Folders beside the standard library's own source: its tests, other people's packages, tables written by programs.

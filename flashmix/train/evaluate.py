@@ -20,10 +20,10 @@ from tqdm import tqdm
 import flashmix
 from flashmix.models import Decoder, DecoderConfig, Size
 from flashmix.train.contenders import contender, memory
+from flashmix.train.folder import RunError, TrainConfig, read_json, reason, write_json, written_whole
 from flashmix.train.loop import learning_rate, make_optimizer, stop_on_interrupt
 from flashmix.train.plot import draw_accuracy
-from flashmix.train.run_folder import RunError, TrainConfig, read_json, reason, write_json, written_whole
-from flashmix.train.runs import check_device, default_device
+from flashmix.train.session import check_device, default_device
 from flashmix.train.tasks import TASKS, Task
 
 DEFAULT_MODELS = (

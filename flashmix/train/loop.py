@@ -17,8 +17,8 @@ from tqdm import tqdm
 from flashmix.models import Decoder, parameter_groups
 from flashmix.train import checkpoint
 from flashmix.train.data import Batch, Corpus, Stream
+from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.plot import draw_loss_curve
-from flashmix.train.run_folder import RunError, RunFolder, TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -8,7 +8,7 @@ from typing import IO, Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flashmix.train.run_folder import RunFolder, written_whole
+from flashmix.train.folder import RunFolder, written_whole
 from flashmix.train.tasks import TASKS
 
 

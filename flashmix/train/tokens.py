@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashmix.train.run_folder import RunError, reason
+from flashmix.train.folder import RunError, reason
 
 BYTES = 256
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix import _gpu
-from flashmix._dispatch import Implementation, choose
-from flashmix.ops._operator import differentiable, once_differentiable, operator
+from flashmix.gpu import device as gpu
+from flashmix.op.choose import Implementation, choose
+from flashmix.op.operator import differentiable, once_differentiable, operator
 from flashmix.ops.attention import sdpa
-from flashmix.ops.attention.problem import Problem, Score
+from flashmix.ops.attention.call import Problem, Score
 
 MOST_CHANNELS_BACKWARD = 256
 
@@ -20,7 +20,7 @@ def _triton_supports(problem: Problem) -> str | None:
     channels = max(problem.dim_qk, problem.dim_v)
     if problem.gradient and channels > MOST_CHANNELS_BACKWARD:
         return f"its backward takes head dims up to {MOST_CHANNELS_BACKWARD}, got {channels}"
-    return _gpu.refuses(torch.device(problem.device), problem.dtype)
+    return gpu.refuses(torch.device(problem.device), problem.dtype)
 
 
 def _sdpa_supports(problem: Problem) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashmix.ops.attention.problem import Problem
+from flashmix.ops.attention.call import Problem
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:

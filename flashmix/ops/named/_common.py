@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_dtype, check_floating, check_like, check_shape, dims
-from flashmix.ops.packing import Packing
+from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
+from flashmix.op.packing import Packing
 from flashmix.ops.recurrence.engine import state_dtype
 from flashmix.ops.recurrence.linear_attention import linear_attention
 

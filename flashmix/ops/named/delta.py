@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_shape, dims
+from flashmix.op.checks import check_shape, dims
+from flashmix.op.packing import Packing
 from flashmix.ops.named._common import Result, check_per_head
-from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.engine import state_dtype
-from flashmix.ops.recurrence.problem import check_operands
 
 
 def deltanet(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix._checks import check_shape, dims
+from flashmix.op.checks import check_shape, dims
+from flashmix.op.packing import Packing
 from flashmix.ops.named._common import Result
-from flashmix.ops.packing import Packing
 from flashmix.ops.recurrence import dplr
-from flashmix.ops.recurrence.problem import check_operands
+from flashmix.ops.recurrence.call import check_operands
 
 
 def rwkv7(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix._checks import dims
-from flashmix._dispatch import choose
+from flashmix.op.checks import dims
+from flashmix.op.choose import choose
+from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.named._common import Result, check_per_head
-from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.recurrence import delta_rule, linear_attention
+from flashmix.ops.recurrence.call import Operands, Problem, check_operands
 from flashmix.ops.recurrence.engine import IMPLEMENTATIONS
-from flashmix.ops.recurrence.problem import Operands, Problem, check_operands
 
 
 def oja(

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from flashmix._checks import dims
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.named._common import check_per_head, check_states, scan
-from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.engine import state_dtype
-from flashmix.ops.recurrence.problem import check_operands
 
 States = tuple[Tensor, Tensor]
 BOUND = 1.5  # the preconditioner lies between 1 / BOUND and BOUND

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix._checks import check_range, check_shape, dims
+from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.named._common import Result, check_per_head, check_same_heads, check_states
-from flashmix.ops.packing import Packing, as_packing
 from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.engine import state_dtype
-from flashmix.ops.recurrence.problem import check_operands
 
 
 def retnet(

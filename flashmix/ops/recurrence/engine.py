@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix import _gpu
-from flashmix._dispatch import Implementation, choose
-from flashmix.ops._operator import differentiable, once_differentiable, only_data, operator
+from flashmix.gpu import device as gpu
+from flashmix.op.choose import Implementation, choose
+from flashmix.op.operator import differentiable, once_differentiable, only_data, operator
+from flashmix.ops.recurrence.call import Gate, Operands, Problem
 from flashmix.ops.recurrence.native.binding import missing
-from flashmix.ops.recurrence.problem import Gate, Operands, Problem
 
 
 def _triton_supports(problem: Problem) -> str | None:
@@ -21,7 +21,7 @@ def _triton_supports(problem: Problem) -> str | None:
         return "its kernels have no decay on the value axis"
     if max(problem.K, problem.V) > 256:
         return f"its kernels hold head dimensions up to 256, got K = {problem.K} and V = {problem.V}"
-    return _gpu.refuses(problem.device, problem.dtype)
+    return gpu.refuses(problem.device, problem.dtype)
 
 
 def _native_supports(problem: Problem) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.ops.packing import Packing
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence.call import Operands, check_operands
 from flashmix.ops.recurrence.engine import run
-from flashmix.ops.recurrence.problem import Operands, check_operands
 
 
 def linear_attention(

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashmix.ops.recurrence.call import Operands
 from flashmix.ops.recurrence.engine import run, state_dtype
-from flashmix.ops.recurrence.problem import Operands
 
 
 def transition(x: Operands, impl: str = "auto") -> tuple[Tensor, Tensor]:

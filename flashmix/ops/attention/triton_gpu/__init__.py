@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix import _gpu
-from flashmix.ops.attention.problem import Score
+from flashmix.gpu import device as gpu
+from flashmix.ops.attention.call import Score
 from flashmix.ops.attention.triton_gpu.backward import attention_backward
 from flashmix.ops.attention.triton_gpu.decay import running_sums, sums_of_gradients
 from flashmix.ops.attention.triton_gpu.forward import attention_forward
@@ -20,7 +20,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,HQ,Tq]`."""
     call = Call.of(q, k, v, features, boundaries, score)
-    with _gpu.on(q.device):
+    with gpu.on(q.device):
         form = call.form("forward", True)[0]
         return attention_forward(call, running_sums(call, features[2], form))
 
@@ -40,7 +40,7 @@ def backward(
     """Gradients of q, k, v and of each of sink, alibi_slopes, log_decay that is given."""
     call = Call.of(q, k, v, features, boundaries, score)
     log_decay = features[2]
-    with _gpu.on(q.device):
+    with gpu.on(q.device):
         gradients, at_rows, at_keys = attention_backward(call, d_o, d_lse, o, kept, running_sums(call, log_decay)[0])
         if log_decay is not None and at_rows is not None and at_keys is not None:
             gradients.append(sums_of_gradients(call, log_decay, at_rows, at_keys))

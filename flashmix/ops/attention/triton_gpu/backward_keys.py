@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix._ptxas import with_sound_ptxas
+from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.triton_gpu.launch import Call, Stats, descriptors, packed_blocks
 from flashmix.ops.attention.triton_gpu.table import phases_of_keys
 from flashmix.ops.attention.triton_gpu.tiles import (

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashmix import _gpu
-from flashmix.ops.attention.problem import Score
+from flashmix.gpu import device as gpu
+from flashmix.ops.attention.call import Score
 from flashmix.ops.attention.triton_gpu.table import parts, tiles_for
 from flashmix.ops.attention.triton_gpu.tiles import bounded
 
@@ -74,7 +74,7 @@ class Call:
     cu_q: Tensor | None
     cu_k: Tensor | None
     score: Score
-    target: _gpu.Target
+    target: gpu.Target
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class Call:
         q, k, v = (aligned(x) for x in (q, k, v))
         sink, slopes, _, seed = (None if x is None else x.contiguous() for x in features)
         cu_q, cu_k = (None if x is None else x.contiguous() for x in boundaries)
-        return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, score, _gpu.target(q.device))
+        return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, score, gpu.target(q.device))
 
     @property
     def batch(self) -> int:
@@ -143,8 +143,8 @@ class Call:
             PACKED=self.cu_q is not None,
             SCALED=not exact and score.softcap is None and score.scale > LEAST_SCALE,
             EXACT=exact,
-            INTERPRETED=_gpu.interpreted(),
-            FAST_TANH=not exact and not _gpu.interpreted(),
+            INTERPRETED=gpu.interpreted(),
+            FAST_TANH=not exact and not gpu.interpreted(),
             PRECISION="ieee" if exact else "tf32",
             WITH_K=phase != "values",
             WITH_V=phase != "keys alone",

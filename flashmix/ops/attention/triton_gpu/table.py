@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmix import _gpu
+from flashmix.gpu import device as gpu
 
 
 class Tiles(NamedTuple):
@@ -67,13 +67,13 @@ FLOAT32: Rows = {
 }  # fmt: skip
 
 
-def phases_of_keys(channels: int, dtype: torch.dtype, target: _gpu.Target) -> tuple[str, ...]:
+def phases_of_keys(channels: int, dtype: torch.dtype, target: gpu.Target) -> tuple[str, ...]:
     """The passes over keys: one for dK and dV, or one each, where both together do not fit into the registers."""
     hopper = dtype != torch.float32 and target.capability[0] >= 9 and target.shared_memory >= 160 * 1024
     return ("keys alone", "values") if hopper and channels > SEPARATE_CHANNELS else ("keys",)
 
 
-def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: _gpu.Target, gated: bool = False) -> Tiles:
+def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: gpu.Target, gated: bool = False) -> Tiles:
     """The table's row for a head of `channels` (the larger of q's and v's); `gated`: with a forget gate."""
     phase = "queries" if phase == "delta" else phase
     if dtype == torch.float32:

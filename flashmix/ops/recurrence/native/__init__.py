@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
-from flashmix.ops.packing import check_boundaries
+from flashmix.op.packing import check_boundaries
+from flashmix.op.scratch import scratch
+from flashmix.ops.recurrence.call import Gate, Operands, Problem
 from flashmix.ops.recurrence.native.binding import Call, library
-from flashmix.ops.recurrence.problem import Gate, Operands, Problem
 
 __all__ = ["backward", "forward", "residual_shapes"]
 

@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-from flashmix._gpu import constant_when_compiled
+from flashmix.gpu.device import constant_when_compiled
 
 _NUMBERS = (
     "sequences", "value_heads", "K", "V", "threads", "scratch_numbers", "q_heads", "k_heads", "a_heads", "b_heads", "gate",

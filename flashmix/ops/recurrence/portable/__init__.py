@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
+from flashmix.ops.recurrence.call import Gate, Operands, Problem, Rule
 from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay, matmul
 from flashmix.ops.recurrence.portable.layout import Layout, Slab, chunk_bound, chunk_size
 from flashmix.ops.recurrence.portable.state import Decay, state_backward, state_forward
-from flashmix.ops.recurrence.portable.step import step
 from flashmix.ops.recurrence.portable.tiles import Gradients, load_tiles, row_kinds
 from flashmix.ops.recurrence.portable.token_gate import TokenDecay, token_factors
 from flashmix.ops.recurrence.portable.transform import transform_forward
 from flashmix.ops.recurrence.portable.value_gate import ValueDecay
-from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
+from flashmix.ops.recurrence.step.portable.token import step
 
 __all__ = ["backward", "forward", "residual_shapes"]
 

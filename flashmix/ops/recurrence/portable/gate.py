@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
 
 
 @dataclass(frozen=True)

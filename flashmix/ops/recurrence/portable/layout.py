@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.ops.packing import check_boundaries
-from flashmix.ops.recurrence.problem import Problem
+from flashmix.op.packing import check_boundaries
+from flashmix.ops.recurrence.call import Problem
 
 # A slab is as many depths as fit in this many numbers of one tile: smaller slabs cost more operators, larger ones leave the cache.
 SLAB_NUMBERS = 1 << 18

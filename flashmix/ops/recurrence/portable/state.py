@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
 from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
 from flashmix.ops.recurrence.portable.token_gate import TokenDecay

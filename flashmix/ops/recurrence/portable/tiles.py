@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
+from flashmix.ops.recurrence.call import Gate, Operands, Problem, Rule
 from flashmix.ops.recurrence.portable.gate import Row
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
-from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
 
 
 def row_kinds(problem: Problem) -> tuple[Row, ...]:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
 from flashmix.ops.recurrence.portable.gate import Row, _add_rows, _Decay, _product_backward, _row_factor, _times
 
 

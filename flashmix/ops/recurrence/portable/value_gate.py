@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops._scratch import scratch
+from flashmix.op.scratch import scratch
 from flashmix.ops.recurrence.portable.gate import (
     Row,
     _add_rows,

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashmix import _gpu
-from flashmix.ops.recurrence.problem import Gate, Operands, Problem, Rule
+from flashmix.gpu import device as gpu
+from flashmix.gpu.sizes import cdiv
+from flashmix.ops.recurrence.call import Gate, Operands, Problem, Rule
+from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu.layout import Layout
 from flashmix.ops.recurrence.triton_gpu.plan import SLOTS, Plan, plan
-from flashmix.ops.recurrence.triton_gpu.sizes import cdiv
-from flashmix.ops.recurrence.triton_gpu.step import step
 from flashmix.ops.recurrence.triton_gpu.table import tiles
 
 __all__ = ["backward", "forward", "residual_shapes"]
@@ -92,7 +92,7 @@ def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[T
     if _is_step(Problem.of(x, read_before)):
         return (*step(x, scale, read_before), [])
     call = Call.of(x, scale, read_before)
-    with _gpu.on(x.q.device):
+    with gpu.on(x.q.device):
         o = call.tokens_like(call.problem.V)
         state = _state_like(call)
         scored = _scores(call)
@@ -130,7 +130,7 @@ def backward(
     """Gradients of the operands that are there, in their order; the decay's only with `gate_gradient`."""
     call = Call.of(x, scale, read_before)
     p = call.problem
-    with _gpu.on(x.q.device):
+    with gpu.on(x.q.device):
         do = torch.zeros_like(call.x.v) if do is None else do.to(p.dtype).contiguous()
         dstate = None if dstate is None else dstate.contiguous()
         scored = _scores(call, residuals)

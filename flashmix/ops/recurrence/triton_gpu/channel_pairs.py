@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix._ptxas import with_sound_ptxas
+from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
 from flashmix.ops.recurrence.triton_gpu.output import add_neighbours, store_key_gradients
 from flashmix.ops.recurrence.triton_gpu.pairs import all_pair_gradients, load_values, near, neighbours, span

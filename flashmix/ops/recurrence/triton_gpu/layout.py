@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix import _gpu
-from flashmix.ops.recurrence.problem import Problem
-from flashmix.ops.recurrence.triton_gpu.sizes import cdiv
+from flashmix.gpu import device as gpu
+from flashmix.gpu.sizes import cdiv
+from flashmix.ops.recurrence.call import Problem
 
 
 @triton.jit(do_not_specialize=["N", "T", "BOUND"])
@@ -107,7 +107,7 @@ class Layout:
         offsets = torch.empty(N + 1, dtype=torch.int32, device=cu_seqlens.device)
         table = torch.empty(bound, 2, dtype=torch.int64, device=cu_seqlens.device)
         cu_seqlens = cu_seqlens.contiguous()
-        with _gpu.on(cu_seqlens.device):
+        with gpu.on(cu_seqlens.device):
             offsets_kernel[(1,)](cu_seqlens, offsets, N, T, bound, C=C, BLOCK=1024)
             if bound:
                 steps = (N + 1).bit_length()

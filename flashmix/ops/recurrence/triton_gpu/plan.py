@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from flashmix import _gpu
-from flashmix.ops.recurrence.problem import Gate, Problem, Rule
+from flashmix.gpu import device as gpu
+from flashmix.gpu.compiled import Kernel
+from flashmix.ops.recurrence.call import Gate, Problem, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
-from flashmix.ops.recurrence.triton_gpu.compiled import Kernel
 from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
@@ -133,13 +133,13 @@ def plan(problem: Problem, heads: tuple[int, int, int, int]) -> Plan:
     """The plan of a problem; lengths and batches share one, as far as they are cut alike."""
     kind = replace(problem, batch=0, tokens=0, sequences=0)
     return cached_plan(
-        kind, heads, tiles(problem).segments, torch.get_float32_matmul_precision(), _gpu.target(problem.device)
+        kind, heads, tiles(problem).segments, torch.get_float32_matmul_precision(), gpu.target(problem.device)
     )
 
 
 @lru_cache(maxsize=1024)
 def cached_plan(
-    kind: Problem, heads: tuple[int, int, int, int], segments: int, precision: str, target: _gpu.Target
+    kind: Problem, heads: tuple[int, int, int, int], segments: int, precision: str, target: gpu.Target
 ) -> Plan:
     """What a plan depends on is its key; float32 precision and the card are looked up by the table."""
     return Plan(kind, heads, tiles(kind, segments))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix._ptxas import with_sound_ptxas
+from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     AK,

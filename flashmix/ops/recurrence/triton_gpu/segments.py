@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix._ptxas import with_sound_ptxas
+from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.state import map_tile, saved_tile
 from flashmix.ops.recurrence.triton_gpu.tiles import state_tile
 

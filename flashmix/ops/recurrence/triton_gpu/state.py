@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix._ptxas import with_sound_ptxas
+from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.layout import sequence_chunks
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     AK,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmix import _gpu
-from flashmix.ops.recurrence.problem import Gate, Problem, Rule
-from flashmix.ops.recurrence.triton_gpu.sizes import cdiv, padded
+from flashmix.gpu import device as gpu
+from flashmix.gpu.sizes import cdiv, padded
+from flashmix.ops.recurrence.call import Gate, Problem, Rule
 
 # Left alone, ptxas takes 32 registers in the largest float32 kernels and spills the rest: 18.1 ms instead of 4.2.
 _ALL_REGISTERS = {"maxnreg": 255}
@@ -45,7 +45,7 @@ def tiles(problem: Problem, segments: int | None = None) -> Tiles:
     V = padded(problem.V)
     channel = problem.gate is Gate.CHANNEL
     dplr = problem.rule is Rule.DPLR
-    target = _gpu.target(problem.device)
+    target = gpu.target(problem.device)
     small = target.shared_memory < 160 * 1024
     hopper = target.capability >= (9, 0)  # or newer: operands in shared memory, more registers for the rest
     if wide:

@@ -1,0 +1,87 @@
+"""What every Triton implementation asks about the GPU it runs on. Importing this module touches no GPU and no triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+from flashmix.gpu.arch import SHARED_MEMORY_KIB, triton_version
+
+Answer = TypeVar("Answer", bound=Callable[..., object])
+LEAST_CAPABILITY = (8, 0)
+LEAST_TRITON = (3, 6)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a table of tiles is chosen by: compute capability, shared memory a block may take (bytes), multiprocessors."""
+
+    capability: tuple[int, int]
+    shared_memory: int
+    multiprocessors: int
+
+
+def constant_when_compiled(function: Answer) -> Answer:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors (the tests do, with TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton kernels cannot run tensors of `dtype` on `device`; None if they can."""
+    if dtype not in KERNEL_DTYPES:
+        return f"its kernels take float32, bfloat16 and float16, got {dtype}"
+    if device.type != "cuda" and not interpreted():
+        return f"it needs tensors on a CUDA device, got {device}"
+    version = _triton()
+    if version < LEAST_TRITON:
+        return f"it needs triton {LEAST_TRITON[0]}.{LEAST_TRITON[1]} or newer, got {version or 'none'}"
+    if device.type == "cuda" and target(device).capability < LEAST_CAPABILITY:
+        return f"it needs compute capability 8.0 or newer, got {target(device).capability}"
+    return None
+
+
+@constant_when_compiled
+def _triton() -> tuple[int, ...]:
+    return _parsed_triton()
+
+
+@lru_cache(maxsize=1)
+def _parsed_triton() -> tuple[int, ...]:
+    version = triton_version()
+    return () if version is None else tuple(int(part) for part in version.split(".")[:2])
+
+
+@constant_when_compiled
+def target(device: torch.device) -> Target:
+    """The facts of `device`; for CPU tensors (the interpreter) those of a Hopper card."""
+    if device.type != "cuda":
+        return Target((9, 0), SHARED_MEMORY_KIB[9, 0] * 1024, 132)
+    return _facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _facts(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    shared = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY_KIB.get(capability, 48) * 1024)
+    return Target(capability, shared, properties.multi_processor_count)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` the current one while kernels are launched (Triton launches on the current device)."""
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

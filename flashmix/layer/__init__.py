@@ -1,0 +1,1 @@
+"""The base of every token-mixing layer: its call, its caches, its padding."""

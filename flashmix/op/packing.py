@@ -1,0 +1,113 @@
+"""Packed batches: sequences of any lengths laid end to end in one row, told apart by `cu_seqlens`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims
+
+
+class Packing:
+    """Where the sequences of a packed batch start and end, made once a batch and handed to every op as `cu_seqlens`.
+
+    Args:
+        cu_seqlens: `[N + 1]` int32 or int64, `cu_seqlens[n]` is the first token of sequence `n` and the last entry the
+            number of tokens. Empty sequences are fine.
+        total: number of tokens in the packed row.
+
+    Raises:
+        TypeError: `cu_seqlens` is not an int32 or int64 tensor.
+        ValueError: it is not one-dimensional, does not start at 0, decreases, or does not end at `total` (contents are read
+            on the CPU, and on a GPU after `flashmix.checks(True)`).
+
+    Example:
+        >>> packing = Packing.from_lengths([3, 0, 2])
+        >>> packing.cu_seqlens.tolist(), packing.positions.tolist()
+        ([0, 3, 3, 5], [0, 1, 2, 0, 1])
+    """
+
+    def __init__(self, cu_seqlens: Tensor, total: int) -> None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
+        (entries,) = dims("cu_seqlens", cu_seqlens, "N+1")
+        if entries < 1:
+            raise ValueError("cu_seqlens must have shape [N+1], got [0]")
+        if contents_are_checked(cu_seqlens):
+            check_boundaries(cu_seqlens.tolist(), total)
+        self.cu_seqlens = cu_seqlens
+        self.total = total
+        # Computed when first asked for. Not cached_property: its lock (Python 3.10, 3.11) breaks torch.compile's graph.
+        self._sequence: Tensor | None = None
+        self._positions: Tensor | None = None
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Packing:
+        """The packing of sequences of these lengths (tokens), on `device`."""
+        counts = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+        if contents_are_checked(counts) and bool((counts < 0).any()):
+            raise ValueError(f"lengths must be non-negative, got {counts.tolist()}")
+        cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return cls(cu_seqlens, int(cu_seqlens[-1]))
+
+    @property
+    def count(self) -> int:
+        """The number of sequences, empty ones included."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[N]`: tokens in each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence(self) -> Tensor:
+        """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
+        if self._sequence is None:
+            tokens = torch.arange(self.total, device=self.cu_seqlens.device)
+            # Not searched in cu_seqlens[1:]: compiled by Inductor for a GPU (torch 2.11) that gave wrong numbers.
+            after = torch.searchsorted(self.cu_seqlens.to(torch.int64), tokens, right=True)
+            self._sequence = (after - 1).clamp(min=0)
+        return self._sequence
+
+    @property
+    def positions(self) -> Tensor:
+        """`[total]` int64: the place of each token in its own sequence, from 0."""
+        if self._positions is None:
+            tokens = torch.arange(self.total, device=self.cu_seqlens.device)
+            self._positions = tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
+        return self._positions
+
+    def __repr__(self) -> str:
+        return f"Packing(sequences={self.count}, tokens={self.total})"
+
+
+def check_boundaries(cu_seqlens: list[int], total: int) -> None:
+    """Raises ValueError unless the host-side boundaries start at 0, never decrease and end at `total`."""
+    if cu_seqlens[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0]}")
+    for before, after in pairwise(cu_seqlens):
+        if after < before:
+            raise ValueError(f"cu_seqlens must not decrease, got {before} followed by {after}")
+    if cu_seqlens[-1] != total:
+        raise ValueError(f"cu_seqlens must end at the token count {total}, got {cu_seqlens[-1]}")
+
+
+def as_packing(cu_seqlens: Tensor | Packing | None, batch: int, tokens: int, device: torch.device) -> Packing | None:
+    """The `Packing` behind an op's `cu_seqlens` argument, checked against the op's `[B, T, ...]` inputs.
+
+    Raises ValueError: `B != 1`, another device than the inputs, or boundaries that do not fit `tokens`.
+    """
+    if cu_seqlens is None:
+        return None
+    if batch != 1:
+        raise ValueError(f"cu_seqlens must come with inputs of batch size 1 (sequences end to end), got {batch}")
+    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens, tokens)
+    if packing.total != tokens:
+        raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {packing.total}")
+    if packing.cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens must be on {device} like the inputs, got {packing.cu_seqlens.device}")
+    return packing

@@ -1,0 +1,201 @@
+"""The public op `softmax_attention`: its documentation and checks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_range, check_shape, dims
+from flashmix.op.packing import Packing, as_packing
+from flashmix.ops.attention.call import Problem, Score
+from flashmix.ops.attention.engine import attend
+
+Window = tuple[int | None, int | None]
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: Tensor | Packing | None = None,
+    cu_seqlens_k: Tensor | Packing | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Exact softmax attention, in memory linear in the number of tokens, forward and backward.
+
+    With `p_i = i + Tk - Tq` the position of query `i` (the newest query stands at the newest key):
+
+        s_ij = scale q_i . k_j                               then softcap tanh(s / softcap)
+             - slope_h |p_i - j| + sum_{j < t <= p_i} log_decay_t      over the keys j that query i may see
+        o_i  = sum_j e^{s_ij} v_j / (sum_j e^{s_ij} + e^{sink_h})
+        lse_i = log(sum_j e^{s_ij} + e^{sink_h})
+
+    A query with nothing to see gives `o = 0`, `lse = -inf` (with a sink: `lse = sink`) and zero gradients. Every tensor
+    argument is differentiable, and so is `lse`, so that partial results over disjoint keys can be merged.
+
+    Args:
+        q: `[B, Tq, HQ, K]` float16, bfloat16, float32 or float64; K and V up to 256, up to 512 where no gradient is wanted.
+        k: `[B, Tk, H, K]`, `HQ % H == 0`: query head `h` reads key head `h // (HQ / H)`.
+        v: `[B, Tk, H, V]`.
+        causal: query `i` sees the keys `j <= p_i`.
+        scale: factor of the scores; default `K ** -0.5`.
+        window: `(left, right)`: query `i` sees `p_i - left <= j <= p_i + right`, both ends included; None is unbounded.
+        softcap: scores are squashed into `(-softcap, softcap)`.
+        sink: `[HQ]` floating, a logit per head that takes probability and gives no value.
+        alibi_slopes: `[HQ]` floating, ALiBi's slope per head, in natural-log units per token.
+        log_decay: `[B, Tk, HQ]` floating, at most 0: log of the forget gate of each key token, not cumulative; needs
+            `causal`.
+        dropout_p: share of the probabilities that is dropped, drawn from torch's generator; the rest grows by
+            `1 / (1 - dropout_p)`.
+        cu_seqlens: `[N + 1]` or `Packing`: the boundaries of packed queries (`B == 1`), and of the keys if those have
+            none of their own.
+        cu_seqlens_k: `[N + 1]` or `Packing`: the boundaries of packed keys.
+        return_lse: return `lse` too.
+        impl: `"auto"`, `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
+
+    Returns:
+        `o` `[B, Tq, HQ, V]` in q's dtype; `lse` `[B, HQ, Tq]`, packed `[HQ, total]`, natural log in float32 (float64
+        for float64 inputs), or None.
+
+    Raises:
+        TypeError: a dtype that is not floating, or that differs between q, k and v.
+        ValueError: shapes that do not fit, a negative window, a value out of its range, `impl` that cannot run this.
+
+    Source: Vaswani et al., 1706.03762 (eq. 1); Dao et al., 2205.14135 (blockwise); Gemma 2, 2408.00118 (softcap);
+        Press et al., 2108.12409 (ALiBi); Lin et al., 2503.02130 (forget gate).
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(2, 5, 8, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 24)
+        >>> o, lse = softmax_attention(q, k, v, causal=True, window=(3, 0), return_lse=True)
+        >>> o.shape, lse.shape
+        (torch.Size([2, 5, 8, 24]), torch.Size([2, 8, 5]))
+    """
+    batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v = _check_qkv(q, k, v)
+    left, right = check_window(window)
+    if causal:
+        right = 0
+    check_features(q, sink, alibi_slopes, log_decay, (batch, tokens_k, heads_q), right)
+    check_softcap(softcap)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
+
+    q, k, v = _autocast(q, k, v)
+    score = Score(dim_qk**-0.5 if scale is None else float(scale), left, right, softcap, dropout_p)
+    differentiable = (x for x in (q, k, v, sink, alibi_slopes, log_decay) if x is not None)
+    problem = Problem(
+        batch=batch,
+        tokens_q=tokens_q,
+        tokens_k=tokens_k,
+        heads_q=heads_q,
+        heads=heads,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        dtype=q.dtype,
+        device=q.device.type,
+        score=score,
+        sink=sink is not None,
+        alibi=alibi_slopes is not None,
+        decay=log_decay is not None,
+        packed=packing is not None,
+        lse=return_lse,
+        gradient=torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
+    )
+    seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
+    boundaries = (packing.cu_seqlens if packing else None, packing_k.cu_seqlens if packing_k else None)
+    return attend(problem, q, k, v, (sink, alibi_slopes, log_decay, seed), boundaries, impl)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    batch, tokens_q, heads_q, dim_qk = dims("q", q, "B Tq HQ K")
+    _, tokens_k, heads, _ = dims("k", k, "B Tk H K")
+    *_, dim_v = dims("v", v, "B Tk H V")
+    check_shape("k", k, batch, tokens_k, heads, dim_qk)
+    check_shape("v", v, batch, tokens_k, heads, dim_v)
+    check_multiple("the number of heads of q", heads_q, "that of k", heads)
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    for name, dim in (("q", dim_qk), ("v", dim_v)):
+        check_range(f"the head dim of {name}", dim, 1, 256 if gradient else 512)
+    check_dtype("q", q, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    check_like("k", k, "q", q)
+    check_like("v", v, "q", q)
+    return batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v
+
+
+def check_window(window: Window | None) -> Window:
+    """`(left, right)` of a window argument; raises ValueError unless both are non-negative or None."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None and (not isinstance(bound, int) or bound < 0):
+            raise ValueError(f"window {name} must be a non-negative int or None (unbounded), got {bound!r}")
+    left, right = window
+    return left, right
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError unless `softcap` is None or positive."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+
+
+def check_features(
+    q: Tensor,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    log_decay: Tensor | None,
+    decay_shape: tuple[int, int, int],
+    right: int | None,
+) -> None:
+    """Raises unless sink, slopes and decay fit the query heads, and decay comes with a causal mask (`right == 0`)."""
+    heads_q = decay_shape[2]
+    for name, tensor, shape in (
+        ("sink", sink, (heads_q,)),
+        ("alibi_slopes", alibi_slopes, (heads_q,)),
+        ("log_decay", log_decay, decay_shape),
+    ):
+        if tensor is not None:
+            check_shape(name, tensor, *shape)
+            check_floating(name, tensor)
+            check_like(name, tensor, "q", q, dtype=False)
+    if log_decay is not None and right != 0:
+        raise ValueError(
+            "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"
+        )
+
+
+def _check_packing(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | Packing | None, cu_seqlens_k: Tensor | Packing | None
+) -> tuple[Packing | None, Packing | None]:
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None")
+        return None, None
+    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    packing_k = as_packing(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, k.shape[0], k.shape[1], k.device)
+    assert packing is not None and packing_k is not None
+    if packing.count != packing_k.count:
+        raise ValueError(f"cu_seqlens_k must have shape [{packing.count + 1}], got [{packing_k.count + 1}]")
+    return packing, packing_k
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in autocast's dtype, where autocast is on (float64 stays, as in torch's own operators)."""
+    device = q.device.type
+    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)

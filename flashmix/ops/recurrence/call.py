@@ -1,0 +1,167 @@
+"""What a call of the recurrence is: its rule, its gate, its sizes; and the checks that its tensors are such a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_shape, check_tensor, dims
+from flashmix.op.packing import Packing, as_packing
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_OWN_NAMES = {name: name for name in ("q", "v", "k", "beta", "log_decay")}
+
+
+class Rule(Enum):
+    """How a token writes to the state: as it is (raw), minus what the state already holds (corrected), or both."""
+
+    LINEAR = "linear"  # S += k v^T
+    TIED = "tied delta"  # S += k u^T with u = beta (v - S^T k), S decayed
+    UNTIED = "untied delta"  # S += b u^T with u = v + S^T a, S before its decay
+    DPLR = "dplr"  # S += k v^T + b (S^T a)^T, S before its decay
+
+    @property
+    def raw(self) -> bool:
+        return self in (Rule.LINEAR, Rule.DPLR)
+
+    @property
+    def corrected(self) -> bool:
+        return self is not Rule.LINEAR
+
+
+class Gate(Enum):
+    """The shape of the log decay."""
+
+    NONE = "none"
+    HEAD = "[H]"
+    TOKEN = "[B, T, H]"
+    CHANNEL = "[B, T, H, K]"
+    VALUE = "[B, T, H, V] on the value axis"  # S diag(e^g)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call: which are there tells the rule, the shape of `g` the gate.
+
+    `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `g` the log decay (natural logarithm),
+    `initial_state` is `[N, HV, K, V]`, `cu_seqlens` is `[N + 1]`. With `value_gate`, `g` `[B, T, HV, V]` decays the value axis.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    g: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    value_gate: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        if self.a is None:
+            return Rule.LINEAR if self.beta is None else Rule.TIED
+        return Rule.UNTIED if self.k is None else Rule.DPLR
+
+    @property
+    def gate(self) -> Gate:
+        if self.value_gate:
+            return Gate.VALUE
+        return Gate.NONE if self.g is None else {1: Gate.HEAD, 3: Gate.TOKEN, 4: Gate.CHANNEL}[self.g.dim()]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts of a call that decide which implementation runs it, and with which tiles."""
+
+    rule: Rule
+    gate: Gate
+    batch: int
+    tokens: int
+    heads: int
+    value_heads: int
+    K: int
+    V: int
+    sequences: int
+    packed: bool
+    read_before: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Operands, read_before: bool) -> Problem:
+        B, T, H, K = x.q.shape
+        _, _, HV, V = x.v.shape
+        packed = x.cu_seqlens is not None
+        N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else B
+        return Problem(x.rule, x.gate, B, T, H, HV, K, V, N, packed, read_before, x.v.dtype, x.v.device)
+
+
+def check_operands(
+    q: Tensor,
+    v: Tensor,
+    keys: dict[str, Tensor],
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | Packing | None,
+    names: dict[str, str] | None = None,
+    value_log_decay: Tensor | None = None,
+) -> Tensor | None:
+    """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name.
+
+    `names` are what the caller calls `q`, `v`, `k`, `beta` and `log_decay`, where that differs.
+    """
+    names = _OWN_NAMES | (names or {})
+    q_name, v_name = names["q"], names["v"]
+    B, T, H, K = dims(q_name, q, "B T H K")
+    check_dtype(q_name, q, *DTYPES)
+    _, _, HV, V = dims(v_name, v, "B T HV V")
+    check_shape(v_name, v, B, T, HV, V)
+    check_like(v_name, v, q_name, q)
+    check_multiple(f"the number of heads of {v_name}", HV, f"the number of heads of {q_name}", H)
+    if K < 1 or V < 1:
+        raise ValueError(f"{q_name} and {v_name} must have at least one channel, got K = {K} and V = {V}")
+    for key_name, key in keys.items():
+        name = names.get(key_name, key_name)
+        heads = dims(name, key, "B T H K")[2]
+        check_shape(name, key, B, T, HV if key_name != "k" and heads == HV else H, K)
+        check_like(name, key, q_name, q)
+    if beta is not None:
+        _check_gate(names["beta"], beta, q_name, q, (B, T, HV))
+    if log_decay is not None:
+        _check_gate(names["log_decay"], log_decay, q_name, q, (HV,), (B, T, HV), (B, T, HV, K))
+    if value_log_decay is not None:
+        _check_gate("value_log_decay", value_log_decay, q_name, q, (B, T, HV, V))
+        if log_decay is not None:
+            raise ValueError("log_decay and value_log_decay must not both be given: a state decays on one axis")
+    packing = as_packing(cu_seqlens, B, T, q.device)
+    if initial_state is not None:
+        check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)
+        check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        check_like("initial_state", initial_state, q_name, q, dtype=False)
+    return None if packing is None else packing.cu_seqlens
+
+
+def _check_gate(name: str, gate: Tensor, q_name: str, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """A gate has one of `shapes`, any floating dtype, and the device of `q`."""
+    check_tensor(name, gate)
+    if tuple(gate.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(gate.shape)}")
+    check_floating(name, gate)
+    check_like(name, gate, q_name, q, dtype=False)
+
+
+@dataclass(frozen=True)
+class DeltaNetOptions:
+    """What a call of `delta_net_step` is besides its tensors."""
+
+    heads: int
+    lower: float | None = None
+    negative_eigenvalues: bool = False
+    gate_activation: str = "silu"
+    eps: float = 1e-6

@@ -1,0 +1,320 @@
+"""Rotary position embedding: turns pairs of channels by an angle that grows with the position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashmix.op.checks import (
+    check_dtype,
+    check_floating,
+    check_like,
+    check_range,
+    check_shape,
+    contents_are_checked,
+    dims,
+)
+from flashmix.op.choose import choose
+from flashmix.op.packing import Packing, as_packing
+from flashmix.op.rowwise import Tensors, portable, triton, wants_gradient
+from flashmix.ops.rotary.operator import ROTARY, rotate_in_place
+from flashmix.ops.rotary.portable import Place, rotate
+from flashmix.ops.rotary.scaling import RotaryScaling, plain_frequencies
+
+
+def _no_table_gradient(tensors: Tensors) -> str | None:
+    return "it has no gradient of cos and sin" if wants_gradient(*tensors[-2:]) else None
+
+
+IMPLEMENTATIONS = (
+    triton("flashmix.ops.rotary.triton_gpu", _no_table_gradient),
+    portable("flashmix.ops.rotary.portable"),
+)
+
+
+def rotary_table(
+    positions: int,
+    dim: int,
+    base: float = 10000.0,
+    *,
+    scaling: RotaryScaling | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that `rotary` reads.
+
+        angle[p, i] = p * base^(-2 i / dim),    i = 0 .. dim / 2 - 1, unless a scaling changes the frequencies
+
+    Args:
+        positions: number of positions P of the table.
+        dim: number of channels R that are rotated, even: the head's dim or less, not the model's.
+        base: the slowest pair turns once in about `2 pi base` positions.
+        scaling: None, or how frequencies stretch for long texts: `LinearScaling`, `NTKScaling`, `YarnScaling` or
+            `Llama3Scaling` (see `flashmix.ops.rotary.scaling`).
+        device: where the table lives.
+        dtype: the table's dtype; the angles are computed in float64.
+
+    Returns:
+        `(cos, sin)`, each `[P, dim / 2]`.
+
+    Raises:
+        ValueError: `dim` is odd or not positive, or `positions` is negative.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 15.
+
+    Example:
+        >>> cos, sin = rotary_table(16, 64)
+        >>> cos.shape, cos[0, 0].item(), sin[0, 0].item()
+        (torch.Size([16, 32]), 1.0, 0.0)
+    """
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"dim must be even and positive (channels turn in pairs), got {dim}")
+    if positions < 0:
+        raise ValueError(f"positions must be non-negative, got {positions}")
+    frequencies = plain_frequencies(dim, base) if scaling is None else scaling.frequencies(dim, base)
+    angles = torch.arange(positions, dtype=torch.float64, device=device).unsqueeze(1) * frequencies.to(device)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return angles.cos().mul_(magnitude).to(dtype), angles.sin().mul_(magnitude).to(dtype)
+
+
+def rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: int | Tensor | None = None,
+    axes: Sequence[int] | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Rotates the first R channels of every head by the angles of its position.
+
+        y_i       = x_i cos_i - x_{i+R/2} sin_i
+        y_{i+R/2} = x_{i+R/2} cos_i + x_i sin_i        i < R/2, cos and sin of the token's position
+
+    The channels past R stay as they are. The backward is the inverse rotation and keeps cosines and sines only.
+
+    Args:
+        x: `[B, T, H, D]`, floating.
+        cos: `[P, R/2]` with `R <= D`, floating: row p belongs to position p (see `rotary_table`).
+        sin: like `cos`.
+        positions: None, tokens count from 0; an int, they count from there (decoding); `[B, T]` int32 or int64, the
+            position of each token (left-padded batches); `[B, T, A]` with `axes`.
+        axes: R/2 numbers below A, the axis whose position turns each pair: `[0] * 16 + [1] * 24 + [2] * 24` for time,
+            height and width of an image's patches (M-RoPE).
+        cu_seqlens: `[N + 1]` or `Packing`, with `B == 1`: counting starts again in each sequence. Not with a tensor of
+            positions, which says it all.
+        interleaved: the pairs are channels `(2 i, 2 i + 1)`, not `(i, i + R/2)`.
+        inverse: rotate backwards (and keep a scaled table's magnitude).
+        inplace: write the result into `x` and return `x`; only where no gradient is wanted.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A tensor like `x`; computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError: an input is not a tensor of a floating dtype, or `positions` is none of the above.
+        ValueError: the table is wider than a head, a position is negative or past the table (contents of tensors are
+            read on the CPU, and on a GPU after `flashmix.checks(True)`; unread ones are bounded), or shapes or devices
+            differ.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 34; several axes: Qwen2-VL (2409.12191), section 2.1.
+
+    Example:
+        >>> import torch
+        >>> cos, sin = rotary_table(8, 4)
+        >>> x = torch.ones(1, 8, 2, 4)
+        >>> y = rotary(x, cos, sin)
+        >>> y.shape, torch.equal(rotary(x[:, 5:], cos, sin, positions=5), y[:, 5:])
+        (torch.Size([1, 8, 2, 4]), True)
+    """
+    return _rotated("rotary", (x,), cos, sin, (positions, axes, cu_seqlens), interleaved, inverse, inplace, impl)[0]
+
+
+def rotary_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: int | Tensor | None = None,
+    axes: Sequence[int] | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Rotates queries and keys of the same tokens together.
+
+        q_out, k_out = rotary(q, ...), rotary(k, ...)
+
+    On a GPU that is one launch.
+
+    Args:
+        q: `[B, T, H, D]`, floating.
+        k: `[B, T, HK, D]`, the dtype of `q`; any number of heads.
+        cos: `[P, R/2]`, see `rotary`, as are all other arguments.
+        sin: like `cos`.
+        positions: None, an int, `[B, T]`, or `[B, T, A]` with `axes`.
+        axes: R/2 numbers below A.
+        cu_seqlens: `[N + 1]` or `Packing`, with `B == 1`.
+        interleaved: the pairs are channels `(2 i, 2 i + 1)`, not `(i, i + R/2)`.
+        inverse: rotate backwards.
+        inplace: write the results into `q` and `k` and return these; only where no gradient is wanted.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        Tensors like `q` and `k`.
+
+    Raises:
+        TypeError: an input is not a tensor of a floating dtype, the dtypes of `q` and `k` differ, or `positions` is
+            none of the above.
+        ValueError: as `rotary`, or `k` has other tokens or channels than `q`.
+
+    Source:
+        Su et al., "RoFormer" (2104.09864), equation 34.
+
+    Example:
+        >>> import torch
+        >>> cos, sin = rotary_table(8, 4)
+        >>> q, k = rotary_qk(torch.ones(1, 8, 4, 4), torch.ones(1, 8, 2, 4), cos, sin)
+        >>> torch.equal(k, rotary(torch.ones(1, 8, 2, 4), cos, sin)), torch.equal(q[:, :, :2], k)
+        (True, True)
+    """
+    where = (positions, axes, cu_seqlens)
+    q_out, k_out = _rotated("rotary_qk", (q, k), cos, sin, where, interleaved, inverse, inplace, impl)
+    return q_out, k_out
+
+
+def _rotated(
+    op: str,
+    tensors: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor,
+    where: tuple[int | Tensor | None, Sequence[int] | None, Tensor | Packing | None],
+    interleaved: bool,
+    inverse: bool,
+    inplace: bool,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """The rotated `x`, or `q` and `k`; `where`: positions, axes, cu_seqlens."""
+    _check(tensors, cos, sin)
+    x = tensors[0]
+    positions, axes, cu_seqlens = where
+    packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
+    place = _place(positions, axes, packing, x, *cos.shape)
+    if inplace and wants_gradient(*tensors, cos, sin):
+        raise ValueError("inplace must be False where a gradient is wanted, got True")
+    if choose(op, IMPLEMENTATIONS, (*tensors, cos, sin), impl).name == "triton":
+        inputs: tuple[Tensor | None, ...] = (
+            x,
+            tensors[1] if len(tensors) > 1 else None,
+            cos,
+            sin,
+            place.positions,
+            None,
+        )
+        if packing is not None and torch.compiler.is_compiling():  # which need not see how positions are found
+            inputs = (*inputs[:4], None, packing.cu_seqlens)
+        options = (place.start, place.axes, interleaved, inverse)
+        if inplace:
+            rotate_in_place(inputs, options)
+            return tensors
+        return tuple(ROTARY(*inputs, options=options))
+    rotated = tuple(rotate(t, cos, sin, place, interleaved, inverse) for t in tensors)
+    if not inplace:
+        return rotated
+    for t, turned in zip(tensors, rotated, strict=True):
+        t.copy_(turned)
+    return tensors
+
+
+def _check(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
+    names = ("x",) if len(tensors) == 1 else ("q", "k")
+    name, x = names[0], tensors[0]
+    batch, tokens, _, channels = dims(name, x, "B T H D")
+    check_floating(name, x)
+    for other_name, other in zip(names[1:], tensors[1:], strict=True):
+        heads = dims(other_name, other, "B T H D")[2]
+        check_shape(other_name, other, batch, tokens, heads, channels)
+        check_like(other_name, other, name, x)
+    _, half = dims("cos", cos, "P R/2")
+    if 2 * half > channels:
+        raise ValueError(
+            f"cos must have at most D/2 = {channels // 2} columns for heads of D = {channels} channels, got {half}: "
+            f"a table for {2 * half} channels (the head's dim belongs in rotary_table, not the model's)"
+        )
+    check_shape("sin", sin, *cos.shape)
+    for table_name, table in (("cos", cos), ("sin", sin)):
+        check_floating(table_name, table)
+        check_like(table_name, table, name, x, dtype=False)
+
+
+def _place(
+    positions: int | Tensor | None,
+    axes: Sequence[int] | None,
+    packing: Packing | None,
+    x: Tensor,
+    table: int,
+    half: int,
+) -> Place:
+    """Where the tokens of `x` read tables `[table, half]`; contents are checked where they may be read."""
+    batch, tokens = x.shape[:2]
+    if axes is not None:
+        return _place_by_axes(positions, axes, packing, x, table, half)
+    if isinstance(positions, Tensor):
+        if packing is not None:
+            raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
+        check_shape("positions", positions, batch, tokens)
+        return Place(0, _checked(positions, x, table), ())
+    if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int)):
+        raise TypeError(f"positions must be None, an int or a tensor, got {type(positions).__name__}")
+    start = positions or 0
+    if start < 0:
+        raise ValueError(f"positions must be non-negative, got {start}")
+    if packing is not None:
+        _check_contents(packing.positions, table, start)
+        return Place(start, packing.positions.unsqueeze(0), ())
+    if start + tokens > table:
+        raise ValueError(f"positions must be below the table's length {table}, got {start + tokens - 1}")
+    return Place(start, None, ())
+
+
+def _place_by_axes(
+    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, table: int, half: int
+) -> Place:
+    if packing is not None:
+        raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
+    *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
+    check_shape("positions", positions, *x.shape[:2], count)  # type: ignore[arg-type]
+    if len(axes) != half:
+        raise ValueError(f"axes must have R/2 = {half} entries, got {len(axes)}")
+    for axis in axes:
+        check_range("axes", axis, 0, count - 1)
+    return Place(0, _checked(positions, x, table), tuple(axes))  # type: ignore[arg-type]
+
+
+def _checked(positions: Tensor, x: Tensor, table: int) -> Tensor:
+    """The caller's tensor of positions."""
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    check_like("positions", positions, "x", x, dtype=False)
+    _check_contents(positions, table, 0)
+    return positions
+
+
+def _check_contents(positions: Tensor, table: int, start: int) -> None:
+    """Raises unless `positions + start` are rows of the table, where they may be read; else reading bounds them."""
+    if contents_are_checked(positions) and positions.numel():
+        low, high = (int(bound) + start for bound in positions.aminmax())
+        if low < 0:
+            raise ValueError(f"positions must be non-negative, got {low}")
+        if high >= table:
+            raise ValueError(f"positions must be below the table's length {table}, got {high}")

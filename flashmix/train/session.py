@@ -1,0 +1,174 @@
+"""Begin a run, go on with one, or load the model of one: what ties the run folder, the model and the loop together."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashmix
+from flashmix.models import Acceptance, Decoder, DecoderConfig, preset, stream_speculatively
+from flashmix.models import stream as stream_tokens
+from flashmix.train import checkpoint, data
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
+from flashmix.train.loop import Trainer
+from flashmix.train.tokens import Tokens
+
+# What a resumed run may change; with the rest it would be another run.
+MAY_CHANGE = {"steps", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
+
+
+def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
+    """A new run in `folder`: reads the texts, makes the model from the seed, writes the settings down."""
+    config.check()
+    config = replace(
+        config, threads=config.threads or torch.get_num_threads(), device=config.device or default_device()
+    )
+    _set_up(config)
+    tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
+    try:
+        model = Decoder(preset(config.preset, vocab_size=tokens.vocabulary))
+    except ValueError as error:
+        raise RunError(f"--preset: {error}") from error
+    folder.create()
+    try:
+        if config.tokenizer:
+            _copy(Path(config.tokenizer), folder.tokenizer)
+        corpus = data.prepare(config.text, config.held_out, tokens, folder)
+    except RunError:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()  # only if nothing is in it
+        raise
+    versions = {"flashmix": flashmix.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    write_json(folder.config, {"versions": versions, "train": config.to_dict(), "model": model.config.to_dict()})
+    return Trainer(config, folder, model, corpus)
+
+
+def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
+    """The run in `folder` at its last checkpoint, bit for bit where it was, with the settings in `changes` replaced.
+
+    Raises RunError: a change to a setting that would make it another run, or a damaged folder.
+    """
+    settings = folder.read_config()
+    before = TrainConfig.from_dict(settings["train"])
+    for name, value in changes.items():
+        old = getattr(before, name)
+        if name not in MAY_CHANGE and value != old:
+            raise RunError(
+                f"--{name.replace('_', '-')} belongs to the run and stays {old!r} when it is resumed, got {value!r}"
+            )
+    config = replace(before, **changes)
+    config.check()
+    _set_up(config)
+    corpus = data.open_corpus(folder, _tokens_of(folder))
+    trainer = Trainer(config, folder, _model_of(folder, settings), corpus)
+    trainer.resume()
+    if config != before:
+        write_json(folder.config, {**settings, "train": config.to_dict()})
+    return trainer
+
+
+def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]:
+    """The model of a run as of its last checkpoint, and its tokens."""
+    device = device or default_device()
+    check_device(device)
+    model = _model_of(folder, folder.read_config())
+    state = checkpoint.load(folder.checkpoint)
+    try:
+        model.load_state_dict(state.model)
+    except RuntimeError as error:
+        raise RunError(f"{folder.checkpoint} does not fit the model in {folder.config}") from error
+    return model.to(device).eval(), _tokens_of(folder)
+
+
+def load_draft(folder: RunFolder, device: str | None, tokens: Tokens) -> Decoder:
+    """The model of a run that is to draft for one with `tokens`. Raises RunError: its tokens are others."""
+    draft, others = load(folder, device)
+    if others.definition != tokens.definition:
+        raise RunError(f"--draft {folder.path} must have the tokenizer of the run, got another one")
+    return draft
+
+
+def write_text(
+    model: Decoder,
+    tokens: Tokens,
+    prompt: str,
+    length: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    draft: Decoder | None = None,
+    draft_tokens: int = 4,
+    acceptance: Acceptance | None = None,
+) -> Iterator[str]:
+    """Continues `prompt` as the model was trained to read it, behind a separator; yields text as it is sure of it.
+
+    Ends after `length` tokens, or where the model ends the document. With a `draft` the text is drafted by that model,
+    `draft_tokens` at a time, and `acceptance` counts. Raises RunError for an option out of its range.
+    """
+    device = model.embedding.weight.device
+    ids = torch.tensor([[tokens.separator, *tokens.encode(prompt.encode())]], device=device)
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options |= {"stop": tokens.separator, "generator": torch.Generator(device).manual_seed(seed)}
+    try:
+        if draft is None:
+            steps = stream_tokens(model, ids, length, **options)
+        else:
+            options |= {"draft_tokens": draft_tokens, "acceptance": acceptance}
+            steps = stream_speculatively(model, draft, ids, length, **options)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    written: list[int] = []
+    shown = ""
+    for token in steps:
+        written.append(int(token))
+        text = tokens.decode(written)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the bytes of a character may come one by one
+            yield text[len(shown) :]
+            shown = text
+    yield tokens.decode(written)[len(shown) :]
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _set_up(config: TrainConfig) -> None:
+    check_device(str(config.device))
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    torch.manual_seed(config.seed)
+
+
+def _tokens_of(folder: RunFolder) -> Tokens:
+    return Tokens.from_file(folder.tokenizer) if folder.tokenizer.exists() else Tokens()
+
+
+def _model_of(folder: RunFolder, settings: dict[str, Any]) -> Decoder:
+    try:
+        return Decoder(DecoderConfig.from_dict(settings["model"]))
+    except (TypeError, ValueError, KeyError) as error:
+        raise RunError(f"{folder.config} describes no model of this version: {error}") from error
+
+
+def check_device(name: str) -> None:
+    """Raises RunError unless tensors can be made on the device of this name."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        contents = source.read_bytes()
+    except OSError as error:
+        raise RunError(f"cannot read {source}: {reason(error)}") from error
+    with written_whole(target) as file:
+        file.write(contents)

@@ -1,0 +1,34 @@
+"""The definitions of the row-wise ops and the losses, under one name for the tests."""
+
+from flashmix.ops.cross_entropy.definition import cross_entropy
+from flashmix.ops.decay.definition import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.gated_product.definition import ACTIVATIONS, gelu, gelu_tanh, relu, relu2, silu, swiglu
+from flashmix.ops.losses.definition import grpo, kl_divergence
+from flashmix.ops.norm.definition import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.rotary.definition import rotary
+from flashmix.ops.short_conv.definition import short_conv, short_conv_qkv
+from flashmix.ops.token_shift.definition import token_shift
+
+__all__ = [
+    "ACTIVATIONS",
+    "bounded_decay",
+    "cross_entropy",
+    "gelu",
+    "gelu_tanh",
+    "group_norm",
+    "grpo",
+    "kl_divergence",
+    "l2_norm",
+    "layer_norm",
+    "relu",
+    "relu2",
+    "rms_norm",
+    "rotary",
+    "short_conv",
+    "short_conv_qkv",
+    "silu",
+    "softplus_decay",
+    "swiglu",
+    "token_shift",
+    "write_strength",
+]
