@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashmix.gpu.launch import DIRECT, hooked
+from flashmix.gpu.prepared import DIRECT, hooked
 
 
 class Kernel:

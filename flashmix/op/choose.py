@@ -68,11 +68,15 @@ def choose(
 
     Raises ValueError: `impl` is unknown, or cannot run the problem (with its reason).
     """
-    names = [implementation.name for implementation in implementations]
-    if impl != "auto" and impl not in names:
-        raise ValueError(f"impl must be one of 'auto', {', '.join(map(repr, names))}, got {impl!r}")
-    candidates = [i for i in implementations if impl in ("auto", i.name)]
-    if not torch.compiler.is_compiling() and _explaining.get():
+    asked = not torch.compiler.is_compiling() and _explaining.get()
+    if impl == "auto":
+        candidates = implementations
+    else:
+        candidates = [implementation for implementation in implementations if implementation.name == impl]
+        if not candidates:
+            names = ", ".join(repr(implementation.name) for implementation in implementations)
+            raise ValueError(f"impl must be one of 'auto', {names}, got {impl!r}")
+    if asked:
         reasons = {i.name: i.supports(problem) for i in candidates}
         choice = next((name for name, reason in reasons.items() if reason is None), None)
         raise _Explained(Explanation(op, choice, reasons))

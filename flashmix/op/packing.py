@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims
+
+Table = TypeVar("Table")
 
 
 class Packing:
@@ -43,6 +46,8 @@ class Packing:
         # Computed when first asked for. Not cached_property: its lock (Python 3.10, 3.11) breaks torch.compile's graph.
         self._sequence: Tensor | None = None
         self._positions: Tensor | None = None
+        self._tables: dict[Any, Any] = {}
+        self._tables_of = 0  # the version of the boundaries that they were made of
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Packing:
@@ -52,6 +57,37 @@ class Packing:
             raise ValueError(f"lengths must be non-negative, got {counts.tolist()}")
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         return cls(cu_seqlens, int(cu_seqlens[-1]))
+
+    @classmethod
+    def unchecked(cls, cu_seqlens: Tensor, total: int) -> Packing:
+        """The packing behind an operator's arguments, which were checked when it was called."""
+        packing = object.__new__(cls)
+        packing.cu_seqlens, packing.total = cu_seqlens, total
+        packing._sequence = packing._positions = None
+        packing._tables, packing._tables_of = {}, 0
+        return packing
+
+    def table(self, key: Hashable, make: Callable[[], Table]) -> Table:
+        """`make()`, a table of the boundaries, made once a batch whichever ops ask for it, forward or backward.
+
+        It is made again where the boundaries were overwritten, on another stream, and while a CUDA graph is captured, whose replays
+        must see the boundaries of their own time.
+        """
+        cu_seqlens = self.cu_seqlens
+        stream = 0
+        if cu_seqlens.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return make()
+            stream = torch._C._cuda_getCurrentRawStream(cu_seqlens.device.index)
+        if cu_seqlens.is_inference():  # which counts no versions
+            return make()
+        if cu_seqlens._version != self._tables_of:
+            self._tables, self._tables_of = {}, cu_seqlens._version
+        found = self._tables.get((key, stream))
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._tables[key, stream] = make()
+        return found
 
     @property
     def count(self) -> int:

@@ -40,11 +40,6 @@ def _refused(tensors: Tensors) -> str | None:
     return None
 
 
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """What a row-wise op computes in: float64 if any input is, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for the gradient of any of `tensors`."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -18,7 +18,7 @@ from flashmix.op.checks import (
     contents_are_checked,
     dims,
 )
-from flashmix.op.rowwise import compute_dtype
+from flashmix.op.dtypes import compute_dtype
 
 # Logits held at once: 2^23 are 32 MiB in float32, enough rows for an efficient matrix product at any usual vocabulary.
 LOGITS_AT_ONCE = 2**23

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flashmix.op.checks import check_choice, check_floating, check_range, check_tensor
 from flashmix.op.choose import choose
+from flashmix.op.dtypes import compute_dtype
 from flashmix.op.operator import differentiable, once_differentiable, operator
-from flashmix.op.rowwise import Operator, compute_dtype, portable, triton, wants_gradient
+from flashmix.op.rowwise import Operator, portable, triton, wants_gradient
 from flashmix.ops.cross_entropy.head import (
     HeadGradients,
     Options,

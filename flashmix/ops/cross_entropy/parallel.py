@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from flashmix.op.rowwise import compute_dtype
+from flashmix.op.dtypes import compute_dtype
 from flashmix.ops.cross_entropy.head import (
     HeadGradients,
     Options,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.gpu.launch import Launch
+from flashmix.gpu.prepared import Launch
 from flashmix.gpu.sizes import cdiv
 from flashmix.ops.recurrence.call import DeltaNetOptions
 from flashmix.ops.recurrence.step.triton_gpu import tile

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, check_tensor
 from flashmix.op.choose import choose
-from flashmix.op.rowwise import Operator, compute_dtype, differentiable_gradients, portable, triton, wants_gradient
+from flashmix.op.dtypes import compute_dtype
+from flashmix.op.rowwise import Operator, differentiable_gradients, portable, triton, wants_gradient
 
 IMPLEMENTATIONS = (triton("flashmix.ops.gated_product.triton_gpu"), portable(__name__))
 

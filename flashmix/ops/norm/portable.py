@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.op.rowwise import compute_dtype, differentiable_gradients, wants_gradient
+from flashmix.op.dtypes import compute_dtype
+from flashmix.op.rowwise import differentiable_gradients, wants_gradient
 from flashmix.ops.gated_product.op import ACTIVATIONS
 
 

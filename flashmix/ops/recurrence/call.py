@@ -8,7 +8,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Call, Outputs
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_shape, check_tensor, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -99,6 +101,97 @@ class Problem:
         packed = x.cu_seqlens is not None
         N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else B
         return Problem(x.rule, x.gate, B, T, H, HV, K, V, N, packed, read_before, x.v.dtype, x.v.device)
+
+
+class Decay(Enum):
+    """The shape of the log decay."""
+
+    NONE = "none"
+    HEAD = "[H]"
+    TOKEN = "[B, T, H]"
+    CHANNEL = "[B, T, H, K]"
+    VALUE = "[B, T, H, V] on the value axis"  # S diag(e^g)
+
+
+@dataclass(frozen=True)
+class RecurrenceCall(Call):
+    """One call of the recurrence: which tensors are given tells the rule, the shape of `log_decay` the decay.
+
+    `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `initial_state` is `[N, HV, K, V]`. `log_decay` (natural
+    logarithm) is `[HV]`, `[B, T, HV]` or `[B, T, HV, K]`; with `value_decay` it is `[B, T, HV, V]` and decays the value axis.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    beta: Tensor | None
+    log_decay: Tensor | None
+    initial_state: Tensor | None
+    packing: Packing | None
+    scale: float
+    read_before: bool
+    value_decay: bool
+
+    @property
+    def rule(self) -> Rule:
+        if self.a is None:
+            return Rule.LINEAR if self.beta is None else Rule.TIED
+        return Rule.UNTIED if self.k is None else Rule.DPLR
+
+    @property
+    def decay(self) -> Decay:
+        if self.log_decay is None:
+            return Decay.NONE
+        if self.value_decay:
+            return Decay.VALUE
+        return {1: Decay.HEAD, 3: Decay.TOKEN, 4: Decay.CHANNEL}[self.log_decay.dim()]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def value_heads(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def packed(self) -> bool:
+        return self.packing is not None
+
+    @property
+    def sequences(self) -> int:
+        return self.batch if self.packing is None else self.packing.count
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is one token of each sequence, which takes no chunks."""
+        return self.tokens == 1 and not self.packed
+
+    def results(self) -> Outputs:
+        """Output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
+        v = self.v
+        state = torch.empty(
+            self.sequences, self.value_heads, self.K, self.V, dtype=state_dtype(v.dtype), device=v.device
+        )
+        return torch.empty(v.shape, dtype=v.dtype, device=v.device), state
 
 
 def check_operands(

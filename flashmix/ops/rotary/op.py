@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashmix.op.autograd import of_formula
+from flashmix.op.call import Gradients, Op, always
 from flashmix.op.checks import (
     check_dtype,
     check_floating,
@@ -16,22 +18,29 @@ from flashmix.op.checks import (
     contents_are_checked,
     dims,
 )
-from flashmix.op.choose import choose
+from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
-from flashmix.op.rowwise import Tensors, portable, triton, wants_gradient
-from flashmix.ops.rotary.operator import ROTARY, rotate_in_place
-from flashmix.ops.rotary.portable import Place, rotate
+from flashmix.ops.rotary.call import RotaryCall, RotaryInPlaceCall, triton_supports
+from flashmix.ops.rotary.portable import formula
 from flashmix.ops.rotary.scaling import RotaryScaling, plain_frequencies
 
 
-def _no_table_gradient(tensors: Tensors) -> str | None:
-    return "it has no gradient of cos and sin" if wants_gradient(*tensors[-2:]) else None
+def _turned_back(call: RotaryCall, grads: Sequence[Tensor | None], wanted: Sequence[str], impl: str) -> Gradients:
+    """The gradient of a rotation is the rotation backwards."""
+    if "cos" in wanted or "sin" in wanted:
+        return of_formula(formula, call, grads, wanted)
+    names = [name for name, grad in zip(("q", "k"), grads, strict=False) if grad is not None]
+    given = [grad for grad in grads if grad is not None]
+    back = call.but(q=given[0], k=given[1] if len(given) > 1 else None, inverse=not call.inverse)
+    return dict(zip(names, ROTARY(back, impl), strict=True))
 
 
 IMPLEMENTATIONS = (
-    triton("flashmix.ops.rotary.triton_gpu", _no_table_gradient),
-    portable("flashmix.ops.rotary.portable"),
+    Implementation("triton", "flashmix.ops.rotary.triton_gpu", triton_supports),
+    Implementation("portable", "flashmix.ops.rotary.portable", always),
 )
+ROTARY = Op("rotary", RotaryCall, IMPLEMENTATIONS, formula=formula, adjoint=_turned_back)
+ROTARY_IN_PLACE = Op("rotary_in_place", RotaryInPlaceCall, IMPLEMENTATIONS, outputs=0)
 
 
 def rotary_table(
@@ -135,7 +144,11 @@ def rotary(
         >>> y.shape, torch.equal(rotary(x[:, 5:], cos, sin, positions=5), y[:, 5:])
         (torch.Size([1, 8, 2, 4]), True)
     """
-    return _rotated("rotary", (x,), cos, sin, (positions, axes, cu_seqlens), interleaved, inverse, inplace, impl)[0]
+    _check(cos, sin, x=x)
+    packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
+    places, start, axes = _places(positions, axes, packing, x, cos)
+    call = RotaryCall(x, None, cos, sin, places, packing, start, axes, interleaved, inverse)
+    return _run("rotary", call, inplace, impl)[0]
 
 
 def rotary_qk(
@@ -189,60 +202,30 @@ def rotary_qk(
         >>> torch.equal(k, rotary(torch.ones(1, 8, 2, 4), cos, sin)), torch.equal(q[:, :, :2], k)
         (True, True)
     """
-    where = (positions, axes, cu_seqlens)
-    q_out, k_out = _rotated("rotary_qk", (q, k), cos, sin, where, interleaved, inverse, inplace, impl)
+    _check(cos, sin, q=q, k=k)
+    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    places, start, axes = _places(positions, axes, packing, q, cos)
+    call = RotaryCall(q, k, cos, sin, places, packing, start, axes, interleaved, inverse)
+    q_out, k_out = _run("rotary_qk", call, inplace, impl)
     return q_out, k_out
 
 
-def _rotated(
-    op: str,
-    tensors: tuple[Tensor, ...],
-    cos: Tensor,
-    sin: Tensor,
-    where: tuple[int | Tensor | None, Sequence[int] | None, Tensor | Packing | None],
-    interleaved: bool,
-    inverse: bool,
-    inplace: bool,
-    impl: str,
-) -> tuple[Tensor, ...]:
-    """The rotated `x`, or `q` and `k`; `where`: positions, axes, cu_seqlens."""
-    _check(tensors, cos, sin)
-    x = tensors[0]
-    positions, axes, cu_seqlens = where
-    packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
-    place = _place(positions, axes, packing, x, *cos.shape)
-    if inplace and wants_gradient(*tensors, cos, sin):
-        raise ValueError("inplace must be False where a gradient is wanted, got True")
-    if choose(op, IMPLEMENTATIONS, (*tensors, cos, sin), impl).name == "triton":
-        inputs: tuple[Tensor | None, ...] = (
-            x,
-            tensors[1] if len(tensors) > 1 else None,
-            cos,
-            sin,
-            place.positions,
-            None,
-        )
-        if packing is not None and torch.compiler.is_compiling():  # which need not see how positions are found
-            inputs = (*inputs[:4], None, packing.cu_seqlens)
-        options = (place.start, place.axes, interleaved, inverse)
-        if inplace:
-            rotate_in_place(inputs, options)
-            return tensors
-        return tuple(ROTARY(*inputs, options=options))
-    rotated = tuple(rotate(t, cos, sin, place, interleaved, inverse) for t in tensors)
+def _run(op: str, call: RotaryCall, inplace: bool, impl: str) -> tuple[Tensor, ...]:
+    """The outputs of a checked call, or the overwritten inputs."""
     if not inplace:
-        return rotated
-    for t, turned in zip(tensors, rotated, strict=True):
-        t.copy_(turned)
-    return tensors
+        return ROTARY(call, impl, op)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
+        raise ValueError("inplace must be False where a gradient is wanted, got True")
+    ROTARY_IN_PLACE(RotaryInPlaceCall.make(vars(call)), impl, op)
+    return call.turned
 
 
-def _check(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
-    names = ("x",) if len(tensors) == 1 else ("q", "k")
-    name, x = names[0], tensors[0]
+def _check(cos: Tensor, sin: Tensor, **turned: Tensor) -> None:
+    """Raises unless the turned tensors, by the names that the caller gave them, and the table fit one another."""
+    (name, x), *others = turned.items()
     batch, tokens, _, channels = dims(name, x, "B T H D")
     check_floating(name, x)
-    for other_name, other in zip(names[1:], tensors[1:], strict=True):
+    for other_name, other in others:
         heads = dims(other_name, other, "B T H D")[2]
         check_shape(other_name, other, batch, tokens, heads, channels)
         check_like(other_name, other, name, x)
@@ -258,39 +241,35 @@ def _check(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> None:
         check_like(table_name, table, name, x, dtype=False)
 
 
-def _place(
-    positions: int | Tensor | None,
-    axes: Sequence[int] | None,
-    packing: Packing | None,
-    x: Tensor,
-    table: int,
-    half: int,
-) -> Place:
-    """Where the tokens of `x` read tables `[table, half]`; contents are checked where they may be read."""
-    batch, tokens = x.shape[:2]
+def _places(
+    positions: int | Tensor | None, axes: Sequence[int] | None, packing: Packing | None, x: Tensor, cos: Tensor
+) -> tuple[Tensor | None, int, tuple[int, ...]]:
+    """The tensor of positions, the position of the first token and the axes; contents are checked where they may be read."""
+    table = cos.shape[0]
     if axes is not None:
-        return _place_by_axes(positions, axes, packing, x, table, half)
+        return _places_by_axes(positions, axes, packing, x, cos)
     if isinstance(positions, Tensor):
         if packing is not None:
             raise ValueError("positions must be None or an int together with cu_seqlens, got a tensor")
-        check_shape("positions", positions, batch, tokens)
-        return Place(0, _checked(positions, x, table), ())
+        check_shape("positions", positions, *x.shape[:2])
+        return _checked(positions, x, table), 0, ()
     if positions is not None and (isinstance(positions, bool) or not isinstance(positions, int)):
         raise TypeError(f"positions must be None, an int or a tensor, got {type(positions).__name__}")
     start = positions or 0
     if start < 0:
         raise ValueError(f"positions must be non-negative, got {start}")
     if packing is not None:
-        _check_contents(packing.positions, table, start)
-        return Place(start, packing.positions.unsqueeze(0), ())
-    if start + tokens > table:
-        raise ValueError(f"positions must be below the table's length {table}, got {start + tokens - 1}")
-    return Place(start, None, ())
+        if contents_are_checked(packing.cu_seqlens):
+            _check_contents(packing.positions, table, start)
+    elif start + x.shape[1] > table:
+        raise ValueError(f"positions must be below the table's length {table}, got {start + x.shape[1] - 1}")
+    return None, start, ()
 
 
-def _place_by_axes(
-    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, table: int, half: int
-) -> Place:
+def _places_by_axes(
+    positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, cos: Tensor
+) -> tuple[Tensor, int, tuple[int, ...]]:
+    table, half = cos.shape
     if packing is not None:
         raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
     *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
@@ -299,7 +278,7 @@ def _place_by_axes(
         raise ValueError(f"axes must have R/2 = {half} entries, got {len(axes)}")
     for axis in axes:
         check_range("axes", axis, 0, count - 1)
-    return Place(0, _checked(positions, x, table), tuple(axes))  # type: ignore[arg-type]
+    return _checked(positions, x, table), 0, tuple(axes)  # type: ignore[arg-type]
 
 
 def _checked(positions: Tensor, x: Tensor, table: int) -> Tensor:

@@ -1,44 +1,49 @@
-"""The rotation in plain PyTorch, and where its angles are read."""
+"""The rotation in plain PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Outputs
 from flashmix.op.checks import contents_are_checked
-from flashmix.op.rowwise import compute_dtype, wants_gradient
+from flashmix.op.dtypes import compute_dtype
+from flashmix.ops.rotary.call import RotaryCall
 
 
-@dataclass(frozen=True)
-class Place:
-    """The row of the table that a token reads: `start` plus `positions` (`[B, T]`, or `[1, T]` of a packed row; None:
-    the token's own place), or with `axes` for each pair its own row, of `positions [B, T, A]`."""
-
-    start: int
-    positions: Tensor | None
-    axes: tuple[int, ...]
-
-    def of(self, table: Tensor, tokens: int) -> Tensor:
-        """What of `table [P, R/2]` belongs to each token: `[T, R/2]` or `[B, T, R/2]`."""
-        if self.positions is None:
-            return table[self.start : self.start + tokens]
-        rows = self.positions if self.start == 0 else self.positions + self.start
-        if not contents_are_checked(rows):
-            rows = rows.clamp(0, max(table.shape[0] - 1, 0))
-        if not self.axes:
-            return table[rows]
-        return table[rows[..., list(self.axes)], torch.arange(len(self.axes), device=table.device)]
+def forward(call: RotaryCall, save: bool) -> tuple[Outputs, Outputs]:
+    turned = _turned(call, _rotate)
+    if not call.in_place:
+        return turned, ()
+    for x, y in zip(call.turned, turned, strict=True):
+        x.copy_(y)
+    return (), ()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, place: Place, interleaved: bool, inverse: bool) -> Tensor:
-    c, s = (place.of(table, x.shape[1]).unsqueeze(-2) for table in (cos, sin))  # [T, 1, R/2] or [B, T, 1, R/2]
-    if inverse:
-        s = -s
-    if torch.compiler.is_compiling() or wants_gradient(cos, sin):
-        return _formula(x, c, s, interleaved)
-    return _Rotary.apply(x, c, s, interleaved) if wants_gradient(x) else _forward(x, c, s, interleaved)
+def formula(call: RotaryCall) -> Outputs:
+    return _turned(call, _formula)
+
+
+def _turned(call: RotaryCall, rotate: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> Outputs:
+    cos, sin = (_rows(call, table).unsqueeze(-2) for table in (call.cos, call.sin))  # [T, 1, R/2] or [B, T, 1, R/2]
+    if call.inverse:
+        sin = -sin
+    return tuple([rotate(x, cos, sin, call.interleaved) for x in call.turned])
+
+
+def _rows(call: RotaryCall, table: Tensor) -> Tensor:
+    """The row of `table [P, R/2]` that belongs to each token: `[T, R/2]` or `[B, T, R/2]`."""
+    rows = call.places
+    if rows is None:
+        return table[call.start : call.start + call.turned[0].shape[1]]
+    rows = rows if call.start == 0 else rows + call.start
+    if not contents_are_checked(rows):
+        rows = rows.clamp(0, max(table.shape[0] - 1, 0))
+    if not call.axes:
+        return table[rows]
+    return table[rows[..., list(call.axes)], torch.arange(len(call.axes), device=table.device)]
 
 
 def _pairs(x: Tensor, interleaved: bool) -> Tensor:
@@ -55,7 +60,8 @@ def _formula(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([y.to(x.dtype), x[..., rotated:]], -1)
 
 
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`_formula` with fewer passes over memory; autograd cannot differentiate it."""
     dtype, rotated = compute_dtype(x, cos), 2 * cos.shape[-1]
     pairs, cos, sin = _pairs(x[..., :rotated].to(dtype), interleaved), cos.to(dtype), sin.to(dtype)
     turned = pairs * cos.unsqueeze(-2)
@@ -64,16 +70,3 @@ def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     new_second.addcmul_(first, sin)
     y = (turned.transpose(-1, -2) if interleaved else turned).flatten(-2).to(x.dtype)
     return y if rotated == x.shape[-1] else torch.cat([y, x[..., rotated:]], -1)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _forward(x, cos, sin, interleaved)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        cos, sin = ctx.saved_tensors
-        return _Rotary.apply(grad, cos, -sin, ctx.interleaved), None, None, None

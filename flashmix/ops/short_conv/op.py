@@ -11,15 +11,9 @@ from torch import Tensor
 
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, dims
 from flashmix.op.choose import choose
+from flashmix.op.dtypes import compute_dtype
 from flashmix.op.packing import Packing, as_packing
-from flashmix.op.rowwise import (
-    Operator,
-    compute_dtype,
-    differentiable_gradients,
-    portable,
-    triton,
-    wants_gradient,
-)
+from flashmix.op.rowwise import Operator, differentiable_gradients, portable, triton, wants_gradient
 from flashmix.ops.gated_product.op import ACTIVATIONS
 
 KERNEL_WIDTH = 8  # the kernels hold that many inputs of a channel in registers

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.gpu.launch import Launch
+from flashmix.gpu.prepared import Launch
 from flashmix.gpu.sizes import cdiv, padded
 from flashmix.ops.recurrence.call import Operands
 

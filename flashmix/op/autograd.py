@@ -1,0 +1,182 @@
+"""Autograd of an op: eager calls, the operator that compilers see, second derivatives and torch.func.
+
+`op` is an `Op` of flashmix.op.call throughout, `call` one of its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def bump_versions(*overwritten: Tensor | None) -> None:
+    """Tells autograd that these were overwritten: a backward that saved them before raises."""
+    for t in overwritten:
+        if t is not None:
+            torch.autograd.graph.increment_version(t)
+
+
+def bump_versions_of(library: torch.library.Library, name: str, operator: Any) -> None:
+    """Gives the operator `name`, which writes into its arguments, the kernel that tells autograd so."""
+    places = [i for i, a in enumerate(operator._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def run(keyset: Any, *args: Any) -> Any:
+        bump_versions(*(args[i] for i in places))
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, run, "ADInplaceOrView", with_keyset=True)
+
+
+def register(op: Any, library: torch.library.Library) -> None:
+    """Gives the operator of `op` its backward, and that backward one that raises."""
+    nothing = len(op.call.packings) * 2 + len(op.call.options) + 2  # packings as two arguments, options, save, impl
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, (_, impl) = op.from_flat(inputs)
+        save(op, ctx, call, tuple(output[0]), tuple(output[1]), impl)
+        ctx.empty = [
+            [] if value == [] else None for value in inputs[-nothing:]
+        ]  # an empty list counts as one of tensors
+
+    def backward(ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
+        return *gradients(op, ctx, grads, ctx.needs_input_grad[: len(op.call.names)], True), *ctx.empty
+
+    def no_second_derivative(ctx: Any, *grads: Any) -> None:
+        if op.formula is not None:
+            raise NotImplementedError(f"{op.name}: a compiled backward has no derivative")
+        raise NotImplementedError(f"{op.name} has no second derivative")
+
+    torch.library.register_autograd(f"flashmix::{op.name}", backward, setup_context=setup_context, lib=library)
+    torch.library.register_autograd(f"flashmix::{op.name}_backward", no_second_derivative, lib=library)
+
+
+def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence[Tensor], impl: str) -> None:
+    """Saves the tensors of the call that its backward needs, the outputs it reads, and what the implementation kept."""
+    ctx.set_materialize_grads(False)
+    if op.shares:
+        ctx.shared = {name: t.dtype for name in op.sharing if (t := getattr(call, name)) is not None}
+    if op.keeps_outputs:
+        kept = (*[outputs[i] for i in op.keeps_outputs if i < len(outputs)], *kept)
+    values = call.for_backward(outputs).__dict__
+    ctx.given = given = [name for name in call.names if values[name] is not None]
+    ctx.save_for_backward(*[values[name] for name in given], *kept)
+    ctx.values, ctx.impl = {**values, **dict.fromkeys(given)}, impl
+
+
+def gradients(
+    op: Any, ctx: Any, grads: Sequence[Tensor | None], needs: Sequence[bool], dispatched: bool
+) -> list[Tensor | None]:
+    """The gradient of each tensor field of the call, None where none is wanted."""
+    names = op.call.names
+    needed = [name for name, need in zip(names, needs, strict=True) if need]
+    if not needed or all(grad is None for grad in grads):
+        return [None] * len(names)
+    saved, given = ctx.saved_tensors, ctx.given  # once: checkpoints make them again
+    call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})
+    kept = saved[len(given) :]
+    wanted = list(dict.fromkeys([op.shares.get(name, name) for name in needed])) if op.shares else needed
+    if op.adjoint is not None:
+        found = op.adjoint(call, grads, wanted, ctx.impl)
+    elif torch.is_grad_enabled() and op.formula is not None:
+        found = of_formula(op.formula, call, grads, wanted)
+    elif dispatched or torch.is_grad_enabled():
+        made = op.backward_operator(*op.flat(call), list(grads), list(kept), wanted, ctx.impl)
+        found = dict(zip(wanted, made, strict=True))
+    else:
+        found = op.backward(call, kept, grads, wanted, ctx.impl)
+    if op.shares:
+        found = _shared(op, ctx.shared, found, needed)
+    return [found.get(name) if need else None for name, need in zip(names, needs, strict=True)]
+
+
+def _shared(op: Any, dtypes: dict[str, torch.dtype], found: dict[str, Any], needed: Sequence[str]) -> dict[str, Any]:
+    """The gradients with those of fields that share one, each in the dtype of its field."""
+    found = {name: found.get(op.shares.get(name, name)) for name in needed}
+    return {n: g.to(dtypes[n]) if g is not None and n in dtypes else g for n, g in found.items()}
+
+
+def of_formula(formula: Any, call: Any, grads: Sequence[Tensor | None], wanted: Sequence[str]) -> dict[str, Any]:
+    """Gradients of the op's plain formula, which can be differentiated again where autograd records."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: fresh nodes, so that the gradients stop at the call's tensors when one of them is computed from another.
+        fresh = {name: t.view_as(t) for name in call.names if (t := getattr(call, name)) is not None}
+        outputs = formula(call.but(**fresh))
+    asked = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None]
+    sources = {name: fresh[name] for name in wanted if fresh[name].requires_grad}
+    found = torch.autograd.grad(
+        [y for y, _ in asked], list(sources.values()), [g for _, g in asked], create_graph=again, allow_unused=True
+    )
+    return dict(zip(sources, found, strict=True))
+
+
+def run_eager(op: Any, call: Any, impl: str) -> tuple[Tensor, ...]:
+    """The outputs of a call that autograd records, without the dispatcher in between."""
+    return Eager.apply(op, impl, call, *[getattr(call, name) for name in call.names])
+
+
+class Eager(torch.autograd.Function):
+    """An op called at once. The tensors of the call are arguments of their own, for autograd sees no others."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, impl: str, call: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs, kept = op.forward(call, True, impl)
+        save(op, ctx, call, outputs, kept, impl)
+        ctx.op = op
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        subclass = any(g is not None and type(g) is not Tensor for g in grads)
+        found = gradients(ctx.op, ctx, grads, ctx.needs_input_grad[3:], subclass or torch.compiler.is_compiling())
+        return None, None, None, *found
+
+
+def transformed(op: Any, call: Any, impl: str, asked: str) -> tuple[Tensor, ...]:
+    """The outputs under torch.func and forward-mode derivatives: by the plain formula, else by implementations one row at a time."""
+    if op.formula is not None:
+        return op.formula(call)
+    if op.writes:
+        raise NotImplementedError(
+            f"{asked} writes into its arguments: torch.func and forward-mode derivatives cannot pass it"
+        )
+    if not torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{asked} has no forward-mode derivative")
+    count: list[int] = []
+    return Transformed.apply(op, impl, count, *[getattr(call, name) for name in op.fields])[: count[0]]
+
+
+class Transformed(torch.autograd.Function):
+    """An op under torch.func: what is kept is an output too, for `setup_context` sees only inputs and outputs."""
+
+    @staticmethod
+    def forward(op: Any, impl: str, count: list[int], *fields: Any) -> tuple[Tensor, ...]:
+        outputs, kept = op.forward(op.call.make(dict(zip(op.fields, fields, strict=True))), True, impl)
+        count[:] = [len(outputs)]
+        return *outputs, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        op, impl, (count,), *fields = inputs
+        ctx.mark_non_differentiable(*output[count:])
+        call = op.call.make(dict(zip(op.fields, fields, strict=True)))
+        save(op, ctx, call, output[:count], output[count:], impl)
+        ctx.op, ctx.count = op, count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        op = ctx.op
+        found = gradients(op, ctx, grads[: ctx.count], ctx.needs_input_grad[3 : 3 + len(op.call.names)], False)
+        return None, None, None, *found, *[None] * (len(op.fields) - len(found))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Any, impl: str, count: list[int], *fields: Any) -> Any:
+        def row(i: int) -> list[Any]:
+            return [t if d is None else t.select(d, i) for t, d in zip(fields, in_dims[3:], strict=True)]
+
+        rows = [Transformed.apply(op, impl, count, *row(i)) for i in range(info.batch_size)]
+        return tuple(torch.stack(part) for part in zip(*rows, strict=True)), (0,) * len(rows[0])

@@ -1,0 +1,284 @@
+"""The contract of every op: a frozen `Call` holds its tensors and options by name, and an `Op` runs it.
+
+From the fields of the call follow the operator's schema, its version for tensors without data, what autograd saves, and the gradients
+by name, so no file keeps an order of operands. docs/architecture.md carries one op through all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashmix.gpu import device as gpu
+from flashmix.op import autograd
+from flashmix.op.choose import Implementation, choose
+from flashmix.op.packing import Packing
+
+LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
+SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "SymInt", int | None: "SymInt?",
+    bool: "bool", str: "str", str | None: "str?", tuple[int, ...]: "int[]", torch.dtype: "ScalarType",
+}  # fmt: skip
+Written = Annotated[Tensor, "written"]  # a tensor field of a call that the op overwrites
+Outputs = tuple[Tensor, ...]
+Gradients = dict[str, Tensor]
+
+
+class Call:
+    """One call of an op: a frozen dataclass whose fields are tensors, packings and options; its facts are properties.
+
+    The first field is a tensor that is always given; device and dtype of the call are its own.
+    """
+
+    names: ClassVar[tuple[str, ...]]  # fields that hold tensors
+    packings: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self, self.names[0]).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self, self.names[0]).dtype
+
+    def tensors(self) -> list[Tensor]:
+        """The given tensors, in the order of the fields."""
+        return [t for t in [getattr(self, name) for name in self.names] if t is not None]
+
+    def results(self) -> Outputs:
+        """Empty outputs: shapes and dtypes follow from the call alone, whichever implementation runs it."""
+        raise NotImplementedError
+
+    def for_backward(self, outputs: Outputs) -> Call:
+        """The call as its backward receives it: without the tensors that it does not need (None instead)."""
+        return self
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Any:
+        """A call of these fields; faster than the constructor, and nothing is checked."""
+        call = object.__new__(cls)
+        call.__dict__.update(values)
+        return call
+
+    def but(self, **changes: Any) -> Any:
+        """The call with other values of some fields, as `dataclasses.replace` makes it, at less cost to the host."""
+        return self.make({**self.__dict__, **changes})
+
+
+def triton_refuses(call: Call) -> str | None:
+    """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
+    for t in call.tensors():
+        if t.is_floating_point():
+            reason = gpu.refuses(t.device, t.dtype)
+            if reason is not None:
+                return reason
+    return None
+
+
+def always(call: Call) -> None:
+    """The `supports` of plain PyTorch."""
+    return None
+
+
+class Op:
+    """An op as an operator of autograd, torch.compile and torch.func.
+
+    The module of an implementation has
+        forward(call, save) -> (outputs, kept):  `kept` are further tensors for the backward, () unless `save`
+        keeps(call) -> tuple of empty tensors like `kept` (absent: nothing is kept)
+        backward(call, kept, grads, wanted) -> {name: gradient} of at least the fields `wanted`; `grads` has an entry for each
+            output, None where it has no gradient; `kept` begins with the outputs that `keeps_outputs` names.
+
+    Args:
+        name: of the operator `flashmix::name`.
+        call: the dataclass of its calls.
+        implementations: who can run it, best first.
+        outputs: how many outputs an op that writes into its arguments has; None for one that writes nowhere.
+        formula: `formula(call) -> outputs` in plain PyTorch that autograd can differentiate: second and forward-mode derivatives,
+            torch.func, and "portable" under torch.compile, which then fuses it. None: the op has no second derivative.
+        adjoint: `adjoint(call, grads, wanted, impl) -> {name: gradient}` by calls of ops, in place of `backward` and of the formula's
+            derivative, for ops that are linear.
+        shares: `{name: source}`: the gradient of field `name` is that of `source` in its own dtype.
+        keeps_outputs: indices of outputs that the backward reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: type[Call],
+        implementations: Sequence[Implementation[Any]],
+        *,
+        outputs: int | None = None,
+        formula: Callable[[Any], Outputs] | None = None,
+        adjoint: Callable[[Any, Sequence[Tensor | None], Sequence[str], str], Gradients] | None = None,
+        shares: Mapping[str, str] | None = None,
+        keeps_outputs: Sequence[int] = (),
+    ) -> None:
+        self.name, self.call, self.implementations = name, call, tuple(implementations)
+        self.formula, self.adjoint = formula, adjoint
+        self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
+        self.sharing = (*self.shares, *self.shares.values())
+        self._modules = {implementation.name: implementation for implementation in implementations}
+        inputs = self._describe()
+        returns = "(Tensor[] outputs, Tensor[] kept)"
+        if outputs is not None:
+            returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+        self.writes = outputs is not None
+        self.operator = self._define(
+            name, f"({inputs}, bool save, str impl) -> {returns}", self._dispatched, self._fake
+        )
+        if self.writes:
+            autograd.bump_versions_of(LIBRARY, name, self.operator)
+            return
+        grads = "Tensor?[] grads, Tensor[] kept, str[] wanted"
+        self.backward_operator = self._define(
+            f"{name}_backward", f"({inputs}, {grads}, str impl) -> Tensor[]", self._backward_dispatched, self._backward_fake
+        )  # fmt: skip
+        autograd.register(self, LIBRARY)
+
+    def _describe(self) -> str:
+        """Sorts the fields of the call into tensors, packings and options; returns the operator's inputs in torch's schema language."""
+        call, hints = self.call, typing.get_type_hints(self.call)
+        marked = typing.get_type_hints(call, include_extras=True)
+        fields = dataclasses.fields(call)  # type: ignore[arg-type]
+        self.written = tuple(f.name for f in fields if marked[f.name] in (Written, Written | None))
+        call.names = tuple(f.name for f in fields if hints[f.name] in (Tensor, Tensor | None))
+        call.packings = tuple(f.name for f in fields if hints[f.name] in (Packing, Packing | None))
+        call.options = tuple(f.name for f in fields if f.name not in call.names + call.packings)
+        self.fields = call.names + call.packings + call.options
+        parts: list[str] = []
+        for name in call.names:
+            kind = SCHEMA[hints[name]]
+            parts.append(
+                f"{kind.replace('Tensor', f'Tensor(a{len(parts)}!)') if name in self.written else kind} {name}"
+            )
+        for name in call.packings:
+            parts += [f"Tensor? {name}", f"SymInt {name}_tokens"]
+        parts += [f"{SCHEMA[hints[name]]} {name}" for name in call.options]
+        return ", ".join(parts)
+
+    @staticmethod
+    def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """`flashmix::name`, without importing torch's compiler as `torch.library.custom_op` does at its first call (3 s)."""
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flashmix::{name}", fake, lib=LIBRARY)
+        return getattr(torch.ops.flashmix, name).default
+
+    def __call__(self, call: Any, impl: str = "auto", asked: str | None = None) -> Outputs:
+        """The outputs of a checked call; `asked` is the public function that `explain` and errors name."""
+        chosen = choose(asked or self.name, self.implementations, call, impl).name
+        if torch.compiler.is_compiling():
+            if chosen == "portable" and self.formula is not None:
+                return self.formula(call)
+            return self._outputs(self.operator(*self.flat(call), self._saves(call), chosen))
+        tensors = call.tensors()
+        if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
+            return autograd.transformed(self, call, chosen, asked or self.name)
+        if not only_data(tensors):
+            return self._outputs(self.operator(*self.flat(call), self._saves(call), chosen))
+        if self._saves(call):
+            return autograd.run_eager(self, call, chosen)
+        outputs = self.forward(call, False, chosen)[0]
+        if self.writes:
+            autograd.bump_versions(*(getattr(call, name) for name in self.written))
+        return outputs
+
+    def _saves(self, call: Call) -> bool:
+        """Whether autograd will ask for a gradient."""
+        return not self.writes and torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors())
+
+    def forward(self, call: Call, save: bool, impl: str) -> tuple[Outputs, Outputs]:
+        """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
+        with plainly(call.device):
+            return self._modules[impl].load().forward(call, save)
+
+    def backward(
+        self, call: Call, kept: Outputs, grads: Sequence[Tensor | None], wanted: Sequence[str], impl: str
+    ) -> Gradients:
+        """The gradients of the fields `wanted`, by an implementation."""
+        with plainly(next(g for g in grads if g is not None).device):
+            return self._modules[impl].load().backward(call, kept, grads, frozenset(wanted))
+
+    # ---- the operator, as torch.compile and tensor subclasses see it -----------------------------------------------------
+
+    def flat(self, call: Call) -> list[Any]:
+        """The call as the operator's arguments."""
+        values: list[Any] = [getattr(call, name) for name in call.names]
+        for name in call.packings:
+            packing = getattr(call, name)
+            values += [None, 0] if packing is None else [packing.cu_seqlens, packing.total]
+        return values + [getattr(call, name) for name in call.options]
+
+    def from_flat(self, flat: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The call behind the operator's arguments, and the arguments that follow it."""
+        rest: Iterator[Any] = iter(flat)
+        values = {name: next(rest) for name in self.call.names}
+        for name in self.call.packings:
+            cu_seqlens, tokens = next(rest), next(rest)
+            values[name] = None if cu_seqlens is None else Packing.unchecked(cu_seqlens, tokens)
+        for name in self.call.options:
+            value = next(rest)
+            values[name] = tuple(value) if isinstance(value, (list, tuple)) else value
+        return self.call.make(values), list(rest)
+
+    def _outputs(self, returned: Any) -> Outputs:
+        if not self.writes:
+            return tuple(returned[0])
+        return returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+
+    def _returned(self, outputs: Outputs, kept: Outputs) -> Any:
+        if not self.writes:
+            return list(outputs), list(kept)
+        return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
+
+    def _dispatched(self, *flat: Any) -> Any:
+        call, (save, impl) = self.from_flat(flat)
+        return self._returned(*self.forward(call, save, impl))
+
+    def _fake(self, *flat: Any) -> Any:
+        call, (save, impl) = self.from_flat(flat)
+        keeps = getattr(self._modules[impl].load(), "keeps", None) if save else None
+        return self._returned(call.results(), keeps(call) if keeps else ())
+
+    def _backward_dispatched(self, *flat: Any) -> list[Tensor]:
+        call, (grads, kept, wanted, impl) = self.from_flat(flat)
+        found = self.backward(call, tuple(kept), grads, wanted, impl)
+        return [found[name] for name in wanted]
+
+    def _backward_fake(self, *flat: Any) -> list[Tensor]:
+        call, (_, _, wanted, _) = self.from_flat(flat)
+        like = [getattr(call, name) for name in wanted]
+        return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
+
+
+def only_data(tensors: Sequence[Tensor]) -> bool:
+    """True if no tensor is of a subclass (fake, functional, …) that must go through the dispatcher."""
+    return all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
+def has_tangent(tensors: Sequence[Tensor]) -> bool:
+    """Whether a forward-mode derivative is wanted of any tensor."""
+    level = forward_ad._current_level
+    return level >= 0 and any(forward_ad.unpack_dual(t, level=level).tangent is not None for t in tensors)
+
+
+def plainly(device: torch.device) -> AbstractContextManager[object]:
+    """Implementations run without autocast, and launch on the device of their tensors."""
+    if torch.is_autocast_enabled(device.type):
+        return _without_autocast(device)
+    return gpu.on(device)
+
+
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    with torch.autocast(device.type, enabled=False), gpu.on(device):
+        yield
