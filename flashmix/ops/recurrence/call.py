@@ -118,8 +118,8 @@ class RecurrenceCall(Call):
     """One call of the recurrence: which tensors are given tells the rule, the shape of `log_decay` the decay.
 
     `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `initial_state` is
-    `[N, HV, K, V]`. `log_decay` (natural logarithm) is `[HV]`, `[B, T, HV]` or `[B, T, HV, K]`; with `value_decay` it is `[B, T, HV, V]` and
-    decays the value axis.
+    `[N, HV, K, V]`. `log_decay` (natural logarithm) is `[HV]`, `[B, T, HV]` or `[B, T, HV, K]`; with `value_decay` it is `[B, T, HV, V]`
+    and decays the value axis.
     """
 
     q: Tensor
