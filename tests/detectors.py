@@ -130,7 +130,7 @@ def is_integer(node: ast.AST | None) -> bool:
 
 def numbered_elements(files: Sources, names: str = OPERANDS) -> list[str]:
     """Lines on which a tuple with one of these names is indexed or sliced by an integer literal: `tensors[7]`, `x.inputs[:9]`."""
-    found = {}
+    found: dict[tuple[str, int], str] = {}
     for name, node in nodes(files, ast.Subscript):
         assert isinstance(node, ast.Subscript)
         value, index = node.value, node.slice
@@ -283,7 +283,7 @@ def unshaped_loads(files: Sources) -> list[str]:
 def numbers_in(node: ast.AST) -> list[float]:
     """The number literals of an expression that are not zero."""
     constants = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.Constant)]
-    return [value for value in constants if type(value) in (int, float) and value]
+    return [value for value in constants if isinstance(value, int | float) and value and value is not True]
 
 
 def literal_tolerances(files: Sources) -> list[str]:
