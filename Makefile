@@ -2,6 +2,7 @@
 #   make train     trains a small hybrid language model on Python's own standard library and prints a sample
 #   make test      runs the tests
 #   make lint      checks format, style and types
+#   make counts    counts what is long, repeated or badly named, beside the goals
 # For another torch: make train TORCH="torch==2.9.1"
 # Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test lint clean
+.PHONY: train test lint counts clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/has-train
@@ -24,6 +25,9 @@ lint: $(VENV)/has-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+counts: $(VENV)/has-dev
+	$(BIN)/python tests/counts.py
 
 $(VENV)/has-torch: Makefile
 	$(PYTHON) -m venv $(VENV)

@@ -218,8 +218,3 @@ def test_links_between_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-def test_files_stay_readable() -> None:
-    for path in FILES:
-        assert len(path.read_text().splitlines()) <= 400, f"{module_name(path)} is over 400 lines"
