@@ -1,8 +1,8 @@
 """Two checkouts of flashmix against each other, row by row: `python benchmarks/compare.py OLD_ROOT NEW_ROOT [--device cuda]`.
 
 Two workers, each with one checkout on its path, hold the same tensors and are timed in turns (A, B, B, A, ...): only one works at a
-time, so that what disturbs the machine disturbs both. A row is the median over the rounds of each side, the ratio B / A of
-them, and the spread, the median distance of a round's own ratio from their median. Rows over the limit are measured once more
+time, so that what disturbs the machine disturbs both. A row is the median over the rounds of each side; the ratio B / A, the median
+of the ratios of each round's two turns; and the spread, the median distance of those from it. Rows over the limit are measured once more
 with fresh workers and twice the rounds; what counts is the second measurement, and the JSON has the first ratio too.
 
 The limit of a row is `--limit` for the ratio, in milliseconds of the device (cold L2 cache) or of a CPU; of a "host" row, the time
@@ -29,7 +29,8 @@ from typing import Any
 
 import timing
 
-SECONDS = 0.025  # that a turn takes, about: short turns, for a disturbance to last longer than a pair of them
+SECONDS = 0.025  # of a turn, about: a disturbance that lasts longer slows both turns of a round
+SLOW = 50.0  # milliseconds from which on five rounds are enough
 Answer = dict[str, Any]
 
 
@@ -62,12 +63,12 @@ class Bench:
         if self.gpu:
             self.torch.cuda.synchronize()
 
-    def open(self, name: str) -> Answer:
-        """Makes the case and runs each part until it is warm: its milliseconds, about, and the MiB that it needs at its peak."""
+    def open(self, name: str, parts: list[str]) -> Answer:
+        """Makes the case and runs these parts until it is warm: its milliseconds, about, and the MiB that it needs at its peak."""
         self.torch.manual_seed(0)
         with self.torch.device(self.device):
             self.open_parts = self.cases[name].make()
-        return {"parts": {part: self.warm(part) for part in self.open_parts}}
+        return {"parts": {part: self.warm(part) for part in parts}}
 
     def warm(self, name: str) -> Answer:
         part, cuda = self.open_parts[name], self.torch.cuda
@@ -97,7 +98,7 @@ class Bench:
             if part.kind == "host":
                 return {"ms": self.host_time(part, repeats)}
             timer = timing.cuda_medians if self.gpu else timing.medians
-            return {"ms": timer({"run": part.run}, repeats, warmup=1)["run"] / part.calls}
+            return {"ms": timer({"run": part.run}, repeats, warmup=int(repeats > 1))["run"] / part.calls}
         finally:
             gc.enable()
 
@@ -176,28 +177,28 @@ class Worker:
         return answer
 
 
-def compile_all(roots: tuple[Path, Path], names: list[str], options: argparse.Namespace) -> None:
+def compile_all(roots: tuple[Path, Path], wanted: dict[str, list[str]], options: argparse.Namespace) -> None:
     """Runs every case once in each checkout, in as many processes as there are compilers; errors come again where rows are timed."""
 
-    def drain(root: Path, jobs: queue.SimpleQueue[str]) -> None:
+    def drain(root: Path, jobs: queue.SimpleQueue[tuple[str, list[str]]]) -> None:
         worker = Worker(root, options)
         with contextlib.suppress(queue.Empty):
             while True:
-                worker.ask("open", jobs.get_nowait())
+                worker.ask("open", *jobs.get_nowait())
                 worker.ask("close")
         worker.stop()
 
     start, threads = time.perf_counter(), []
     for root in roots:
-        jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name in names:
-            jobs.put(name)
+        jobs: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
+        for case in wanted.items():
+            jobs.put(case)
         threads += [threading.Thread(target=drain, args=(root, jobs)) for _ in range(options.compilers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print(f"compiled {len(names)} cases of both in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"compiled {len(wanted)} cases of both in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def repeats_of(kind: str, ms: float) -> int:
@@ -205,25 +206,25 @@ def repeats_of(kind: str, ms: float) -> int:
     if kind == "value":
         return 1
     each = ms * 25 if kind == "host" else ms + 0.6  # the flush of the cache, and a start ahead of the GPU
-    return max(2, min(100, int(SECONDS * 1e3 / each) // 2 * 2))
+    return max(2 if ms < SLOW else 1, min(100, int(SECONDS * 1e3 / each) // 2 * 2))
 
 
 def compare_part(sides: list[Worker], name: str, warm: list[Answer], rounds: int) -> Answer:
     """Rounds of one part, in turns; the row without its name."""
-    kind = warm[0]["kind"]
-    repeats = repeats_of(kind, min(answer["ms"] for answer in warm))
-    times: list[list[float]] = [[], []]
-    for turn in range(rounds):
+    kind, ms = warm[0]["kind"], min(answer["ms"] for answer in warm)
+    times: tuple[list[float], list[float]] = ([], [])
+    repeats = repeats_of(kind, ms)
+    for turn in range(rounds if ms < SLOW else min(rounds, 5)):
         for side in (0, 1) if turn % 2 == 0 else (1, 0):
             answer = sides[side].ask("time", name, repeats)
             if "error" in answer:
                 return {"errors": {"AB"[side]: answer["error"]}}
             times[side].append(answer["ms"])
     ratios = [b / a for a, b in zip(*times, strict=True)]
-    found: Answer = {"kind": kind, "a_ms": median(times[0]), "b_ms": median(times[1])}
-    found["times"] = times
-    found["ratio"] = found["b_ms"] / found["a_ms"]
-    found["spread"] = median(abs(ratio - median(ratios)) for ratio in ratios)
+    found: Answer = {"kind": kind, "a_ms": median(times[0]), "b_ms": median(times[1]), "ratio": median(ratios)}
+    found["spread"] = median(abs(ratio - found["ratio"]) for ratio in ratios)
+    found["more_us"] = median(b - a for a, b in zip(*times, strict=True)) * 1e3
+    found["rounds_ms"] = times
     if all("mib" in answer for answer in warm):
         found |= {"a_mib": warm[0]["mib"], "b_mib": warm[1]["mib"]}
     return found
@@ -231,7 +232,7 @@ def compare_part(sides: list[Worker], name: str, warm: list[Answer], rounds: int
 
 def compare_case(sides: list[Worker], name: str, parts: list[str], rounds: int) -> list[Answer]:
     """The rows of the wanted parts of a case."""
-    opened = [side.ask("open", name) for side in sides]
+    opened = [side.ask("open", name, parts) for side in sides]
     rows: list[Answer] = []
     for part in parts:
         warm = [{"error": own["error"]} if "error" in own else own["parts"][part] for own in opened]
@@ -250,7 +251,7 @@ def over(row: Answer, options: argparse.Namespace) -> bool:
     if row.get("b_mib", 0) > options.limit * row.get("a_mib", 0) + 1:
         return True
     if row["kind"] == "host":
-        return (row["b_ms"] - row["a_ms"]) * 1e3 > options.host_limit
+        return row["more_us"] > options.host_limit
     return row["ratio"] > options.limit
 
 
@@ -282,7 +283,7 @@ def run(roots: tuple[Path, Path], options: argparse.Namespace) -> None:
     else:
         about |= {"a": commit(roots[0]), "b": commit(roots[1]), "rounds": options.rounds, "only": options.only}
         if options.device == "cuda":
-            compile_all(roots, [name for name in wanted if names[name][1]], options)
+            compile_all(roots, {name: parts for name, parts in wanted.items() if names[name][1]}, options)
         measure(sides, wanted, options, about)
     for side in sides:
         side.stop()
