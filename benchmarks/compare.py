@@ -223,6 +223,7 @@ def compare_part(sides: list[Worker], name: str, warm: list[Answer], rounds: int
     ratios = [b / a for a, b in zip(*times, strict=True)]
     found: Answer = {"kind": kind, "a_ms": median(times[0]), "b_ms": median(times[1]), "ratio": median(ratios)}
     found["spread"] = median(abs(ratio - found["ratio"]) for ratio in ratios)
+    found["error"] = 1.9 * found["spread"] / len(ratios) ** 0.5  # standard error of the median, were the ratios normal
     found["more_us"] = median(b - a for a, b in zip(*times, strict=True)) * 1e3
     found["rounds_ms"] = times
     if all("mib" in answer for answer in warm):
@@ -262,7 +263,16 @@ def line(row: Answer, options: argparse.Namespace) -> str:
     text = f"{name:66} {row['a_ms']:10.4f} {row['b_ms']:10.4f}   {row['ratio']:.3f} ± {row['spread']:.3f}"
     if row.get("b_mib", 0) > options.limit * row.get("a_mib", 0) + 1:
         text += f"  memory {row['a_mib']} -> {row['b_mib']} MiB"
-    return text + ("  OVER" if over(row, options) else "")
+    return text + ("  OVER" if over(row, options) else "") + ("  noisy" if noisy(row, options) else "")
+
+
+def noisy(row: Answer, options: argparse.Namespace) -> bool:
+    """Whether the rounds differ too much to tell a ratio of 1 from the limit (of a host row: a difference of 0 from its own)."""
+    if "errors" in row:
+        return False
+    if row["kind"] == "host":
+        return row["error"] * row["a_ms"] * 1e3 > options.host_limit
+    return row["error"] > options.limit - 1
 
 
 def run(roots: tuple[Path, Path], options: argparse.Namespace) -> None:
@@ -315,6 +325,7 @@ def measure(sides: list[Worker], wanted: dict[str, list[str]], options: argparse
     failed = sum("errors" in row for row in rows)
     print(
         f"\n{len(rows)} rows in {time.perf_counter() - start:.0f} s, {len(bad)} over the limit"
+        f" and {sum(noisy(row, options) for row in rows)} too noisy to tell"
         f" ({options.limit}; of host rows {options.host_limit} us), {failed} failed"
     )
     print(timing.write_json(path, rows, about | {"over": len(bad)}))

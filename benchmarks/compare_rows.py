@@ -30,7 +30,7 @@ def recurrence(row: recurrence_rows.Row, impl: str = "auto", strength: float = 1
 
     def make() -> dict[str, Part]:
         x = recurrence_rows.tensors(row, **made)
-        if strength != 1:
+        if strength != 1 and recurrence_rows.RULES[row.rule].gate in ("token", "channel"):
             x["g"].data.mul_(strength)
         names = list(x)
         return trained(lambda *t: recurrence_rows.ours(row, dict(zip(names, t, strict=True)), impl), list(x.values()))
