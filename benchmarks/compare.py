@@ -170,7 +170,7 @@ class Worker:
             answer = json.loads(self.process.stdout.readline() or "null")
         except BrokenPipeError:
             answer = None
-        if answer is None or "CUDA error" in json.dumps(answer):
+        if answer is None or re.search(r"CUDA error|Triton Error", json.dumps(answer)):
             self.stop()
             answer = answer or {"error": f"the worker ended with {self.process.returncode}"}
             self.start()
