@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from flashmix.gpu.arch import cpu_name
-
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -64,15 +62,20 @@ def matrix_product_rate(size: int = 2048) -> float:
     return 2 * size**3 / medians({"product": lambda: x @ x}, repeats=7)["product"] / 1e6
 
 
-def write_results(
-    name: str, rows: list[dict[str, Any]], folder: Path | None = None, more: dict[str, Any] | None = None
-) -> Path:
-    """Writes `<date>_<name>.json` with the rows and what they were measured on (and `more` of that); written aside and renamed."""
-    folder = RESULTS if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{datetime.date.today().isoformat()}_{name}.json"
+def write_json(path: Path, rows: list[dict[str, Any]], more: dict[str, Any] | None = None) -> Path:
+    """Writes the rows and what they were measured on (and `more` of that) under a temporary name, then renames the file."""
+    from flashmix.gpu.arch import cpu_name  # here, so that the timers above work beside any version of flashmix
+
     about = {"machine": cpu_name(), "threads": torch.get_num_threads(), "torch": torch.__version__, **(more or {})}
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"measured_on": about, "rows": rows}, indent=1) + "\n")
     os.replace(partial, path)
     return path
+
+
+def write_results(
+    name: str, rows: list[dict[str, Any]], folder: Path | None = None, more: dict[str, Any] | None = None
+) -> Path:
+    """Writes `<date>_<name>.json` as `write_json` does."""
+    return write_json((folder or RESULTS) / f"{datetime.date.today().isoformat()}_{name}.json", rows, more)

@@ -27,8 +27,9 @@ import flashmix
 from flashmix import doctor, layers, models, modules
 from flashmix.capabilities import public_ops, tiny_call
 from flashmix.layer import padding
-from flashmix.ops import cross_entropy, named, recurrence
+from flashmix.ops import named, recurrence
 from flashmix.ops.attention import definition as attention_definition
+from flashmix.ops.cross_entropy import head
 from flashmix.ops.recurrence import definition as recurrence_definition
 
 OPS = public_ops()
@@ -319,9 +320,9 @@ def test_fault_20_mean_loss_under_accumulation_and_a_frozen_head(monkeypatch: An
     torch.testing.assert_close(sum(sums) / 7, mean)
 
     needed: list[list[bool]] = []
-    gradients = cross_entropy.HeadGradients.__init__
+    gradients = head.HeadGradients.__init__
     monkeypatch.setattr(
-        cross_entropy.HeadGradients,
+        head.HeadGradients,
         "__init__",
         lambda self, h, w, b, needs: (needed.append(list(needs)), gradients(self, h, w, b, needs))[1],
     )
