@@ -119,7 +119,7 @@ def step_jobs() -> Iterator[OpJob]:
         )
         spec += (f" {GATES[gate]}:{decay}" if gate != "none" else "") + f" state:PhKV{more.pop('state', '!')}"
         spec += f" history:BnhKV{'%' if spec.endswith('%') else '!'}:=7" if kept else ""
-        options = {"read_before": True} if rule.endswith("before") else {}
+        options: dict[str, Any] = {"read_before": True} if rule.endswith("before") else {}
         options |= {"state_indices": torch.tensor(slots, dtype=more.pop("index", torch.int64))} if slots else {}
         written = ("state", "history") if kept else ("state",)
         return OpJob(f"step/{rule}-{gate}/{name}", f"{op}_step", spec, sizes, options, written=written, **more)
@@ -243,8 +243,9 @@ EVERYTHING = {"softcap": 3.0, "h": 8, "extra": "sink alibi decay"}
 
 def attention(name: str, case: dict[str, Any], **more: Any) -> OpJob:
     """A case of softmax attention, from sizes, options and what the spec has more."""
-    case = {"causal": True, "T": 150, "h": 2, "K": 16, "V": 16, "extra": "", "gate": "decay"} | case
-    options = {n: case[n] for n in ("causal", "scale", "window", "softcap", "dropout_p") if n in case}
+    usual = {"causal": True, "T": 150, "h": 2, "K": 16, "V": 16, "extra": "", "gate": "decay"}
+    case = {**usual, **case}
+    options: dict[str, Any] = {n: case[n] for n in ("causal", "scale", "window", "softcap", "dropout_p") if n in case}
     if "lengths" in case:
         keys = case.get("lengths_k", case["lengths"])
         options |= {"cu_seqlens": boundaries(*case["lengths"]), "cu_seqlens_k": boundaries(*keys)}
@@ -252,7 +253,7 @@ def attention(name: str, case: dict[str, Any], **more: Any) -> OpJob:
     extra = {"sink": " sink:h", "alibi": " alibi_slopes:h:uniform", "decay": f" log_decay:Bth:{case['gate']}"}
     sizes = {n: value for n, value in ({"t": case["T"]} | case).items() if len(n) == 1}
     spec = "q:BThK k:BtHK v:BtHV" + "".join(extra[word] for word in case["extra"].split())
-    more = {"dtypes": MOST, "layout": case.get("layout", "")} | more
+    more = {"dtypes": MOST, "layout": case.get("layout", ""), **more}
     return OpJob(name, "softmax_attention", spec, sizes, options | more.pop("options", {"return_lse": True}), **more)
 
 
@@ -300,7 +301,8 @@ class CacheJob:
         def normal(*shape: int) -> Tensor:
             return draw("normal", *shape).to(dtype).to(device)
 
-        table, kind = torch.randperm(30, generator=draw.generator).view(3, 10), {"dtype": dtype, "device": device}
+        table = torch.randperm(30, generator=draw.generator).view(3, 10)
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
         if self.paged:
             cache = flashmix.KVCache.paged(30, 5, table.int().to(device), 2, self.dim, **kind)
         else:
@@ -347,4 +349,4 @@ def cache_jobs() -> Iterator[CacheJob]:
             ("dim 64", {"dim": 64}),
             ("dim 100", {"dim": 100}),
         ):
-            yield CacheJob(f"{'paged' if paged else 'contiguous'}-{name}", paged, **options)  # type: ignore[arg-type]
+            yield CacheJob(f"{'paged' if paged else 'contiguous'}-{name}", paged, **options)

@@ -30,13 +30,22 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a waiting thread leaves its core to other processes
 
 import torch
 from recorded_engines import attention_jobs, cache_jobs, delta_net_step_jobs, recurrence_jobs, segmented_jobs, step_jobs
 from recorded_jobs import DTYPES, Job
 from recorded_models import module_jobs
-from recorded_ops import convolution_jobs, elementwise_jobs, loss_jobs, named_jobs, norm_jobs, rotary_jobs
+from recorded_ops import (
+    convolution_jobs,
+    distillation_jobs,
+    elementwise_jobs,
+    loss_jobs,
+    named_jobs,
+    norm_jobs,
+    rotary_jobs,
+)
 from torch import Tensor
 
 import flashmix
@@ -62,6 +71,7 @@ def jobs(device: str) -> list[Job]:
         *convolution_jobs(),
         *rotary_jobs(),
         *loss_jobs(),
+        *distillation_jobs(),
     ]
     names = [job.name for job in found]
     assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)

@@ -35,7 +35,7 @@ class ModuleJob:
         return ["auto"]
 
     def results(self, dtype: torch.dtype, device: str, impl: str) -> dict[str, Any]:
-        return self.run(self.name, dtype, device)  # type: ignore[no-any-return]
+        return self.run(self.name, dtype, device)
 
 
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -42,17 +42,16 @@ def named_jobs() -> Iterator[OpJob]:
         options = {"return_state": True, **({"layer": 1, "layers": 3} if op == "lightning" else {})}
         packed = options | {"cu_seqlens": boundaries(5, 0, 64, 1, 33)}
         sizes = {"h": 2} if op in ("gsa", "abc", "rwkv6", "rwkv7", "hgrn2") else {}
-        for name, more in (
+        variants: tuple[tuple[str, dict[str, Any]], ...] = (
             ("chained", {"chain": True, "dtypes": MOST}),
             ("one token", {"chain": True, "sizes": sizes | {"T": 1}}),
             ("packed", {"sizes": sizes | {"B": 1, "T": 103}, "options": packed, "chain": True}),
             ("plain", {"options": options | {"return_state": False}}),
             ("sliced", {"layout": "sliced"}),
             ("one head a group", {"sizes": sizes | {"h": 2, "K": 8, "V": 8}}),
-        ):
-            yield OpJob(
-                f"named/{op}/{name}", op, spec, **({"sizes": sizes, "options": options, "dtypes": SWEEP} | more)
-            )
+        )
+        for name, more in variants:
+            yield OpJob(f"named/{op}/{name}", op, spec, **{"sizes": sizes, "options": options, "dtypes": SWEEP, **more})
 
 
 NORMS = {"rms_norm": "weight:D", "layer_norm": "weight:D bias:D", "group_norm": "weight:D bias:D", "l2_norm": ""}
@@ -215,6 +214,9 @@ def loss_jobs() -> Iterator[OpJob]:
                     chunked,
                     SOME,
                 )
+
+
+def distillation_jobs() -> Iterator[OpJob]:
     sizes = {"M": 300, "T": 9}
     kinds: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("plain", "", {}),
