@@ -181,11 +181,12 @@ def record(path: Path, device: str, only: str, workers: int, seconds: float, res
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             waiting = {pool.submit(record_jobs, names, group[1], device): group for group, names in groups.items()}
-            for future in as_completed(waiting):
-                if not future.cancelled():
-                    add(waiting[future], future.result())
-                if time.perf_counter() - start > seconds:
-                    pool.shutdown(wait=False, cancel_futures=True)
+            started = as_completed(waiting)
+            while waiting and time.perf_counter() - start < seconds:
+                future = next(started)
+                add(waiting.pop(future), future.result())
+            for future in [future for future in waiting if not future.cancel()]:
+                add(waiting[future], future.result())
     content = {"machine": machine(device), "hashes": dict(sorted(found.items()))}
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=0) + "\n")
