@@ -68,9 +68,9 @@ def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence
 
 
 def gradients(
-    op: Any, ctx: Any, grads: Sequence[Tensor | None], needs: Sequence[bool], dispatched: bool
+    op: Any, ctx: Any, grads: Sequence[Tensor | None], needs: Sequence[bool], dispatched: bool | None
 ) -> list[Tensor | None]:
-    """The gradient of each tensor field of the call, None where none is wanted."""
+    """The gradient of each tensor field of the call, None where none is wanted; `dispatched`: None under torch.func."""
     names = op.call.names
     needed = [name for name, need in zip(names, needs, strict=True) if need]
     if not needed or all(grad is None for grad in grads):
@@ -83,6 +83,10 @@ def gradients(
         found = op.adjoint(call, grads, wanted, ctx.impl)
     elif torch.is_grad_enabled() and op.formula is not None:
         found = of_formula(op.formula, call, grads, wanted)
+    elif dispatched is None:
+        fields = [getattr(call, name) for name in op.fields]
+        made = TransformedBackward.apply(op, ctx.impl, tuple(wanted), len(kept), *fields, *kept, *grads)
+        found = dict(zip(wanted, made, strict=True))
     elif dispatched or torch.is_grad_enabled():
         made = op.backward_operator(*op.flat(call), list(grads), list(kept), wanted, ctx.impl)
         found = dict(zip(wanted, made, strict=True))
@@ -146,37 +150,73 @@ def transformed(op: Any, call: Any, impl: str, asked: str) -> tuple[Tensor, ...]
         )
     if not torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{asked} has no forward-mode derivative")
-    count: list[int] = []
-    return Transformed.apply(op, impl, count, *[getattr(call, name) for name in op.fields])[: count[0]]
+    count = Count()
+    return Transformed.apply(op, impl, count, *[getattr(call, name) for name in op.fields])[: count.outputs]
+
+
+class Count:
+    """How many of the outputs of `Transformed` are the op's; an object, for torch.func copies lists."""
+
+    outputs = 0
 
 
 class Transformed(torch.autograd.Function):
     """An op under torch.func: what is kept is an output too, for `setup_context` sees only inputs and outputs."""
 
     @staticmethod
-    def forward(op: Any, impl: str, count: list[int], *fields: Any) -> tuple[Tensor, ...]:
+    def forward(op: Any, impl: str, count: Count, *fields: Any) -> tuple[Tensor, ...]:
         outputs, kept = op.forward(op.call.make(dict(zip(op.fields, fields, strict=True))), True, impl)
-        count[:] = [len(outputs)]
+        count.outputs = len(outputs)
         return *outputs, *kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        op, impl, (count,), *fields = inputs
-        ctx.mark_non_differentiable(*output[count:])
+        op, impl, count, *fields = inputs
+        outputs, kept = output[: count.outputs], output[count.outputs :]
+        ctx.mark_non_differentiable(*kept)
         call = op.call.make(dict(zip(op.fields, fields, strict=True)))
-        save(op, ctx, call, output[:count], output[count:], impl)
-        ctx.op, ctx.count = op, count
+        save(op, ctx, call, outputs, kept, impl)
+        ctx.op, ctx.count = op, count.outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op = ctx.op
-        found = gradients(op, ctx, grads[: ctx.count], ctx.needs_input_grad[3 : 3 + len(op.call.names)], False)
+        found = gradients(op, ctx, grads[: ctx.count], ctx.needs_input_grad[3 : 3 + len(op.call.names)], None)
         return None, None, None, *found, *[None] * (len(op.fields) - len(found))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Any, impl: str, count: list[int], *fields: Any) -> Any:
-        def row(i: int) -> list[Any]:
-            return [t if d is None else t.select(d, i) for t, d in zip(fields, in_dims[3:], strict=True)]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return row_by_row(Transformed, info, in_dims, args)
 
-        rows = [Transformed.apply(op, impl, count, *row(i)) for i in range(info.batch_size)]
-        return tuple(torch.stack(part) for part in zip(*rows, strict=True)), (0,) * len(rows[0])
+
+class TransformedBackward(torch.autograd.Function):
+    """The backward of an op under torch.func; its arguments are the fields of the call, what is kept, and the gradients."""
+
+    @staticmethod
+    def forward(op: Any, impl: str, wanted: tuple[str, ...], kept: int, *tensors: Any) -> tuple[Tensor, ...]:
+        fields, rest = tensors[: len(op.fields)], tensors[len(op.fields) :]
+        call = op.call.make(dict(zip(op.fields, fields, strict=True)))
+        found = op.backward(call, rest[:kept], rest[kept:], wanted, impl)
+        return tuple(found[name] for name in wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name = inputs[0].name
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{ctx.name} has no second derivative")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return row_by_row(TransformedBackward, info, in_dims, args)
+
+
+def row_by_row(function: Any, info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
+    """The rule of vmap for ops that have no formula: one call for each row of the mapped dimension."""
+
+    def row(i: int) -> list[Any]:
+        return [t.select(d, i) if isinstance(d, int) else t for t, d in zip(args, in_dims, strict=True)]
+
+    rows = [function.apply(*row(i)) for i in range(info.batch_size)]
+    return tuple(torch.stack(part) for part in zip(*rows, strict=True)), (0,) * len(rows[0])
