@@ -178,7 +178,7 @@ def test_fault_12_host_time_of_a_call() -> None:
             for _ in range(10):
                 softmax_attention(q, k, v, causal=True, impl="triton")
             best = min(best, (time.perf_counter() - start) / 10)
-    assert best < 1e-3, f"{best * 1e6:.0f} us"
+    assert best * 1000 < 1, f"{best * 1e6:.0f} us"
 
 
 @pytest.fixture

@@ -104,7 +104,9 @@ def test_layer_norm_with_a_float32_weight_beside_bfloat16() -> None:
     x, weight = random(4, 8, dtype=torch.bfloat16), random(8, seed=1)
     y, h = layer_norm(x, weight, residual=x.float(), return_residual=True)
     assert (y.dtype, h.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(y.float(), definitions.layer_norm(2 * x.float(), weight), rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        y.float(), definitions.layer_norm(2 * x.float(), weight), rtol=torch.finfo(torch.bfloat16).eps, atol=0
+    )
 
 
 def test_rows_of_zeros_stay_zero() -> None:

@@ -1,4 +1,4 @@
-"""What every Triton implementation asks about the GPU it runs on. Importing this module touches no GPU and no triton."""
+"""The GPU that Triton kernels run on: its facts, and the reasons for refusing it. Importing this module touches no GPU and no triton."""
 
 from __future__ import annotations
 

@@ -59,26 +59,46 @@ class Kernel:
         key = tuple(kinds)
         made = self._made.get(key)
         if made is None:
-            made = self._compiled(grid, structs)
+            made = self._compiled(structs)
             if made is None:  # a test records launches
                 return
             self._made[key] = made
         stream = torch._C._cuda_getCurrentRawStream(device)
-        runtime = triton.knobs.runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        metadata = None
-        if enter.calls or leave.calls:  # a profiler looks
-            metadata = made.launch_metadata((grid,), stream, *structs, self.spec)
+        if made.direct is not None and not hooked():
+            launch, code = made.direct
+            launch(grid, 1, 1, stream, *code, *values, None)
         else:
-            enter = leave = None
-        made.run(
-            grid, 1, 1, stream, made.function, made.packed_metadata, metadata, enter, leave, *values, None
-        )  # fmt: skip
+            made.launch(grid, stream, structs, (*values, None))
 
-    def _compiled(self, grid: int, structs: Sequence[Any]) -> Any:
+    def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
         like = [_stand_in(x, loose) for x, loose in zip(structs, self._loose, strict=False)]
-        return self.kernel.run(*like, self.spec, grid=(grid,), warmup=True, **self.options)
+        made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
+        return None if made is None else Code(made)
+
+
+class Code:
+    """Compiled code of a kernel; `direct` is the driver's own launch function and what it takes before a kernel's arguments."""
+
+    def __init__(self, made: Any) -> None:
+        self.made, launcher = made, made.run  # `run` loads the code
+        self.direct: tuple[Any, tuple[Any, ...]] | None = None
+        if not launcher.global_scratch_size and not launcher.profile_scratch_size:
+            flags = launcher.launch_cooperative_grid, launcher.launch_pdl
+            self.direct = launcher.launch, (made.function, *flags, None, None, made.packed_metadata, None, None, None)
+
+    def launch(self, grid: int, stream: int, structs: Sequence[Any], values: Sequence[Any]) -> None:
+        """A launch through Triton's own launcher: it takes memory of its own, or a profiler looks."""
+        made, runtime = self.made, triton.knobs.runtime
+        metadata = made.launch_metadata((grid,), stream, *structs) if hooked() else None
+        hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if hooked() else (None, None)
+        made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to see launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def _lowered(value: Any, loose: tuple[bool, bool], kinds: list[Any]) -> Any:
