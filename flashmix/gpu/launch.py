@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
+UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
 
 
 class Address:
@@ -55,7 +57,7 @@ class Kernel:
             return
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         kinds: list[Any] = [device]
-        values = [_lowered(x, loose, kinds) for x, loose in zip(structs, self._loose, strict=False)]
+        values = [_lowered((x,), loose, kinds)[0] for x, loose in zip(structs, self._loose, strict=False)]
         key = tuple(kinds)
         made = self._made.get(key)
         if made is None:
@@ -101,26 +103,26 @@ def hooked() -> bool:
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-def _lowered(value: Any, loose: tuple[bool, bool], kinds: list[Any]) -> Any:
-    """What the driver takes for `value`; appends to `kinds` what its code depends on."""
-    if value is None:
-        kinds.append(None)
-        return None
-    if isinstance(value, tuple):
-        return tuple([_lowered(part, loose, kinds) for part in value])
-    if isinstance(value, Tensor):
-        address = value.data_ptr()
-        kinds.append((value.dtype, loose[1] or address % 16 == 0))
-        return address
-    if isinstance(value, int):
-        big = not -(2**31) <= value < 2**31
-        kinds.append(big if loose[0] else (big, value == 1, value % 16 == 0))
-        return value
-    if isinstance(value, TensorDescriptor):
-        kinds.append((value.base.dtype, tuple(value.block_shape)))
-    else:
-        kinds.append(float)
-    return value
+def _lowered(struct: Sequence[Any], loose: tuple[bool, bool], kinds: list[Any]) -> tuple[Any, ...]:
+    """What the driver takes for the members of `struct`; appends to `kinds` what their code depends on."""
+    values: list[Any] = []
+    for x in struct:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            x, kind = x.data_ptr(), x.dtype
+            if x & 15 and not loose[1]:
+                kinds.append(UNALIGNED)
+        elif kind is int:
+            kind = kind if loose[0] else (x == 1, x % 16 == 0)
+            if not -(2**31) <= x < 2**31:
+                kinds.append(LONG)
+        elif isinstance(x, tuple):
+            x, kind = _lowered(x, loose, kinds), len(x)
+        elif kind is TensorDescriptor:
+            kind = x.base.dtype, *x.block_shape
+        values.append(x)
+        kinds.append(kind)
+    return tuple(values)
 
 
 def _stand_in(value: Any, loose: tuple[bool, bool]) -> Any:
