@@ -107,7 +107,7 @@ def _lowered(struct: Sequence[Any], loose: tuple[bool, bool], kinds: list[Any]) 
     """What the driver takes for the members of `struct`; appends to `kinds` what their code depends on."""
     values: list[Any] = []
     for x in struct:
-        kind = type(x)
+        kind: Any = type(x)
         if kind is Tensor or kind is Parameter:
             x, kind = x.data_ptr(), x.dtype
             if x & 15 and not loose[1]:
