@@ -33,3 +33,4 @@ from flashmix.mechanisms.preconditioned import preconditioned_gated_deltanet as 
 from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditioned_kda
 from flashmix.mechanisms.oja import Oja as Oja, oja as oja
 from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
+from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
