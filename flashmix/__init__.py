@@ -1,5 +1,8 @@
 """flashmix mixes tokens fast: one recurrence and one attention, and every published mechanism as a call of them."""
 
+from typing import TYPE_CHECKING
+
+from flashmix.mechanisms.registry import functions
 from flashmix.op.checks import checks
 from flashmix.op.choose import Explanation, explain
 from flashmix.op.packing import Packing
@@ -10,29 +13,6 @@ from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.delta_net_step import delta_net_step
 from flashmix.ops.gated_product.op import gated, swiglu
 from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
-from flashmix.ops.named import (
-    abc,
-    comba,
-    deltanet,
-    deltaproduct,
-    gated_deltanet,
-    gated_deltanet2,
-    gla,
-    gsa,
-    hgrn2,
-    iplr,
-    kda,
-    lightning,
-    mamba2,
-    normalised_linear_attention,
-    oja,
-    preconditioned_gated_deltanet,
-    preconditioned_kda,
-    retnet,
-    rwkv6,
-    rwkv7,
-    simple_gla,
-)
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.recurrence import (
     delta_rule,
@@ -47,61 +27,46 @@ from flashmix.ops.short_conv.op import short_conv
 from flashmix.ops.short_conv.qkv import short_conv_qkv
 from flashmix.ops.token_shift.op import token_shift
 
+if TYPE_CHECKING:
+    from flashmix.mechanisms import *  # noqa: F403
+
 __version__ = "0.1.0.dev0"
+
+globals().update(functions())  # every mechanism under its paper's name
 
 __all__ = [
     "Explanation",
     "KVCache",
     "Packing",
-    "abc",
     "attention_with_cache",
     "bounded_decay",
     "checks",
-    "comba",
     "cross_entropy",
     "delta_net_step",
     "delta_rule",
     "delta_rule_step",
-    "deltanet",
-    "deltaproduct",
     "dplr",
     "dplr_step",
     "explain",
     "gated",
-    "gated_deltanet",
-    "gated_deltanet2",
-    "gla",
     "group_norm",
-    "gsa",
-    "hgrn2",
-    "iplr",
-    "kda",
     "l2_norm",
     "layer_norm",
-    "lightning",
     "linear_attention",
     "linear_attention_step",
     "linear_cross_entropy",
     "linear_grpo",
     "linear_kl_divergence",
-    "mamba2",
-    "normalised_linear_attention",
-    "oja",
-    "preconditioned_gated_deltanet",
-    "preconditioned_kda",
-    "retnet",
     "rms_norm",
     "rotary",
     "rotary_qk",
     "rotary_table",
-    "rwkv6",
-    "rwkv7",
     "short_conv",
     "short_conv_qkv",
-    "simple_gla",
     "softmax_attention",
     "softplus_decay",
     "swiglu",
     "token_shift",
     "write_strength",
+    *functions(),
 ]

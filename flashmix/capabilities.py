@@ -6,7 +6,7 @@ Each op is asked about tiny calls, which are checked as any call is and then not
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import flashmix
+from flashmix.mechanisms.registry import MECHANISMS
 from flashmix.op.choose import explain
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# The arguments of a tiny call and their axes, see `_SIZES`.
+# The arguments of a tiny call and their axes, see `_SIZES`; those of the mechanisms are in their registry.
 _CALLS = {
     "linear_attention": "q:BTHK k:BTHK v:BTHK",
     "delta_rule": "q:BTHK k:BTHK v:BTHK beta:BTH",
@@ -27,27 +28,6 @@ _CALLS = {
     "linear_attention_step": "q:BTHK k:BTHK v:BTHK state:BHKK",
     "delta_rule_step": "q:BTHK k:BTHK v:BTHK beta:BTH state:BHKK",
     "dplr_step": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK state:BHKK",
-    "retnet": "q:BTHK k:BTHK v:BTHK",
-    "lightning": "q:BTHK k:BTHK v:BTHK",
-    "mamba2": "x:BTHK dt:BTH A_log:H B:BTHK C:BTHK",
-    "normalised_linear_attention": "q:BTHK k:BTHK v:BTHK",
-    "simple_gla": "q:BTHK k:BTHK v:BTHK log_decay:BTH",
-    "gla": "q:BTHK k:BTHK v:BTHK log_decay:BTHK",
-    "hgrn2": "q:BTHK log_forget:BTHK v:BTHK",
-    "rwkv6": "r:BTHK k:BTHK v:BTHK log_decay:BTHK bonus:HK",
-    "deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH",
-    "gated_deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTH",
-    "kda": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK",
-    "deltaproduct": "q:BTHK k:BTnHK v:BTnHK beta:BTnH",
-    "rwkv7": "r:BTHK log_decay:BTHK k:BTHK v:BTHK kk:BTHK a:BTHK",
-    "comba": "q:BTHK k:BTHK p:BTHK v:BTHK beta:BTH log_decay:BTH",
-    "gated_deltanet2": "q:BTHK k:BTHK v:BTHK erase_gate:BTHK write_gate:BTHK log_decay:BTHK",
-    "preconditioned_gated_deltanet": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTH curvature_beta:BTH curvature_log_decay:BTH",
-    "preconditioned_kda": "q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK curvature_beta:BTH curvature_log_decay:BTH",
-    "gsa": "q:BTHK k:BTHK v:BTHK s:BTHK log_decay:BTHK",
-    "abc": "q:BTHK k:BTHK v:BTHK s:BTHK",
-    "oja": "q:BTHK k:BTHK v:BTHK beta:BTH",
-    "iplr": "q:BTHK k:BTHK v:BTHK a:BTHK b:BTHK",
     "softmax_attention": "q:BTHK k:BTHK v:BTHK",
     "attention_with_cache": "q:BTHK k:BTHK v:BTHK",
     "rotary": "x:BTHK cos:PR sin:PR",
@@ -69,18 +49,24 @@ _CALLS = {
     "linear_kl_divergence": "hidden:BTD weight:MD teacher_hidden:BTD teacher_weight:MD",
     "linear_grpo": "hidden:BTD weight:MD target:BT advantages:B",
 }
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "lightning": {"layer": 0, "layers": 2},
+_OPTIONS: dict[str, Mapping[str, Any]] = {
     "delta_net_step": {"heads": 2},
     "group_norm": {"groups": 2},
 }
-# steps of a token, heads, channels of a head, positions, half of a head, channels, width and the past it sees, vocabulary,
-# channels of queries, keys and values
+# Steps per token, heads, channels per head, positions, half of a head, channels, width of a convolution and the past it sees,
+# vocabulary, channels of queries, keys and values together.
 _SIZES = {"n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
-_MORE_GATES = ("erase_gate", "write_gate", "curvature_beta", "curvature_log_decay")
-_STEPS = ("state", "strength", "conv_weight")
-# float32 beside float16 and bfloat16
-_GATES = ("beta", "dt", "A_log", "log_decay", "log_forget", "bonus", *_MORE_GATES, *_STEPS)
+# The arguments that stay float32 with 16-bit inputs; a mechanism names those that only it has.
+_WIDE: tuple[str, ...] = (
+    "beta",
+    "log_decay",
+    "curvature_beta",
+    "curvature_log_decay",
+    "A_log",
+    "state",
+    "strength",
+    "conv_weight",
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,7 @@ def capabilities(device: torch.device | str = "cpu") -> dict[str, Capability]:
 
 def public_ops() -> dict[str, Callable[..., Any]]:
     """The ops at the top of the package, by name: whatever takes `impl`."""
-    things = {name: getattr(flashmix, name) for name in flashmix.__all__}
+    things = {name: getattr(flashmix, name) for name in sorted(flashmix.__all__)}
     return {name: op for name, op in things.items() if inspect.isfunction(op) and "impl" in _keywords(op)}
 
 
@@ -120,25 +106,31 @@ def tiny_call(
     device: torch.device | str = "cpu",
     tokens: int = 6,
     batch: int = 1,
+    sizes: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a tiny call of `op`, by name: two heads of 8 channels; the same numbers every time."""
-    generator, sizes = torch.Generator().manual_seed(0), {**_SIZES, "T": tokens, "B": batch}
+    """The arguments of a tiny call of `op`, by name: two heads of 8 channels; the same numbers every time.
+
+    `sizes` replaces those of single axes.
+    """
+    generator, sizes = torch.Generator().manual_seed(0), {**_SIZES, **(sizes or {}), "T": tokens, "B": batch}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    call = dict(_OPTIONS.get(op, {}))
-    for argument in _CALLS[op].split():
+    mechanism = MECHANISMS.get(op)
+    call = dict(_OPTIONS.get(op, {}) if mechanism is None else mechanism.options)
+    float32 = _WIDE if mechanism is None else (*_WIDE, *mechanism.wide)
+    for argument in (_CALLS[op] if mechanism is None else mechanism.call).split():
         name, axes = argument.split(":")
         shape = [sizes[axis] for axis in axes]
         if name == "target":
-            call[name] = torch.randint(_SIZES["M"], shape, generator=generator).to(device)
+            call[name] = torch.randint(sizes["M"], shape, generator=generator).to(device)
             continue
         value = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
-        if name in ("log_decay", "log_forget", "curvature_log_decay"):
+        if name.endswith(("log_decay", "log_forget")):
             value = -value.abs()
-        elif name in ("beta", "dt", "a", "curvature_beta"):
+        elif name.endswith("beta") or name in ("dt", "a"):
             value = value.abs()
-        call[name] = value.to(device=device, dtype=wide if name in _GATES else dtype)
+        call[name] = value.to(device=device, dtype=wide if name in float32 else dtype)
     if "cache" in _keywords(getattr(flashmix, op)):
-        call["cache"] = flashmix.KVCache.contiguous(batch, 16, _SIZES["H"], _SIZES["K"], device=device, dtype=dtype)
+        call["cache"] = flashmix.KVCache.contiguous(batch, 16, sizes["H"], sizes["K"], device=device, dtype=dtype)
     return call
 
 

@@ -3,76 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from paper_loops import MECHANISMS
 from torch import Tensor
 
-from flashmix.layers import (
-    ABC,
-    GLA,
-    GSA,
-    HGRN2,
-    IPLR,
-    KDA,
-    RWKV6,
-    RWKV7,
-    Comba,
-    DeltaNet,
-    DeltaProduct,
-    GatedDeltaNet,
-    GatedDeltaNet2,
-    Lightning,
-    LinearAttention,
-    Mamba2,
-    Mixer,
-    Oja,
-    PreconditionedGatedDeltaNet,
-    PreconditionedKDA,
-    RetNet,
-    SoftmaxAttention,
-)
-from flashmix.models import PRESETS, Decoder, preset
+from flashmix.layers import Mixer
+from flashmix.mechanisms.registry import MECHANISMS as REGISTERED
+from flashmix.models import Decoder, preset
 
 WIDTH = 16
 
-LAYERS: dict[str, Callable[[], Mixer[Any]]] = {
-    "retnet": lambda: RetNet(WIDTH, 2),
-    "gla": lambda: GLA(WIDTH, 2, rank=4),
-    "mamba2": lambda: Mamba2(WIDTH, 4, state_dim=8),
-    "mamba2_groups": lambda: Mamba2(WIDTH, 4, state_dim=8, groups=2, conv_width=2),
-    "deltanet": lambda: DeltaNet(WIDTH, 2, negative_eigenvalues=True),
-    "gated_deltanet": lambda: GatedDeltaNet(WIDTH, 2, value_heads=4, value_dim=6),
-    "kda": lambda: KDA(WIDTH, 2),
-    "kda_bounded": lambda: KDA(WIDTH, 2, lower=-5.0, rank=3),
-    "rwkv7": lambda: RWKV7(WIDTH, 2),
-    "linear_attention": lambda: LinearAttention(WIDTH, 2),
-    "lightning": lambda: Lightning(WIDTH, 2, layer=1, layers=3),
-    "hgrn2": lambda: HGRN2(WIDTH, 2, lower=0.25),
-    "rwkv6": lambda: RWKV6(WIDTH, 2, shift_rank=3, decay_rank=4),
-    "gsa": lambda: GSA(WIDTH, 2, slots=5),
-    "abc": lambda: ABC(WIDTH, 2, slots=5, head_dim=4),
-    "deltaproduct": lambda: DeltaProduct(WIDTH, 2, value_heads=4, steps=3),
-    "comba": lambda: Comba(WIDTH, 2, value_heads=4),
-    "gated_deltanet2": lambda: GatedDeltaNet2(WIDTH, 2, value_heads=4, rank=3),
-    "preconditioned_gated_deltanet": lambda: PreconditionedGatedDeltaNet(WIDTH, 2, value_heads=4),
-    "preconditioned_kda": lambda: PreconditionedKDA(WIDTH, 2, rank=3),
-    "oja": lambda: Oja(WIDTH, 2, value_heads=4, value_dim=6, rank=3),
-    "iplr": lambda: IPLR(WIDTH, 2, value_heads=4),
-    "attention": lambda: SoftmaxAttention(WIDTH, 4),
-    "attention_window": lambda: SoftmaxAttention(WIDTH, 4, kv_heads=2, window=3),
-    "attention_window_1": lambda: SoftmaxAttention(WIDTH, 4, window=1),
-    "attention_gated": lambda: SoftmaxAttention(WIDTH, 4, kv_heads=1, head_dim=6, rotary=2, qk_norm=True, gated=True),
-    "attention_no_positions": lambda: SoftmaxAttention(WIDTH, 2, rotary=0),
+# Softmax attention; the layers of the mechanisms are in `tests/papers/`.
+ATTENTION: dict[str, dict[str, Any]] = {
+    "attention": {"heads": 4},
+    "attention_window": {"heads": 4, "kv_heads": 2, "window": 3},
+    "attention_window_1": {"heads": 4, "window": 1},
+    "attention_gated": {"heads": 4, "kv_heads": 1, "head_dim": 6, "rotary": 2, "qk_norm": True, "gated": True},
+    "attention_no_positions": {"heads": 2, "rotary": 0},
 }
 
-# A layer is tested in all its ways on its own; of these presets the whole model is too, the others in one test each: they
-# differ from one of these in their layer only.
-ONLY_LAYERS_DIFFER = (
-    "linear_attention", "lightning", "hgrn2", "rwkv6", "gsa", "deltaproduct", "comba", "gated_deltanet2",
-    "preconditioned_gated_deltanet", "preconditioned_kda", "oja", "iplr",
+
+def _layers() -> dict[str, Callable[[], Mixer[Any]]]:
+    """The layers that the tests run, by name: every one of the registry, some in several ways."""
+    options = {"attention": ATTENTION} | {name: case.layers for name, case in MECHANISMS.items()}
+    return {
+        layer: partial(entry.layer, WIDTH, **given)
+        for name, entry in REGISTERED.items()
+        if entry.layer is not None
+        for layer, given in options[name].items()
+    }
+
+
+LAYERS = _layers()
+
+# A layer is tested in all its ways on its own. These presets are tested as whole models too; the others differ from one of them in
+# their layer only, and are in one test each.
+MODELS = (
+    "retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7", "abc", "transformer", "hybrid", "qwen3_next_like",
+    "kimi_linear_like",
 )  # fmt: skip
-MODELS = tuple(name for name in PRESETS if name not in ONLY_LAYERS_DIFFER)
 
 
 def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Mixer[Any]:

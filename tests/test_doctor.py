@@ -13,8 +13,8 @@ import torch
 import flashmix
 from flashmix import doctor
 from flashmix.gpu import arch
+from flashmix.mechanisms.registry import MECHANISMS
 from flashmix.op.choose import Explanation, Implementation, choose, explain
-from flashmix.ops import named
 from flashmix.train import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_doctor_names_every_op_that_chooses() -> None:
     """An op whose last keyword is `impl` is in the doctor's list, unless it is a mechanism that calls one that is."""
     ops = {name for name in flashmix.__all__ if "impl" in _parameters(getattr(flashmix, name))}
-    mechanisms = ops & set(named.__all__)
+    mechanisms = ops & set(MECHANISMS)
     assert {choice.op for choice in doctor.choices("cpu")} == ops - mechanisms
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from paper_cases import H, K, T, zeros
+from paper_loops import MECHANISMS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +23,6 @@ from flashmix import KVCache, Packing
 from flashmix.capabilities import capabilities, public_ops, tiny_call
 
 OPS, FOUND = public_ops(), capabilities()
-T, H, K = 6, 2, 8
 
 # Optional tensors of an op, so that a sweep has all that can be wrong; a missing shape is that of the first argument.
 _STATE = {"initial_state": (1, H, K, K)}
@@ -46,11 +47,6 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
         "norm_weight": (K,),
         "gate": (1, H, K),
     },
-    "mamba2": {"D": (H,)} | _STATE,
-    "deltaproduct": {"log_decay": (1, T, H)} | _STATE,
-    "oja": {"log_decay": (1, T, H, K)} | _STATE,
-    "preconditioned_gated_deltanet": {"log_scale": (H,)},
-    "preconditioned_kda": {"log_scale": (H,)},
     "softmax_attention": {"sink": (H,), "alibi_slopes": (H,), "log_decay": (1, T, H)},
     "attention_with_cache": {"sink": (H,), "alibi_slopes": (H,)},
     "rms_norm": _NORM,
@@ -63,13 +59,21 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
     "linear_kl_divergence": {"bias": (12,), "teacher_bias": (12,)},
     "linear_grpo": {"bias": (12,), "old_log_probs": (1, T), "reference_log_probs": (1, T)},
 }
+
+
+def sized(axes: str) -> tuple[int, ...]:
+    """The axes of an argument or state of a mechanism in these calls, where keys, values and slots have as many channels."""
+    sizes = {"B": 1, "N": 1, "T": T, "H": H, "HV": H, "K": K, "V": K, "M": K}
+    return tuple(sizes[axis] for axis in axes.split())
+
+
+for name, case in MECHANISMS.items():
+    shapes = {argument: sized(case.shapes[argument]) for argument in case.optional}
+    if shapes:
+        OPTIONAL[name] = shapes | (_STATE if len(case.states) == 1 else {})
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 SEVERAL = {  # the shapes of several states
-    "gsa": ((1, H, K, K), (1, H, K, K)),
-    "abc": ((1, H, K, K), (1, H, K, K), (1, H, K)),
-    "normalised_linear_attention": ((1, H, K, K), (1, H, K)),
-    "preconditioned_gated_deltanet": ((1, H, K, K), (1, H, K)),
-    "preconditioned_kda": ((1, H, K, K), (1, H, K)),
+    name: tuple(sized(axes) for axes in case.states) for name, case in MECHANISMS.items() if len(case.states) > 1
 }
 ONE_STATE = [op for op in STATEFUL if op not in SEVERAL]
 MATRIX_STATE = [op for op in ONE_STATE if op not in ("short_conv", "short_conv_qkv", "token_shift")]
@@ -320,10 +324,6 @@ def test_wrong_states(op: str) -> None:
         )
 
 
-def zeros(*shape: int, **kind: Any) -> Tensor:
-    return torch.zeros(shape, **kind)
-
-
 RECURRENCE = {"q": zeros(2, T, 2, 4), "k": zeros(2, T, 2, 4), "v": zeros(2, T, 2, 3), "beta": zeros(2, T, 2)}
 _SHAPES = "[2] or [1, 6, 2] or [1, 6, 2, 8]"
 # op: (what is wrong, the error, its text)
@@ -357,55 +357,6 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "dplr": [
         ({"a": zeros(1, T, 3, K)}, ValueError, "a must have shape [1, 6, 2, 8], got [1, 6, 3, 8]"),
         ({"b": zeros(1, T, H)}, ValueError, "b must have shape [B, T, H, K], got [1, 6, 2]"),
-    ],
-    "lightning": [
-        ({"layer": 3}, ValueError, "layer must be between 0 and 2, got 3"),
-        ({"layer": -1}, ValueError, "layer must be between 0 and 2, got -1"),
-        ({"layers": 0}, ValueError, "layers must be at least 1, got 0"),
-    ],
-    "mamba2": [
-        ({"B": zeros(1, T, 3, K), "C": zeros(1, T, 3, K)}, ValueError,
-         "the number of heads of x must be a positive multiple of the number of heads of C = 3, got 2"),
-        ({"dt": zeros(1, T, 1)}, ValueError, "dt must have shape [1, 6, 2], got [1, 6, 1]"),
-        ({"A_log": zeros(4)}, ValueError, "A_log must have shape [2], got [4]"),
-        ({"D": zeros(1)}, ValueError, "D must have shape [2], got [1]"),
-    ],
-    "gla": [({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, H, K], got [1, 6, 2]")],
-    "hgrn2": [
-        ({"v": zeros(1, T, 4, K)}, ValueError, "v must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
-        ({"log_forget": zeros(H)}, ValueError, "log_forget must have shape [B, T, H, K], got [2]"),
-    ],
-    "rwkv6": [
-        ({"v": zeros(1, T, 4, K)}, ValueError, "v must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
-        ({"bonus": zeros(H)}, ValueError, "bonus must have shape [2, 8], got [2]"),
-    ],
-    "gated_deltanet": [
-        ({"log_decay": zeros(1, T, H, K)}, ValueError, "log_decay must have shape [B, T, HV], got [1, 6, 2, 8]"),
-    ],
-    "kda": [({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, HV, K], got [1, 6, 2]")],
-    "deltaproduct": [
-        ({"k": zeros(1, T, H, K)}, ValueError, "k must have shape [B, T, n, H, K], got [1, 6, 2, 8]"),
-        ({"v": zeros(1, T, 3, H, K)}, ValueError, "v must have shape [1, 6, 2, 2, 8], got [1, 6, 3, 2, 8]"),
-        ({"beta": zeros(1, T, H)}, ValueError, "beta must have shape [1, 6, 2, 2], got [1, 6, 2]"),
-        ({"k": zeros(1, T, 0, H, K), "v": zeros(1, T, 0, H, K), "beta": zeros(1, T, 0, H)}, ValueError,
-         "k must have shape [B, T, n, H, K] with n >= 1, got [1, 6, 0, 2, 8]"),
-    ],
-    "comba": [({"p": zeros(1, T, 4, K)}, ValueError, "p must have shape [1, 6, 2, 8], got [1, 6, 4, 8]")],
-    "gated_deltanet2": [
-        ({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]"),
-    ],
-    "preconditioned_kda": [
-        ({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, HV, K], got [1, 6, 2]"),
-        ({"curvature_beta": zeros(1, T, 4)}, ValueError, "curvature_beta must have shape [1, 6, 2], got [1, 6, 4]"),
-    ],
-    "gsa": [
-        ({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]"),
-        ({"s": zeros(1, T, H, 0)}, ValueError, "s must have shape [B, T, HV, M] with M >= 1, got M = 0"),
-    ],
-    "oja": [({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]")],
-    "rwkv7": [
-        ({"kk": zeros(1, T, 4, K)}, ValueError, "kk must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
-        ({"log_decay": zeros(H)}, ValueError, "log_decay must have shape [B, T, H, K], got [2]"),
     ],
     "softmax_attention": [
         ({"window": (-1, 0)}, ValueError, "window left must be a non-negative int or None (unbounded), got -1"),
@@ -506,6 +457,9 @@ ROWS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"reduction": "batch"}, ValueError, "reduction must be one of 'sequence', 'mean', 'sum', 'none', got 'batch'"),
     ],
 }  # fmt: skip
+
+
+ROWS |= {name: case.errors for name, case in MECHANISMS.items() if case.errors}
 
 
 @pytest.mark.parametrize("op", ROWS)

@@ -27,13 +27,14 @@ import flashmix
 from flashmix import doctor, layers, models, modules
 from flashmix.capabilities import public_ops, tiny_call
 from flashmix.layer import padding
-from flashmix.ops import named, recurrence
+from flashmix.mechanisms.registry import functions
+from flashmix.ops import recurrence
 from flashmix.ops.attention import definition as attention_definition
 from flashmix.ops.cross_entropy import head
 from flashmix.ops.recurrence import definition as recurrence_definition
 
 OPS = public_ops()
-MECHANISMS = [name for name in OPS if name in named.__all__]
+MECHANISMS = [name for name in OPS if name in functions()]
 RECURRENCES = ("linear_attention", "delta_rule", "dplr")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
 WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step", "delta_net_step")
@@ -504,7 +505,7 @@ def test_fault_30_a_misspelt_option_is_swallowed() -> None:
     def is_open(function: Any) -> bool:
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
-    for package in (flashmix, named, recurrence, modules, layers, models):
+    for package in (flashmix, recurrence, modules, layers, models):
         for name in getattr(package, "__all__", MECHANISMS):
             thing = getattr(package, name)
             for method in ("__init__", "forward") if inspect.isclass(thing) else ():

@@ -32,10 +32,11 @@ FLOORS = {
     "ops": 1,
     "modules": 2,
     "layer": 3,
-    "layers": 4,
-    "models": 5,
+    "mechanisms": 4,
+    "layers": 5,
+    "models": 6,
 }
-TOP = 6  # train, doctor, hf, compat
+TOP = 7  # train, doctor, hf, compat
 
 
 def module_name(path: Path) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from definitions import l2_norm
+from layer_math import convolve, delta_inputs, heads, rms
 from model_cases import LAYERS, WIDTH, assert_same, left_padded, make_layer, numbers
 from torch import Tensor
 from torch.nn.functional import layer_norm, logsigmoid, silu, softplus
@@ -272,32 +273,6 @@ def recurrence_loop(
     return torch.stack(outputs)
 
 
-def rms(x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Causal, depthwise, with silu; `x` is `[T, D]`."""
-    width = weight.shape[1]
-    padded = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
-    y = sum(weight[:, i] * padded[i : i + len(x)] for i in range(width))
-    return silu(y if bias is None else y + bias)
-
-
-def heads(x: Tensor, count: int) -> Tensor:
-    return x.unflatten(-1, (count, -1))
-
-
-def delta_inputs(layer: DeltaNet, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = convolve(x @ layer.qkv.weight.T, layer.convolution.weight).split(
-        [layer.keys, layer.keys, layer.values], -1
-    )
-    group = layer.value_heads // layer.heads
-    q, k = (heads(part, layer.heads).repeat_interleave(group, 1) for part in (q, k))
-    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
-    return q * layer.head_dim**-0.5, k, heads(v, layer.value_heads)
-
-
 def test_deltanet_is_its_paper() -> None:
     layer, x = make_layer("deltanet"), numbers(7, WIDTH)
     assert isinstance(layer, DeltaNet)
@@ -340,7 +315,7 @@ def test_kda_is_its_paper(name: str) -> None:
 def test_gla_is_its_paper() -> None:
     layer, x = make_layer("gla"), numbers(7, WIDTH)
     assert isinstance(layer, GLA)
-    q, k, v, gate = (heads(part, 2) for part in (x @ layer.qkvg.weight.T).split(layer.sizes, -1))
+    q, k, v, gate = (heads(part, 2) for part in (x @ layer.qkvg.weight.T).split(layer.qkvg.sizes, -1))
     low = x @ layer.decay_projection.down.weight.T @ layer.decay_projection.up.weight.T
     decay = torch.exp(logsigmoid(heads(low + layer.decay_projection.up.bias, 2)) / 16)
     o = recurrence_loop(q * layer.head_dim**-0.5, k, v, decay)
@@ -351,7 +326,7 @@ def test_gla_is_its_paper() -> None:
 def test_retnet_is_its_paper() -> None:
     layer, x = make_layer("retnet"), numbers(7, WIDTH)
     assert isinstance(layer, RetNet)
-    qk, v, gate = (x @ layer.qkvg.weight.T).split(layer.sizes, -1)
+    qk, v, gate = (x @ layer.qkvg.weight.T).split(layer.qkvg.sizes, -1)
     pairs = heads(qk, 4).unflatten(-1, (2, -1)).transpose(-1, -2).contiguous()
     frequency = 10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     angle = torch.arange(7, dtype=torch.float64)[:, None] * frequency
@@ -368,7 +343,7 @@ def test_retnet_is_its_paper() -> None:
 def test_mamba2_is_its_paper(name: str) -> None:
     layer, x = make_layer(name), numbers(7, WIDTH)
     assert isinstance(layer, Mamba2)
-    xbc, z, step = (x @ layer.input.weight.T).split(layer.sizes, -1)
+    xbc, z, step = (x @ layer.input.weight.T).split(layer.input.sizes, -1)
     xbc = convolve(xbc, layer.convolution.weight, layer.convolution.bias)
     values, B, C = xbc.split(layer.inner_sizes, -1)
     B, C = (heads(part, layer.groups).repeat_interleave(4 // layer.groups, 1) for part in (B, C))

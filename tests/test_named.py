@@ -13,7 +13,7 @@ from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
 import flashmix
-from flashmix.ops import named
+from flashmix.mechanisms.registry import functions
 
 # What an implementation rounds where the loop does not: after scores, transform, state and output, and, for mechanisms
 # that compute an operand of the engine from their arguments, this operand.
@@ -63,7 +63,7 @@ def make_inputs(
             x[argument] = uniform(shape)
         elif argument in ("log_decay", "log_forget", "curvature_log_decay"):
             x[argument] = -uniform(shape)
-        elif argument in ("beta", "dt", "a", "curvature_beta", "erase_gate", "write_gate"):
+        elif argument in ("beta", "dt", "a", "curvature_beta") or argument.endswith("_gate"):
             x[argument] = uniform(shape) * (2 if argument == "beta" and not mechanism.weak else 1)
         elif argument == "kk" or argument in unit:
             x[argument] = torch.nn.functional.normalize(normal(shape), dim=-1)
@@ -83,7 +83,7 @@ def call(name: str, x: dict[str, Tensor], **options: Any) -> Any:
     states = tuple(x[n] for n in state_names(name) if n in x)
     if states:
         arguments["initial_state"] = states if len(states) > 1 else states[0]
-    return getattr(named, name)(**arguments, **MECHANISMS[name].options, **options)
+    return getattr(flashmix, name)(**arguments, **MECHANISMS[name].options, **options)
 
 
 def run_op(
@@ -133,10 +133,7 @@ def assert_float64(name: str, got: dict[str, Tensor], exact: dict[str, Tensor], 
 
 
 def test_every_mechanism_has_a_loop() -> None:
-    public = {
-        name for name, f in inspect.getmembers(named, inspect.isfunction) if f.__module__.startswith(named.__name__)
-    }
-    assert {name for name in public if not name.startswith("_")} == set(MECHANISMS)
+    assert set(functions()) == set(MECHANISMS)
 
 
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no state"])
@@ -218,7 +215,7 @@ def test_scale(name: str) -> None:
     """The default is the documented one (1 where the paper scales nothing, else K^-0.5), and a given one is used."""
     inputs = make_inputs(name, torch.float64, T=5)
     paper = MECHANISMS[name].scale
-    assert inspect.signature(getattr(named, name)).parameters["scale"].default == paper
+    assert inspect.signature(getattr(flashmix, name)).parameters["scale"].default == paper
     o, *states = run_op(name, inputs)
     same, *same_states = run_op(name, inputs, scale=SIZES["K"] ** -0.5 if paper is None else paper)
     assert torch.equal(o, same) and all(torch.equal(a, b) for a, b in zip(states, same_states, strict=True))
@@ -281,7 +278,9 @@ def test_abc_takes_any_logits(lengths: tuple[int, ...] | None) -> None:
         keys, values, start = (inputs[a][n : n + 1] for a in state_names("abc"))
         z = torch.cat([start[:, None], one["s"]], 1).logcumsumexp(1)
         weights, gates = torch.exp(one.pop("s") - z[:, 1:]), z[:, :-1] - z[:, 1:]
-        expected, states = named.gsa(**one, s=weights, log_decay=gates, initial_state=(keys, values), return_state=True)
+        expected, states = flashmix.gsa(
+            **one, s=weights, log_decay=gates, initial_state=(keys, values), return_state=True
+        )
         got = found["o"][row : row + 1, first:last]
         rounding = 64 * torch.finfo(torch.float64).eps * z.abs().max().item()  # of z, whose exponential is a weight
         torch.testing.assert_close(got, expected, rtol=0, atol=rounding)

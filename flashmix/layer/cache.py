@@ -1,4 +1,4 @@
-"""What one layer remembers between calls: a recurrent state, or the keys and values of attention.
+"""The memory of one layer between calls: a recurrent state, or the keys and values of attention.
 
 The cost of a token is constant: a state is replaced, keys and values are written into buffers that double when full, or
 into a ring of `window` tokens. A cache carries no gradient.

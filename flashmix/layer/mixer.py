@@ -1,4 +1,4 @@
-"""What all token-mixing layers share: their call, their checks and the removal of padding."""
+"""The base of token-mixing layers: their call, their checks and the removal of padding."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ class Mixer(nn.Module, Generic[Cache]):
 
     Args:
         width: channels of the layer's input and output.
+
+    Attributes:
+        shares: None, or the option with which a layer reads the values of the model's first layer of its kind. Such a class
+            returns its values from `forward(..., return_values=True)` and takes those of the first as `first_values`.
     """
 
+    shares: str | None = None
     cache_class: type[LayerCache] = RecurrentCache
     output: nn.Linear
 

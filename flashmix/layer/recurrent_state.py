@@ -1,6 +1,9 @@
-"""The recurrence of a layer that goes on from its cache and brings it up to date: in place for one token of each sequence."""
+"""Recurrences of a layer that continue from its cache and update it: in place for one token of each sequence."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +40,26 @@ def carried_dplr(
     state = None if cache is None else cache.state
     o, state = dplr(
         q, k, v, a, b, log_decay, scale=scale, initial_state=state, return_state=cache is not None, cu_seqlens=packing
+    )
+    if cache is not None:
+        cache.state = state
+    return o
+
+
+def carried(
+    mechanism: Callable[..., tuple[Tensor, Any]],
+    *operands: Tensor,
+    cache: RecurrentCache | None,
+    packing: Packing | None,
+    **options: Any,
+) -> Tensor:
+    """The output of a mechanism's function, whose state is the cache's."""
+    o, state = mechanism(
+        *operands,
+        initial_state=None if cache is None else cache.state,
+        return_state=cache is not None,
+        cu_seqlens=packing,
+        **options,
     )
     if cache is not None:
         cache.state = state

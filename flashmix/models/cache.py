@@ -1,4 +1,4 @@
-"""What a model remembers between calls: the caches of its layers, and the way back."""
+"""The memory of a model between calls: the caches of its layers, snapshots, and rolling back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is: its sizes and one list of layers, any of which may be of any family."""
+"""The configuration of a model: its sizes and one list of layers of any kinds."""
 
 from __future__ import annotations
 
@@ -7,55 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from flashmix.layers import (
-    ABC,
-    GLA,
-    GSA,
-    HGRN2,
-    IPLR,
-    KDA,
-    RWKV6,
-    RWKV7,
-    Comba,
-    DeltaNet,
-    DeltaProduct,
-    GatedDeltaNet,
-    GatedDeltaNet2,
-    Lightning,
-    LinearAttention,
-    Mamba2,
-    Mixer,
-    Oja,
-    PreconditionedGatedDeltaNet,
-    PreconditionedKDA,
-    RetNet,
-    SoftmaxAttention,
-)
+from flashmix.layer.mixer import Mixer
+from flashmix.mechanisms.registry import mixers
 from flashmix.op.checks import check_choice
 
-MIXERS: dict[str, type[Mixer[Any]]] = {
-    "attention": SoftmaxAttention,
-    "deltanet": DeltaNet,
-    "gated_deltanet": GatedDeltaNet,
-    "gla": GLA,
-    "kda": KDA,
-    "mamba2": Mamba2,
-    "retnet": RetNet,
-    "rwkv7": RWKV7,
-    "linear_attention": LinearAttention,
-    "lightning": Lightning,
-    "hgrn2": HGRN2,
-    "rwkv6": RWKV6,
-    "gsa": GSA,
-    "abc": ABC,
-    "deltaproduct": DeltaProduct,
-    "comba": Comba,
-    "gated_deltanet2": GatedDeltaNet2,
-    "preconditioned_gated_deltanet": PreconditionedGatedDeltaNet,
-    "preconditioned_kda": PreconditionedKDA,
-    "oja": Oja,
-    "iplr": IPLR,
-}
+MIXERS: dict[str, type[Mixer[Any]]] = mixers()
 
 # What an option may be, by its annotation in the layer's constructor.
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -105,6 +61,11 @@ class LayerConfig:
     def build(self, width: int, **placement: Any) -> Mixer[Any]:
         """The layer; `placement` is `device` and `dtype`."""
         return MIXERS[self.mixer](width, **self.options, **placement)
+
+    def reads_shared(self) -> str | None:
+        """The option that makes this layer read the values of an earlier one (`Mixer.shares`), None if it is not set."""
+        option = MIXERS[self.mixer].shares if self.mixer in MIXERS else None
+        return option if option is not None and self.options.get(option) else None
 
     def check(self, width: int) -> None:
         """Raises ValueError or TypeError, naming the option, unless the layer can be built."""
@@ -168,8 +129,9 @@ class DecoderConfig:
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise TypeError(f"layers[{index}] must be a LayerConfig, got {type(layer).__name__}")
-            if layer.options.get("value_residual") and all(earlier.mixer != "rwkv7" for earlier in checked):
-                raise ValueError(f"layers[{index}].value_residual must be false: no rwkv7 layer comes before it")
+            option = layer.reads_shared()
+            if option and all(earlier.mixer != layer.mixer for earlier in checked):
+                raise ValueError(f"layers[{index}].{option} must be false: no {layer.mixer} layer comes before it")
             if layer in checked:
                 continue
             try:

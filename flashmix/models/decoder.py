@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flashmix.layer.cache import LayerCache
 from flashmix.layer.padding import Padding, padding_of
-from flashmix.layers import RWKV7, LayerCache
 from flashmix.models.cache import ModelCache
 from flashmix.models.config import DecoderConfig, LayerConfig
 from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
@@ -23,23 +23,25 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, **placement: Any) -> None:
         super().__init__()
+        self.kind = layer.mixer
         self.mixer_norm = RMSNorm(config.width, config.norm_eps, **placement)
         self.mixer = layer.build(config.width, **placement)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps, **placement)
         self.mlp = SwiGLU(config.width, config.mlp_width, **placement)
 
     def forward(
-        self, x: Tensor, packing: Packing | None, cache: LayerCache | None, first_values: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The block's output, and the values of the first RWKV-7 layer for the later ones."""
+        self, x: Tensor, packing: Packing | None, cache: LayerCache | None, shared: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The block's output, and the values of the first layer of each kind that shares them (`Mixer.shares`)."""
         y = self.mixer_norm(x)
-        if isinstance(self.mixer, RWKV7):
-            y, values = self.mixer(y, cu_seqlens=packing, cache=cache, first_values=first_values, return_values=True)
-            first_values = values if first_values is None else first_values
-        else:
+        if self.mixer.shares is None:
             y = self.mixer(y, cu_seqlens=packing, cache=cache)
+        else:
+            first = shared.get(self.kind)
+            y, values = self.mixer(y, cu_seqlens=packing, cache=cache, first_values=first, return_values=True)
+            shared = {self.kind: values, **shared}
         y, x = self.mlp_norm.add_and_norm(y, x)
-        return x + self.mlp(y), first_values
+        return x + self.mlp(y), shared
 
 
 class Decoder(nn.Module):
@@ -199,14 +201,14 @@ class Decoder(nn.Module):
         if padding is not None:
             tokens, packing = padding.remove(tokens), padding.packing
         x = self.embedding(tokens)
-        first_values: Tensor | None = None
+        shared: dict[str, Tensor] = {}
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]
             if recompute and layer_cache is None:
-                x, first_values = checkpoint(block, x, packing, None, first_values, use_reentrant=False)
+                x, shared = checkpoint(block, x, packing, None, shared, use_reentrant=False)
             else:
-                x, first_values = block(x, packing, layer_cache, first_values)
+                x, shared = block(x, packing, layer_cache, shared)
         return self.norm(x), padding
 
 

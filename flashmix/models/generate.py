@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
+from flashmix.models.sampling import Sampling
 from flashmix.op.checks import check_range, check_shape, dims
 
 
@@ -52,20 +53,8 @@ def generate(
         >>> generate(Decoder(preset("gla_nano")), torch.tensor([[1, 2, 3]]), 5).shape
         torch.Size([1, 5])
     """
-    steps = stream(
-        model,
-        tokens,
-        max_new_tokens,
-        attention_mask=attention_mask,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        generator=generator,
-        cache=cache,
-    )
-    new = list(steps)
-    return torch.stack(new, dim=1) if new else tokens[:, :0]
+    sampling = Sampling(temperature, top_k, top_p, generator)
+    return stacked(_checked_steps(model, tokens, max_new_tokens, attention_mask, sampling, stop, cache), tokens)
 
 
 def stream(
@@ -82,27 +71,21 @@ def stream(
     cache: ModelCache | None = None,
 ) -> Iterator[Tensor]:
     """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is there."""
-    check_call(tokens, max_new_tokens, attention_mask, temperature, top_k, top_p)
-    stops = stop_tokens(stop, tokens)
-    return _steps(model, tokens, max_new_tokens, attention_mask, (temperature, top_k, top_p), stops, generator, cache)
+    sampling = Sampling(temperature, top_k, top_p, generator)
+    return _checked_steps(model, tokens, max_new_tokens, attention_mask, sampling, stop, cache)
 
 
-def check_call(
-    tokens: Tensor,
-    max_new_tokens: int,
-    attention_mask: Tensor | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> None:
+def stacked(steps: Iterator[Tensor], tokens: Tensor) -> Tensor:
+    """The tokens `[B, n]` of a stream that continues the prompts `tokens`."""
+    new = list(steps)
+    return torch.stack(new, dim=1) if new else tokens[:, :0]
+
+
+def check_call(tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None, sampling: Sampling) -> None:
     """Raises ValueError for an argument of `generate` that cannot be."""
     B, T = dims("tokens", tokens, "B T")
     check_range("max_new_tokens", max_new_tokens, 0, 2**31)
-    check_range("temperature", temperature, 0.0, float("inf"))
-    if top_k is not None:
-        check_range("top_k", top_k, 1, 2**31)
-    if top_p is not None:
-        check_range("top_p", top_p, 0.0, 1.0)
+    sampling.check()
     if T == 0:
         raise ValueError("tokens must hold at least one token a row, got [B, 0]")
     if attention_mask is not None:
@@ -116,15 +99,28 @@ def stop_tokens(stop: int | Sequence[int] | None, tokens: Tensor) -> Tensor:
     return tokens.new_tensor([stop] if isinstance(stop, int) else list(stop or ()))
 
 
+def _checked_steps(
+    model: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    attention_mask: Tensor | None,
+    sampling: Sampling,
+    stop: int | Sequence[int] | None,
+    cache: ModelCache | None,
+) -> Iterator[Tensor]:
+    """Checks the call at once; the steps are computed as they are asked for."""
+    check_call(tokens, max_new_tokens, attention_mask, sampling)
+    return _steps(model, tokens, max_new_tokens, attention_mask, sampling, stop_tokens(stop, tokens), cache)
+
+
 @torch.no_grad()
 def _steps(
     model: Decoder,
     tokens: Tensor,
     max_new_tokens: int,
     attention_mask: Tensor | None,
-    sampling: tuple[float, int | None, float | None],
+    sampling: Sampling,
     stops: Tensor,
-    generator: torch.Generator | None,
     cache: ModelCache | None,
 ) -> Iterator[Tensor]:
     kept = cache is not None  # the caller continues from it: a row that has stopped must not enter it any more
@@ -137,7 +133,7 @@ def _steps(
             hidden = model.hidden(last[:, None], attention_mask=attention_mask, cache=cache)[:, -1]
         else:
             hidden = last_token(model.hidden(tokens, attention_mask=attention_mask, cache=cache), attention_mask)
-        drawn = sample(model.logits(hidden), *sampling, generator).to(tokens.dtype)
+        drawn = sampling.sample(model.logits(hidden)).to(tokens.dtype)
         last = torch.where(finished, last, drawn)
         yield last
         if len(stops):
@@ -169,10 +165,7 @@ def sample(
         >>> sample(logits).tolist(), sample(logits, 1.0, top_k=1).tolist()
         ([1], [1])
     """
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    chances = probabilities(logits, temperature, top_k, top_p)
-    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+    return Sampling(temperature, top_k, top_p, generator).sample(logits)
 
 
 def probabilities(
@@ -185,17 +178,4 @@ def probabilities(
         >>> probabilities(torch.tensor([[0.0, 2.0, 1.0]])).tolist()
         [[0.0, 1.0, 0.0]]
     """
-    if temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(torch.float32)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    chances = logits.softmax(dim=-1)
-    if top_p is not None and top_p < 1:
-        ordered, order = chances.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered  # what the likelier tokens have together
-        ordered = ordered.masked_fill((before >= top_p) & (before > 0), 0.0)
-        chances = torch.zeros_like(chances).scatter(-1, order, ordered)
-        chances = chances / chances.sum(dim=-1, keepdim=True)
-    return chances
+    return Sampling(temperature, top_k, top_p).probabilities(logits)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
-from flashmix.models.generate import check_call, last_token, probabilities, sample, stop_tokens
+from flashmix.models.generate import check_call, last_token, stacked, stop_tokens
+from flashmix.models.sampling import Sampling
 from flashmix.op.checks import check_range
-
-Sampling = tuple[float, int | None, float | None]  # temperature, top_k, top_p
 
 
 @dataclass
@@ -72,22 +71,9 @@ def generate_speculatively(
         >>> torch.equal(generate_speculatively(model, draft, prompt, 8), generate(model, prompt, 8))
         True
     """
-    steps = stream_speculatively(
-        model,
-        draft,
-        tokens,
-        max_new_tokens,
-        draft_tokens=draft_tokens,
-        attention_mask=attention_mask,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        generator=generator,
-        acceptance=acceptance,
-    )
-    new = list(steps)
-    return torch.stack(new, dim=1) if new else tokens[:, :0]
+    sampling = Sampling(temperature, top_k, top_p, generator)
+    run = _Speculation(model, draft, draft_tokens, sampling, acceptance)
+    return stacked(run.stream(tokens, max_new_tokens, attention_mask, stop), tokens)
 
 
 def stream_speculatively(
@@ -106,37 +92,43 @@ def stream_speculatively(
     acceptance: Acceptance | None = None,
 ) -> Iterator[Tensor]:
     """Like `generate_speculatively`, but yields the new token of each row, `[B]`, as soon as every row has it."""
-    check_call(tokens, max_new_tokens, attention_mask, temperature, top_k, top_p)
-    check_range("draft_tokens", draft_tokens, 1, 2**31)
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"draft must have vocab_size {model.config.vocab_size} like model, got {draft.config.vocab_size}"
-        )
-    here, there = model.embedding.weight.device, draft.embedding.weight.device
-    if here != there:
-        raise ValueError(f"draft must be on {here} like model, got {there}")
-    run = _Speculation(model, draft, draft_tokens, (temperature, top_k, top_p), generator, acceptance or Acceptance())
-    return run.stream(tokens, max_new_tokens, attention_mask, stop_tokens(stop, tokens))
+    sampling = Sampling(temperature, top_k, top_p, generator)
+    run = _Speculation(model, draft, draft_tokens, sampling, acceptance)
+    return run.stream(tokens, max_new_tokens, attention_mask, stop)
 
 
 class _Speculation:
     """One call: the two models and the caches of the rows that are not finished, which hold all but a row's last token."""
 
     def __init__(
-        self,
-        model: Decoder,
-        draft: Decoder,
-        count: int,
-        sampling: Sampling,
-        generator: torch.Generator | None,
-        acceptance: Acceptance,
+        self, model: Decoder, draft: Decoder, count: int, sampling: Sampling, acceptance: Acceptance | None
     ) -> None:
         self.model, self.draft, self.count, self.sampling = model, draft, count, sampling
-        self.generator, self.acceptance = generator, acceptance
-        self.caches: tuple[ModelCache, ModelCache] = model.new_cache(count + 1), draft.new_cache(count + 1)
+        self.acceptance = acceptance or Acceptance()
+
+    def stream(
+        self,
+        tokens: Tensor,
+        limit: int,
+        attention_mask: Tensor | None,
+        stop: int | Sequence[int] | None,
+    ) -> Iterator[Tensor]:
+        """Checks the call at once; the steps are computed as they are asked for."""
+        model, draft = self.model, self.draft
+        check_call(tokens, limit, attention_mask, self.sampling)
+        check_range("draft_tokens", self.count, 1, 2**31)
+        if draft.config.vocab_size != model.config.vocab_size:
+            raise ValueError(
+                f"draft must have vocab_size {model.config.vocab_size} like model, got {draft.config.vocab_size}"
+            )
+        here, there = model.embedding.weight.device, draft.embedding.weight.device
+        if here != there:
+            raise ValueError(f"draft must be on {here} like model, got {there}")
+        self.caches: tuple[ModelCache, ModelCache] = model.new_cache(self.count + 1), draft.new_cache(self.count + 1)
+        return self._steps(tokens, limit, attention_mask, stop_tokens(stop, tokens))
 
     @torch.no_grad()
-    def stream(self, tokens: Tensor, limit: int, attention_mask: Tensor | None, stops: Tensor) -> Iterator[Tensor]:
+    def _steps(self, tokens: Tensor, limit: int, attention_mask: Tensor | None, stops: Tensor) -> Iterator[Tensor]:
         if limit == 0:
             return
         rows = [[token] for token in self._read_prompt(tokens, attention_mask).tolist()]  # new tokens of each row
@@ -165,15 +157,15 @@ class _Speculation:
         cache, draft_cache = self.caches
         hidden = last_token(self.model.hidden(tokens, attention_mask=attention_mask, cache=cache), attention_mask)
         self.draft.hidden(tokens, attention_mask=attention_mask, cache=draft_cache)
-        return sample(self.model.logits(hidden), *self.sampling, self.generator)
+        return self.sampling.sample(self.model.logits(hidden))
 
     def _round(self, last: Tensor, count: int) -> list[list[int]]:
         """The next 1 to `count + 1` tokens of each row after `last` `[B]`."""
         cache, draft_cache = self.caches
         drafted, q = self._draft(last, count)
         read = torch.cat([last[:, None], drafted], dim=1)
-        p = probabilities(self.model.logits(self.model.hidden(read, cache=cache)), *self.sampling)
-        accepted, following = verify(p, q, drafted, self.generator)
+        p = self.sampling.probabilities(self.model.logits(self.model.hidden(read, cache=cache)))
+        accepted, following = verify(p, q, drafted, self.sampling.generator)
         if bool((accepted < count).any()):
             self.model.roll_back(cache, count - accepted)
             self.draft.roll_back(draft_cache, count - accepted)
@@ -191,9 +183,9 @@ class _Speculation:
         for step in range(count + 1):
             hidden = self.draft.hidden(drafted[-1][:, None], cache=self.caches[1])
             if step < count:
-                q = probabilities(self.draft.logits(hidden[:, -1]), *self.sampling)
+                q = self.sampling.probabilities(self.draft.logits(hidden[:, -1]))
                 chances.append(q)
-                drafted.append(_draw(q, self.sampling[0], self.generator))
+                drafted.append(self.sampling.draw(q))
         empty = last.new_zeros(len(last), 0, self.draft.config.vocab_size, dtype=torch.float32)
         return torch.stack(drafted, dim=1)[:, 1:], torch.stack(chances, dim=1) if chances else empty
 
@@ -238,10 +230,6 @@ def leftover(p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
     return torch.where(
         total > 0, rest / total, wanted
     )  # p = q up to rounding leaves nothing: then any draw of p will do
-
-
-def _draw(q: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    return q.argmax(dim=-1) if temperature == 0 else torch.multinomial(q, 1, generator=generator).squeeze(-1)
 
 
 def _until_stop(tokens: list[int], ends: set[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What several of the named mechanisms need: shared checks, and the elementwise scan."""
+"""Helpers of several mechanisms: shared checks, and the elementwise scan."""
 
 from __future__ import annotations
 
@@ -41,9 +41,14 @@ def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[in
 
 
 def scan(
-    x: Tensor, log_decay: Tensor, *, initial_state: Tensor | None = None, cu_seqlens: Tensor | Packing | None = None,
-    read_before: bool = False, impl: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Packing | None = None,
+    read_before: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
     """`h_t = e^{g_t} h_{t-1} + x_t` for each channel of `x` `[B, T, H, D]`, and the last `h` `[N, H, D]`: a state of one row.
 
     `log_decay` is `[B, T, H]` or `[B, T, H, D]`. Computed in the dtype of `x`, autocast or not.
@@ -52,8 +57,16 @@ def scan(
     decay = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
     with torch.autocast(x.device.type, enabled=False):
         h, state = linear_attention(
-            one, one, x, **decay, scale=1.0, initial_state=None if initial_state is None else initial_state.unsqueeze(2),
-            return_state=True, cu_seqlens=cu_seqlens, read_before=read_before, impl=impl,
-        )  # fmt: skip
+            one,
+            one,
+            x,
+            **decay,
+            scale=1.0,
+            initial_state=None if initial_state is None else initial_state.unsqueeze(2),
+            return_state=True,
+            cu_seqlens=cu_seqlens,
+            read_before=read_before,
+            impl=impl,
+        )
     assert state is not None
     return h, state.squeeze(2)

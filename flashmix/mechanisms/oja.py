@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.kda import KDA
+from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing, as_packing
-from flashmix.ops.named._common import Result, check_per_head
+from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
 from flashmix.ops.recurrence.call import Operands, Problem, check_operands
 from flashmix.ops.recurrence.engine import IMPLEMENTATIONS
 
 
 def oja(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, *, scale: float | None = None,
-    initial_state: Tensor | None = None, return_state: bool = False, cu_seqlens: Tensor | Packing | None = None, impl: str = "auto",
-) -> Result:  # fmt: skip
-    """Oja's rule: each token writes the part of its key that its value does not recall yet.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Oja's rule: each token writes the part of its key that the state does not return for its value yet.
 
         S = S_{t-1} diag(e^{g_t});  k~_t = beta_t (k_t - S v_t);  S_t = S + k~_t v_t^T;  o_t = scale S_t^T q_t
 
@@ -65,11 +79,57 @@ def oja(
     )
     new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)
     return linear_attention(
-        q, new, v, value_log_decay=log_decay, scale=scale, initial_state=initial_state, return_state=return_state,
-        cu_seqlens=packing, impl=impl,
-    )  # fmt: skip
+        q,
+        new,
+        v,
+        value_log_decay=log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=packing,
+        impl=impl,
+    )
 
 
 def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     dims("q", q, "B T H K")
     return dims("v", v, "B T HV V")
+
+
+class Oja(KDA):
+    """Oja's rule with a decay of each channel of the values, which have length 1; gates and output are those of KDA.
+
+    Args: those of `KDA`.
+
+    Source: Irie, Faccio, Schmidhuber, arXiv:2206.01649 (the rule).
+
+    Example:
+        >>> import torch
+        >>> Oja(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    has_step = False
+
+    def decay_channels(self) -> int:
+        return self.value_dim
+
+    def recurrence(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
+    ) -> tuple[Tensor, Any]:
+        beta, log_decay = self.gates(x)
+        return oja(
+            q, k, l2_norm(v), beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
+        )
+
+
+register(
+    Mechanism(
+        title="Oja's rule",
+        paper="2206.01649",
+        function=oja,
+        call="q:BTHK k:BTHK v:BTHK beta:BTH",
+        layer=Oja,
+        preset=by_heads,
+    )
+)

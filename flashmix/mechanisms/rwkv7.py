@@ -1,4 +1,4 @@
-"""RWKV-7: token shift, low-rank gates, and a state that is decayed, corrected and written to at once."""
+"""RWKV-7: token shift, low-rank gates, and a state that is decayed, corrected and written in one step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,77 @@ from torch.nn.functional import layer_norm
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_dplr
-from flashmix.layers.linear_attention import head_size
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
-from flashmix.op.checks import check_shape
+from flashmix.modules.projection import head_size
+from flashmix.op.checks import check_shape, dims
 from flashmix.op.packing import Packing
 from flashmix.ops.norm.op import l2_norm
+from flashmix.ops.recurrence import dplr
+from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
 
 NORM_EPS = 64e-5
 
 
+def rwkv7(
+    r: Tensor,
+    log_decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """RWKV-7: a normalised removal key, a per-channel learning rate, and a raw write.
+
+        S_t = (diag(e^{w_t}) - (kk_t * a_t) kk_t^T) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T r_t
+
+    Args:
+        r: receptance `[B, T, H, K]`.
+        log_decay: `w`, at most 0, `[B, T, H, K]`.
+        k: replacement keys `[B, T, H, K]`.
+        kk: removal keys of unit length `[B, T, H, K]`.
+        a: in-context learning rate in [0, 1], `[B, T, H, K]`.
+
+    Source: Peng et al. 2025 (arXiv 2503.14456), equation 17.
+
+    Example:
+        >>> import torch
+        >>> r, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> rwkv7(r, -torch.rand(1, 10, 4, 16), k, v, k / 16, torch.rand(1, 10, 4, 16))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T H K")
+    check_shape("kk", kk, *dims("k", k, "B T H K"))
+    check_shape("a", a, *k.shape)
+    check_operands(r, v, {"k": k, "kk": kk, "a": a}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
+    return dplr(
+        r,
+        k,
+        v,
+        -kk,
+        (kk * a).to(kk.dtype),
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
 class RWKV7(Mixer[RecurrentCache]):
     """The time mixing of RWKV-7: `S = diag(e^w) S - (a kk)(kk^T S) + k v^T`, `o = S^T r`.
 
-    `kk` is the key made one long, `a` in (0, 1) how much of what it holds is removed, `w` the log decay per channel.
+    `kk` is the key divided by its length, `a` in (0, 1) the removed share of the value under it, `w` the per-channel log decay.
 
     Args:
         width: channels of the input and output.
@@ -40,6 +96,8 @@ class RWKV7(Mixer[RecurrentCache]):
         >>> RWKV7(32, heads=2)(torch.randn(2, 5, 32)).shape
         torch.Size([2, 5, 32])
     """
+
+    shares = "value_residual"
 
     def __init__(
         self,
@@ -110,7 +168,7 @@ class RWKV7(Mixer[RecurrentCache]):
             x, cu_seqlens, attention_mask, cache: as in `Mixer.forward`.
             first_values: `[B, T, heads * head_dim]`, the values of the model's first RWKV-7 layer; needed with
                 `value_residual`, without effect otherwise.
-            return_values: also return this layer's values, to be the `first_values` of later ones.
+            return_values: also return this layer's values, which later layers take as `first_values`.
 
         Returns:
             `[B, T, width]`, with `return_values` the pair of it and the values `[B, T, heads * head_dim]`.
@@ -175,3 +233,21 @@ def default_ranks(width: int) -> tuple[int, int, int, int]:
         return max(8, round(factor * width**power / 8) * 8)
 
     return rank(1.8, 0.5), rank(1.8, 0.5), rank(1.3, 0.5), rank(0.6, 0.8)
+
+
+def values_of_the_first(size: Size) -> list[Options]:
+    """All layers but the first read its values; the model's SwiGLU stands for RWKV-7's channel mixing."""
+    first = {"heads": size.heads}
+    return [first, *(size.depth - 1) * [{**first, "value_residual": True}]]
+
+
+register(
+    Mechanism(
+        title="RWKV-7",
+        paper="2503.14456",
+        function=rwkv7,
+        call="r:BTHK log_decay:BTHK k:BTHK v:BTHK kk:BTHK a:BTHK",
+        layer=RWKV7,
+        preset=values_of_the_first,
+    )
+)

@@ -1,4 +1,4 @@
-"""RWKV-6: token shift by amounts that depend on the token, a decay a channel, and a read before the write."""
+"""RWKV-6: data-dependent token shift, a per-channel decay, and a read before the write."""
 
 from __future__ import annotations
 
@@ -8,15 +8,67 @@ from torch.nn.functional import layer_norm, silu
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.layers.linear_attention import head_size
+from flashmix.layer.recurrent_state import carried
+from flashmix.mechanisms.common import Result, check_per_head, check_same_heads
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import RWKV6Decay
 from flashmix.modules.mlp import LowRank
-from flashmix.op.checks import check_range
+from flashmix.modules.projection import head_size
+from flashmix.op.checks import check_range, dims
 from flashmix.op.packing import Packing
-from flashmix.ops.named import rwkv6
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
 
 NORM_EPS = 64e-5
+
+
+def rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """RWKV-6: the output reads the state before the write, and its own token with a learned weight.
+
+        o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T r_t;  S_t = diag(e^{w_t}) S_{t-1} + k_t v_t^T
+
+    Args:
+        log_decay: `w`, at most 0, `[B, T, H, K]`.
+        bonus: `u` `[H, K]`.
+
+    Source: Peng et al. 2024 (arXiv 2404.05892), equation 19.
+
+    Example:
+        >>> r, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> rwkv6(r, k, v, -torch.rand(1, 10, 4, 16), torch.zeros(4, 16))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T H K")
+    check_same_heads(r, "r", v)
+    check_operands(r, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
+    check_per_head("bonus", bonus, "r", r, *r.shape[2:])
+    o, state = linear_attention(
+        r,
+        k,
+        v,
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        read_before=True,
+        impl=impl,
+    )
+    own = (r * k * bonus).contiguous().sum(-1, keepdim=True)  # sums in one order however r lies in memory
+    return (o + scale * own * v).to(o.dtype), state
 
 
 class RWKV6(Mixer[RecurrentCache]):
@@ -26,7 +78,7 @@ class RWKV6(Mixer[RecurrentCache]):
         width: channels of the input and output.
         heads: number of heads.
         head_dim: channels of a head; default `width / heads`.
-        shift_rank: of the projection that says how far each channel is mixed with the token before.
+        shift_rank: of the projection that says by how much each channel is mixed with the token before.
         decay_rank: of the decay's projection.
 
     Source: Peng et al., arXiv:2404.05892, section 4.
@@ -95,23 +147,15 @@ class RWKV6(Mixer[RecurrentCache]):
         )
         x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
         r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
-        o, state = rwkv6(
-            r,
-            k,
-            v,
-            self._heads(self.decay(self.decay_projection(x_w))),
-            self.bonus,
-            initial_state=None if cache is None else cache.state,
-            return_state=cache is not None,
-            cu_seqlens=packing,
-        )
+        log_decay = self._heads(self.decay(self.decay_projection(x_w)))
+        o = carried(rwkv6, r, k, v, log_decay, self.bonus, cache=cache, packing=packing)
         if cache is not None:
-            cache.state, cache.recent = state, recent
+            cache.recent = recent
         o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
         return self.output(torch.addcmul(self.norm_bias, o, self.norm_weight) * silu(self.gate(x_g)))
 
     def _mixed(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """`x` on its way to the token before, `step` away, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
+        """`x` mixed with the token before, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
         low = torch.tanh(self.shift_down(torch.addcmul(x, step, self.first_mix)))
         low = low.unflatten(-1, (5, -1)).movedim(-2, 0)  # [5, B, T, rank]
         amount = torch.einsum("nbtr,nrd->nbtd", low, self.shift_up.to(low.dtype)) + self.shift_mix[:, None, None]
@@ -119,3 +163,22 @@ class RWKV6(Mixer[RecurrentCache]):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_dim))
+
+
+def by_width(size: Size) -> list[Options]:
+    """Ranks that grow with the width; the model's SwiGLU stands for RWKV-6's channel mixing."""
+    ranks = {"shift_rank": max(4, size.width // 24), "decay_rank": max(4, size.width // 12)}
+    return size.depth * [{"heads": size.heads, **ranks}]
+
+
+register(
+    Mechanism(
+        title="RWKV-6",
+        paper="2404.05892",
+        function=rwkv6,
+        call="r:BTHK k:BTHK v:BTHK log_decay:BTHK bonus:HK",
+        wide=("bonus",),
+        layer=RWKV6,
+        preset=by_width,
+    )
+)

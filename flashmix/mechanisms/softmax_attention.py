@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from flashmix.layer.cache import AttentionCache, Lengths
 from flashmix.layer.mixer import Mixer
-from flashmix.layers.linear_attention import head_size
+from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.modules.norm import RMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.checks import check_multiple, check_range
 from flashmix.op.packing import Packing
@@ -62,31 +63,27 @@ class SoftmaxAttention(Mixer[AttentionCache]):
         if window is not None:
             check_range("window", window, 1, 2**31)
         self.window = window
-        inner = heads * self.head_dim
-        self.sizes = [(heads + self.kv_heads) * self.head_dim, self.kv_heads * self.head_dim, inner if gated else 0]
-        self.qkvg = nn.Linear(width, sum(self.sizes), bias=False, device=device, dtype=dtype)
+        qk, v = (heads + self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim)
+        gate = (heads, self.head_dim) if gated else None
+        self.qkvg = HeadProjection(width, qk=qk, v=v, gate=gate, device=device, dtype=dtype)
         self.q_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None
         self.rotary = None if rotary == 0 else RotaryEmbedding(self.head_dim, base, rotated=rotary)
-        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.head_dim, width, bias=False, device=device, dtype=dtype)
 
     def new_cache(self) -> AttentionCache:
         return AttentionCache(self.window)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: AttentionCache | None) -> Tensor:
-        qk, v, gate = self.qkvg(x).split(self.sizes, dim=-1)
-        qk = qk.unflatten(-1, (self.heads + self.kv_heads, self.head_dim))
-        v = v.unflatten(-1, (self.kv_heads, self.head_dim))
+        qk, v, gate = self.qkvg(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         if self.rotary is not None:
             qk = self._rotate(self.rotary, qk, packing, None if cache is None else cache.lengths)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
-        o = (self._attend(q, k, v, packing) if cache is None else self._attend_cached(q, k, v, packing, cache)).flatten(
-            2
-        )
-        return self.output(o * torch.sigmoid(gate) if self.sizes[2] else o)
+        o = self._attend(q, k, v, packing) if cache is None else self._attend_cached(q, k, v, packing, cache)
+        return self.output((o if gate is None else o * torch.sigmoid(gate)).flatten(2))
 
     def _rotate(self, rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, seen: Lengths | None) -> Tensor:
         if seen is None:
@@ -129,3 +126,13 @@ def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
         return softmax_attention(q, cache.keys[:, :seen], cache.values[:, :seen])[0]
     rows = torch.arange(B, device=q.device)[:, None]
     return attention_with_cache(q, KVCache(cache.keys, cache.values, rows, lengths.tokens.clamp(max=slots)))[0]
+
+
+register(
+    Mechanism(
+        title="Softmax attention",
+        paper="1706.03762",
+        layer=SoftmaxAttention,
+        mixer="attention",
+    )
+)

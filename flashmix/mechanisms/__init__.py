@@ -1,0 +1,36 @@
+"""Each published mechanism in a file of its own: function, layer, preset, tiny call, source.
+
+A function is a call of an engine. Shapes are `[B, T, H, D]`; `scale`, `initial_state`, `return_state`, `cu_seqlens` and `impl` are
+those of the engine's op (`linear_attention`, `delta_rule`, `dplr`), and so are the returned pair and the errors. Where a paper has no
+scale, `scale` is 1. A mechanism with several states takes and returns them as a tuple.
+
+An import registers its mechanism (`flashmix.mechanisms.registry`); the order of the imports is the order of every list.
+"""
+# ruff: noqa: I001
+
+from flashmix.mechanisms.softmax_attention import SoftmaxAttention as SoftmaxAttention
+from flashmix.mechanisms.deltanet import DeltaNet as DeltaNet, deltanet as deltanet
+from flashmix.mechanisms.gated_deltanet import GatedDeltaNet as GatedDeltaNet, gated_deltanet as gated_deltanet
+from flashmix.mechanisms.gla import GLA as GLA, gla as gla
+from flashmix.mechanisms.simple_gla import simple_gla as simple_gla
+from flashmix.mechanisms.kda import KDA as KDA, kda as kda
+from flashmix.mechanisms.mamba2 import Mamba2 as Mamba2, mamba2 as mamba2
+from flashmix.mechanisms.retnet import RetNet as RetNet, retnet as retnet
+from flashmix.mechanisms.rwkv7 import RWKV7 as RWKV7, rwkv7 as rwkv7
+from flashmix.mechanisms.linear_attention import LinearAttention as LinearAttention
+from flashmix.mechanisms.linear_attention import normalised_linear_attention as normalised_linear_attention
+from flashmix.mechanisms.lightning import Lightning as Lightning, lightning as lightning
+from flashmix.mechanisms.hgrn2 import HGRN2 as HGRN2, hgrn2 as hgrn2
+from flashmix.mechanisms.rwkv6 import RWKV6 as RWKV6, rwkv6 as rwkv6
+from flashmix.mechanisms.gsa import GSA as GSA, gsa as gsa
+from flashmix.mechanisms.abc import ABC as ABC, abc as abc
+from flashmix.mechanisms.deltaproduct import DeltaProduct as DeltaProduct, deltaproduct as deltaproduct
+from flashmix.mechanisms.comba import Comba as Comba, comba as comba
+from flashmix.mechanisms.gated_deltanet2 import GatedDeltaNet2 as GatedDeltaNet2, gated_deltanet2 as gated_deltanet2
+from flashmix.mechanisms.preconditioned import PreconditionedGatedDeltaNet as PreconditionedGatedDeltaNet
+from flashmix.mechanisms.preconditioned import PreconditionedKDA as PreconditionedKDA
+from flashmix.mechanisms.preconditioned import preconditioned_gated_deltanet as preconditioned_gated_deltanet
+from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditioned_kda
+from flashmix.mechanisms.oja import Oja as Oja, oja as oja
+from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
+from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta

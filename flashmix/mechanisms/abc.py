@@ -1,0 +1,197 @@
+"""ABC, attention with bounded memory control: each slot holds a softmax over the past."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried
+from flashmix.mechanisms.common import check_states, scan
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.mechanisms.slots import check_slots, slot_states, two_passes
+from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.op.checks import check_range
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence.engine import state_dtype
+
+NormalisedStates = tuple[Tensor, Tensor, Tensor]
+
+
+def abc(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: NormalisedStates | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, NormalisedStates | None]:
+    """Attention with bounded memory control: each slot holds a softmax over the past, by a learned logit `s`.
+
+        z_t = log sum_{j <= t} e^{s_j};  K~_t = sum_{j <= t} k_j e^{s_j - z_t}^T;  V~_t = sum_{j <= t} e^{s_j - z_t} v_j^T
+        o_t = V~_t^T softmax(scale K~_t^T q_t)
+
+    It is `gsa` with `s' = e^{s_t - z_t}` and `g_t = z_{t-1} - z_t`, both computed from the running normaliser `z` without overflow.
+
+    Args:
+        q, k: queries and keys `[B, T, H, K]`.
+        v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
+        s: logits `[B, T, HV, M]`.
+        initial_state: keys and values of the slots and `z`, `([N, HV, K, M], [N, HV, M, V], [N, HV, M])`, float32 (float64 for
+            float64 inputs); by default zeros, zeros and -inf.
+
+    Source: Peng et al. 2021 (arXiv 2110.02488), section 3.
+
+    Example:
+        >>> q, k, v, s = torch.randn(4, 1, 10, 4, 16)
+        >>> o, (keys, values, z) = abc(q, k, v, s, return_state=True)
+        >>> o.shape, z.shape
+        (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
+    """
+    packing = check_slots(q, k, v, s, cu_seqlens)
+    shapes = slot_states(q, v, s, packing)
+    normaliser = (shapes[1][0], *s.shape[2:])
+    check_states(initial_state, q, *shapes, normaliser)
+    if initial_state is None:
+        slots, start = None, torch.full(normaliser, -torch.inf, dtype=state_dtype(q.dtype), device=q.device)
+    else:
+        *pair, start = initial_state
+        slots = (pair[0], pair[1])
+    before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
+    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); the first token is infinitely ahead
+    ahead = s.to(start.dtype) - before
+    weight = torch.exp(-_softplus(-ahead)).to(q.dtype)
+    o, states = two_passes(
+        q,
+        k,
+        v,
+        weight,
+        -_softplus(ahead),
+        states=slots,
+        scale=scale,
+        return_state=return_state,
+        packing=packing,
+        impl=impl,
+    )
+    return o, None if states is None else (*states, z)
+
+
+def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:
+    """`z_{t-1}` for each token `[B, T, HV, M]` and the last `z` `[N, HV, M]`, from logits and the first `z`.
+
+    As in online softmax `z = m + log c` with the running maximum `m`, which takes no part in gradients, and
+    `c_t = e^{m_{t-1} - m_t} c_{t-1} + e^{s_t - m_t}`, a scan.
+    """
+    before, m, last = _running_maximum(s.detach(), start.detach(), packing)
+    decay = torch.where(before == m, 0.0, before - m)
+    first = torch.exp(start - _finite(start.detach()))
+    c_before, c = scan(
+        torch.exp(s - _finite(m)), decay, initial_state=first, cu_seqlens=packing, read_before=True, impl=impl
+    )
+    return before + _log(c_before), last + _log(c)
+
+
+def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The maximum of `start` and all `s` before each token, the same with its own, and after the last token `[N, HV, M]`.
+
+    Packed sequences by doubling spans. A maximum rounds nothing: both ways give the same bits.
+    """
+    if packing is None:
+        m = torch.cat([start.unsqueeze(1), s], 1).cummax(1).values
+        return m[:, :-1], m[:, 1:], m[:, -1]
+    row, place, N = s[0], packing.positions[:, None, None], start.shape[0]
+    sequence = packing.sequence.clamp(max=max(N - 1, 0))
+    m = row if N == 0 else torch.where(place == 0, torch.maximum(row, start[sequence]), row)
+    span = 1
+    while span < m.shape[0]:
+        m = torch.cat([m[:span], torch.where(place[span:] >= span, torch.maximum(m[span:], m[:-span]), m[span:])])
+        span *= 2
+    if N == 0:
+        return m[None], m[None], start
+    padded = torch.cat([m[:1], m]) if len(m) else start[:1]  # the row of token t - 1
+    before = torch.where(place == 0, start[sequence], padded[: len(m)])
+    ends = packing.cu_seqlens[1:].to(torch.int64).clamp(max=max(len(padded) - 1, 0))
+    last = torch.where((packing.lengths == 0)[:, None, None], start, padded[ends])
+    return before[None], m[None], last
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
+    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """`x` with 0 for -inf, for a term that is subtracted in an exponent."""
+    return x.masked_fill(x == -torch.inf, 0.0)
+
+
+def _log(c: Tensor) -> Tensor:
+    """`log c`, and 0 where nothing has been summed yet (the running maximum is -inf there)."""
+    return torch.where(c == 0, torch.ones_like(c), c).log()
+
+
+class ABC(Mixer[RecurrentCache]):
+    """Attention with bounded memory control: a learned softmax over the past fills each slot; a silu gate on the output.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        slots: memory slots of a head.
+        head_dim: channels of a query and key; default `width / heads`.
+        value_dim: channels of a value; default `width / heads`.
+
+    Source: Peng et al., arXiv:2110.02488, section 3.
+
+    Example:
+        >>> import torch
+        >>> ABC(32, heads=2, slots=8)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        slots: int = 64,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_range("slots", slots, 1, 256)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        self.value_dim = head_size(width, heads, value_dim, "value_dim")
+        k, v = (heads, self.head_dim), (heads, self.value_dim)
+        self.qkvsg = HeadProjection(width, q=k, k=k, v=v, s=(heads, slots), gate=v, device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        q, k, v, s, gate = self.qkvsg(x)
+        o = carried(abc, q, k, v, s, cache=cache, packing=packing)
+        return self.output(self.norm(o, gate).flatten(2))
+
+
+def by_slots(size: Size) -> list[Options]:
+    """At most 64 slots per head."""
+    return size.depth * [{"heads": size.heads, "slots": min(64, 2 * size.head_dim)}]
+
+
+register(
+    Mechanism(
+        title="ABC",
+        paper="2110.02488",
+        function=abc,
+        call="q:BTHK k:BTHK v:BTHK s:BTHK",
+        layer=ABC,
+        preset=by_slots,
+    )
+)

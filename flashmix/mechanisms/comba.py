@@ -1,0 +1,108 @@
+"""Comba: a delta rule whose correction has its own key and reads the state before its decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
+from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence.call import check_operands
+
+
+def comba(
+    q: Tensor,
+    k: Tensor,
+    p: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Comba: the correction has its own key and reads the state before its decay.
+
+        u_t = beta_t (v_t - S_{t-1}^T p_t);  S_t = e^{g_t} S_{t-1} + k_t u_t^T;  o_t = scale S_t^T q_t
+
+    The paper's `p` is `k` times a number per head, and its query is corrected before the call: `q - d p`.
+
+    Args:
+        p: the keys under which the correction reads the state, `[B, T, H, K]`.
+        log_decay: `[B, T, HV]`.
+
+    Source: Hu et al. 2025 (arXiv 2506.02475), section 3.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> comba(q, k / 4, k / 8, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T HV")
+    check_operands(q, v, {"k": k, "p": p}, beta, log_decay, initial_state, cu_seqlens)
+    erase = beta.unsqueeze(-1) * p.repeat_interleave(v.shape[2] // p.shape[2], 2)
+    return delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        log_decay,
+        erase=erase.to(k.dtype),
+        write=k,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class Comba(GatedDeltaNet):
+    """Gated DeltaNet whose correction reads with a weaker key, `p = sigmoid(c) k`, and whose query is corrected, `q - d p`.
+
+    Args: those of `DeltaNet`; `c` and `d` are learned, one per head of keys.
+
+    Source: Hu et al., arXiv:2506.02475, section 3.
+
+    Example:
+        >>> import torch
+        >>> Comba(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    has_step = False
+
+    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().make_gates(device, dtype)
+        self.closeness = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
+        self.correction = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
+
+    def recurrence(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
+    ) -> tuple[Tensor, Any]:
+        beta, log_decay = self.gates(x)
+        assert log_decay is not None
+        p = k * torch.sigmoid(self.closeness).to(k.dtype)[:, None]
+        q = q - self.correction.to(q.dtype)[:, None] * p
+        return comba(q, k, p, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
+
+
+register(
+    Mechanism(
+        title="Comba",
+        paper="2506.02475",
+        function=comba,
+        call="q:BTHK k:BTHK p:BTHK v:BTHK beta:BTH log_decay:BTH",
+        layer=Comba,
+        preset=by_heads,
+    )
+)

@@ -1,0 +1,165 @@
+"""DeltaProduct: several delta steps per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.projection import HeadProjection
+from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import delta_rule
+from flashmix.ops.recurrence.call import check_operands
+
+
+def deltaproduct(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """(Gated) DeltaProduct: `n` delta steps per token, so that a token's transition is a product of `n` Householder-like matrices.
+
+        S <- e^{g_t} S;  then for j = 1 ... n:  S <- S + beta_tj k_tj (v_tj - S^T k_tj)^T;  o_t = scale S^T q_t
+
+    The steps run as `n` interleaved tokens; the first has the decay and the last has the query.
+
+    Args:
+        q: queries `[B, T, H, K]`.
+        k: keys of the steps `[B, T, n, H, K]`.
+        v: values of the steps `[B, T, n, HV, V]`.
+        beta: write strengths `[B, T, n, HV]`.
+        log_decay: `[B, T, HV]`, or None for DeltaProduct without a gate.
+
+    Source: Siems et al. 2025 (arXiv 2502.10297), equation 3.
+
+    Example:
+        >>> q, k, v = torch.randn(1, 10, 4, 16), torch.randn(1, 10, 2, 4, 16) / 4, torch.randn(1, 10, 2, 4, 16)
+        >>> deltaproduct(q, k, v, torch.rand(1, 10, 2, 4))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    B, T, H, K = dims("q", q, "B T H K")
+    n = dims("k", k, "B T n H K")[2]
+    HV, V = dims("v", v, "B T n HV V")[3:]
+    check_shape("k", k, B, T, n, H, K)
+    check_shape("v", v, B, T, n, HV, V)
+    check_shape("beta", beta, B, T, n, HV)
+    if n < 1:
+        raise ValueError(f"k must have shape [B, T, n, H, K] with n >= 1, got {list(k.shape)}")
+    if log_decay is not None:
+        check_shape("log_decay", log_decay, B, T, HV)
+    first = {"k": k[:, :, 0]}
+    cu = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
+    steps = None if cu is None else Packing(cu * n, T * n)
+    log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
+    o, state = delta_rule(
+        _at_step(q, n, n - 1),
+        k.flatten(1, 2),
+        v.flatten(1, 2),
+        beta.flatten(1, 2),
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=steps,
+        impl=impl,
+    )
+    return o.unflatten(1, (T, n))[:, :, -1], state
+
+
+def _at_step(x: Tensor, n: int, step: int) -> Tensor:
+    """`x` `[B, T, ...]` as `[B, T * n, ...]`: each token at one of its `n` steps, zeros at the others."""
+    zeros = torch.zeros_like(x)
+    return torch.stack([x if j == step else zeros for j in range(n)], 2).flatten(1, 2)
+
+
+class DeltaProduct(GatedDeltaNet):
+    """Gated DeltaProduct: Gated DeltaNet with several delta steps per token.
+
+    Args: those of `DeltaNet`, and
+        steps: keys, values and write strengths of a token.
+
+    Source: Siems et al., arXiv:2502.10297, section 3.
+
+    Example:
+        >>> import torch
+        >>> DeltaProduct(32, heads=2, steps=3)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    has_step = False
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        value_heads: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        steps: int = 2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_range("steps", steps, 1, 64)
+        self.steps = steps
+        super().__init__(
+            width,
+            heads,
+            head_dim=head_dim,
+            value_heads=value_heads,
+            value_dim=value_dim,
+            conv_width=conv_width,
+            negative_eigenvalues=negative_eigenvalues,
+            device=device,
+            dtype=dtype,
+        )
+
+    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().make_gates(device, dtype)
+        strength, decay = (self.steps, self.value_heads), (self.value_heads,)
+        self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, device=device, dtype=dtype)
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        strength, decay = self.strength_and_decay(x)
+        return self.write_strength(strength), self.decay(decay)
+
+    def recurrence(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
+    ) -> tuple[Tensor, Any]:
+        beta, log_decay = self.gates(x)
+        k, v = k.unflatten(2, (self.steps, self.heads)), v.unflatten(2, (self.steps, self.value_heads))
+        return deltaproduct(
+            q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
+        )
+
+
+def two_steps(size: Size) -> list[Options]:
+    """Two steps per token, with negative eigenvalues."""
+    return size.depth * [{"heads": size.heads, "steps": 2, "negative_eigenvalues": True}]
+
+
+register(
+    Mechanism(
+        title="DeltaProduct",
+        paper="2502.10297",
+        function=deltaproduct,
+        call="q:BTHK k:BTnHK v:BTnHK beta:BTnH",
+        layer=DeltaProduct,
+        preset=two_steps,
+    )
+)

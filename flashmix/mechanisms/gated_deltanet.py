@@ -1,0 +1,109 @@
+"""Gated DeltaNet: the delta rule with one decay per token and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.deltanet import DeltaNet
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import MambaDecay
+from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.projection import HeadProjection
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import delta_rule
+
+
+def gated_deltanet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Gated DeltaNet: the delta rule on a state with one decay per token and head, `log_decay` `[B, T, HV]`.
+
+        S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
+
+    Source: Yang, Kautz, Hatamizadeh 2024 (arXiv 2412.06464), equation 10.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> gated_deltanet(q, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T HV")
+    return delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class GatedDeltaNet(DeltaNet):
+    """The delta rule with a per-head decay, `g = -exp(A_log) softplus(W x + dt_bias)`, and a silu gate on the output.
+
+    Args: those of `DeltaNet`.
+
+    Source: Yang et al., arXiv:2412.06464, section 3.4.
+
+    Example:
+        >>> import torch
+        >>> GatedDeltaNet(32, heads=2, value_heads=4, value_dim=8)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        heads = (self.value_heads,)
+        self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, device=device, dtype=dtype)
+        self.decay = MambaDecay(self.value_heads, device=device, dtype=dtype)
+        self.gate = nn.Linear(self.width, self.values, bias=False, device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        strength, decay = self.strength_and_decay(x)
+        return self.write_strength(strength), self.decay(decay)
+
+    def step_inputs(self, x: Tensor) -> dict[str, Any]:
+        strength, decay = self.strength_and_decay(x)
+        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
+        parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
+        return {"strength": strength, "decay": decay, "gate": gate, **parameters}
+
+    def normalise(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.norm(o, self.gate(x).view_as(o))
+
+
+def by_value_heads(size: Size) -> list[Options]:
+    """Two heads of values for each head of keys."""
+    heads = {"heads": max(1, size.heads // 2), "value_heads": size.heads, "head_dim": size.head_dim}
+    return size.depth * [heads]
+
+
+register(
+    Mechanism(
+        title="Gated DeltaNet",
+        paper="2412.06464",
+        function=gated_deltanet,
+        call="q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTH",
+        layer=GatedDeltaNet,
+        preset=by_value_heads,
+    )
+)

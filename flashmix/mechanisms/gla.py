@@ -1,0 +1,120 @@
+"""Gated linear attention: a per-channel decay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried_linear_attention
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import LogSigmoidDecay
+from flashmix.modules.mlp import LowRank
+from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import linear_attention
+
+
+def gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Gated linear attention: a per-token, per-channel decay, `[B, T, H, K]`.
+
+        S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), equation 3.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> gla(q, k, v, -torch.rand(1, 10, 4, 16))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T H K")
+    return linear_attention(
+        q,
+        k,
+        v,
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class GLA(Mixer[RecurrentCache]):
+    """Gated linear attention: a per-channel decay from a low-rank projection, `g = logsigmoid(W x) / 16`.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a query and key; default `width / (2 heads)`.
+        value_dim: channels of a value; default `width / heads`.
+        rank: of the decay's projection.
+
+    Source: Yang et al., arXiv:2312.06635, section 4.4.
+
+    Example:
+        >>> import torch
+        >>> GLA(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rank: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        self.heads = heads
+        self.value_dim = head_size(width, heads, value_dim, "value_dim")
+        self.head_dim = max(1, self.value_dim // 2) if head_dim is None else head_dim
+        k, v = (heads, self.head_dim), (heads, self.value_dim)
+        self.qkvg = HeadProjection(width, q=k, k=k, v=v, gate=v, device=device, dtype=dtype)
+        self.decay_projection = LowRank(width, rank, heads * self.head_dim, bias=True, device=device, dtype=dtype)
+        self.decay = LogSigmoidDecay()
+        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        q, k, v, gate = self.qkvg(x)
+        log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim))
+        o = carried_linear_attention(q, k, v, log_decay, cache, packing)
+        return self.output(self.norm(o, gate).flatten(2))
+
+
+def by_half_the_heads(size: Size) -> list[Options]:
+    """Half as many heads as attention would have."""
+    return size.depth * [{"heads": max(1, size.heads // 2)}]
+
+
+register(
+    Mechanism(
+        title="GLA",
+        paper="2312.06635",
+        function=gla,
+        call="q:BTHK k:BTHK v:BTHK log_decay:BTHK",
+        layer=GLA,
+        preset=by_half_the_heads,
+    )
+)

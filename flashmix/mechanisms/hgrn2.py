@@ -1,0 +1,123 @@
+"""HGRN-2: gated linear attention whose key is one minus the forget gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried
+from flashmix.mechanisms.common import Result, check_same_heads
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import ForgetGate
+from flashmix.modules.norm import RMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
+
+
+def hgrn2(
+    q: Tensor,
+    log_forget: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """HGRN-2: gated linear attention whose key is one minus the forget gate.
+
+        S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T,  f_t = e^{log_forget_t};  o_t = scale S_t^T q_t
+
+    Args:
+        log_forget: `log f`, at most 0, `[B, T, H, K]`.
+
+    Source: Qin et al. 2024 (arXiv 2404.07904), equation 6.
+
+    Example:
+        >>> q, v = torch.randn(2, 1, 10, 4, 16)
+        >>> hgrn2(q, -torch.rand(1, 10, 4, 16), v)[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_forget", log_forget, "B T H K")
+    check_same_heads(q, "q", v)
+    check_operands(q, v, {}, None, log_forget, initial_state, cu_seqlens, {"log_decay": "log_forget"})
+    k = torch.where(
+        log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget)
+    )  # expm1's gradient adds 1 to -1 + f
+    return linear_attention(
+        q,
+        k.to(q.dtype),
+        v,
+        log_forget,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class HGRN2(Mixer[RecurrentCache]):
+    """HGRN-2: the key is one minus the forget gate, `1 - f`.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a head, of keys and values; default `width / heads`.
+        lower: the smallest value of the forget gate, in [0, 1).
+
+    Source: Qin et al., arXiv:2404.07904, section 3.
+
+    Example:
+        >>> import torch
+        >>> HGRN2(32, heads=2, lower=0.5)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        lower: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        head, inner = (heads, self.head_dim), heads * self.head_dim
+        self.qfv = HeadProjection(width, q=head, f=head, v=head, device=device, dtype=dtype)
+        self.log_forget = ForgetGate(lower)
+        self.norm = RMSNorm(inner, device=device, dtype=dtype)
+        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        q, f, v = self.qfv(x)
+        o = carried(hgrn2, silu(q), self.log_forget(f), v, cache=cache, packing=packing)
+        return self.output(self.norm(o.flatten(2)))
+
+
+def by_depth(size: Size) -> list[Options]:
+    """The forget gate's floor grows from layer to layer, as the paper's learned one does at first."""
+    return [{"heads": size.heads, "lower": index / size.depth} for index in range(size.depth)]
+
+
+register(
+    Mechanism(
+        title="HGRN-2",
+        paper="2404.07904",
+        function=hgrn2,
+        call="q:BTHK log_forget:BTHK v:BTHK",
+        wide=("log_forget",),
+        layer=HGRN2,
+        preset=by_depth,
+    )
+)

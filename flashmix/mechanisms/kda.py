@@ -1,0 +1,147 @@
+"""Kimi Delta Attention: the delta rule with a per-channel decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.deltanet import DeltaNet
+from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.decay import BoundedDecay, MambaDecay
+from flashmix.modules.mlp import LowRank
+from flashmix.modules.norm import GatedRMSNorm
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import delta_rule
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Kimi Delta Attention: the delta rule on a state with a per-channel decay, `log_decay` `[B, T, HV, K]`.
+
+        S = diag(e^{g_t}) S_{t-1};  S_t = S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
+
+    Source: Kimi Team 2025 (arXiv 2510.26692), equation 1.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> kda(q, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4, 16))[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    dims("log_decay", log_decay, "B T HV K")
+    return delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        log_decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class KDA(DeltaNet):
+    """Kimi Delta Attention: the delta rule with a decay per channel; it and the output's sigmoid gate are low-rank.
+
+    Args: those of `DeltaNet`, and
+        rank: of the decay's and the gate's projections; default `value_dim`.
+        lower: None for the decay `-exp(A_log) softplus(x + dt_bias)`, else the floor of `BoundedDecay`, in [-5, 0).
+
+    Source: Kimi Linear, arXiv:2510.26692, section 4.
+
+    Example:
+        >>> import torch
+        >>> KDA(32, heads=2, lower=-5.0)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        value_heads: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        negative_eigenvalues: bool = False,
+        rank: int | None = None,
+        lower: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.rank, self.lower = rank, lower
+        super().__init__(
+            width,
+            heads,
+            head_dim=head_dim,
+            value_heads=value_heads,
+            value_dim=value_dim,
+            conv_width=conv_width,
+            negative_eigenvalues=negative_eigenvalues,
+            device=device,
+            dtype=dtype,
+        )
+
+    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        rank = self.value_dim if self.rank is None else self.rank
+        heads, channels = self.value_heads, self.decay_channels()
+        self.strength = nn.Linear(self.width, heads, bias=False, device=device, dtype=dtype)
+        self.decay_projection = LowRank(self.width, rank, heads * channels, device=device, dtype=dtype)
+        self.decay: MambaDecay | BoundedDecay
+        if self.lower is None:
+            self.decay = MambaDecay(heads, channels, device=device, dtype=dtype)
+        else:
+            self.decay = BoundedDecay(heads, channels, lower=self.lower, device=device, dtype=dtype)
+        self.gate = LowRank(self.width, rank, self.values, bias=True, device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", device=device, dtype=dtype)
+
+    def decay_channels(self) -> int:
+        """The number of channels per head with a decay of their own."""
+        return self.head_dim
+
+    def channel_decay(self, x: Tensor) -> Tensor:
+        """The log decay `[B, T, HV, channels]`."""
+        decay: Tensor = self.decay(self.decay_projection(x).unflatten(-1, (self.value_heads, self.decay_channels())))
+        return decay
+
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.write_strength(self.strength(x)), self.channel_decay(x)
+
+    def step_inputs(self, x: Tensor) -> dict[str, Any]:
+        decay = self.decay_projection(x).unflatten(-1, (self.value_heads, self.head_dim))
+        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
+        parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias, "lower": self.lower}
+        return {"strength": self.strength(x), "decay": decay, "gate": gate, "gate_activation": "sigmoid", **parameters}
+
+    def normalise(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.norm(o, self.gate(x).view_as(o))
+
+
+register(
+    Mechanism(
+        title="Kimi Delta Attention",
+        paper="2510.26692",
+        function=kda,
+        call="q:BTHK k:BTHK v:BTHK beta:BTH log_decay:BTHK",
+        layer=KDA,
+        preset=by_heads,
+    )
+)

@@ -1,0 +1,170 @@
+"""Mamba-2, the state space dual: a decay and a step size per token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried_linear_attention
+from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import MambaDecay
+from flashmix.modules.norm import RMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.short_convolution import ShortConvolution
+from flashmix.op.checks import check_multiple, check_range, check_shape, dims
+from flashmix.op.packing import Packing
+from flashmix.ops.gated_product.op import swiglu
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.recurrence.engine import state_dtype
+
+
+def mamba2(
+    x: Tensor,
+    dt: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Mamba-2, the state space dual: a decay and a step size per token.
+
+        S_t = e^{-e^{A_log} dt_t} S_{t-1} + B_t (dt_t x_t)^T;  y_t = scale S_t^T C_t + D x_t
+
+    Args:
+        x: inputs `[B, T, H, P]`.
+        dt: step sizes, positive, after their softplus, `[B, T, H]`.
+        A_log: logarithm of the decay rate, `[H]`.
+        B: keys `[B, T, G, N]`; `H` is a multiple of the number of groups `G`.
+        C: queries `[B, T, G, N]`.
+        D: skip weight `[H]`, or None.
+
+    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7.
+
+    Example:
+        >>> x, dt, keys = torch.randn(1, 10, 4, 16), torch.rand(1, 10, 4), torch.randn(1, 10, 1, 32)
+        >>> mamba2(x, dt, torch.zeros(4), keys, keys)[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    H = dims("x", x, "B T H P")[2]
+    check_shape("A_log", A_log, H)
+    names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": "A_log"}
+    check_operands(C, x, {"k": B}, dt, A_log, initial_state, cu_seqlens, names)
+    if D is not None:
+        check_per_head("D", D, "x", x, H)
+    wide = state_dtype(x.dtype)
+    decay = -A_log.to(wide).exp() * dt.to(wide)
+    v = (x * dt.unsqueeze(-1)).to(x.dtype)
+    y, state = linear_attention(
+        C,
+        B,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+    return (y if D is None else (y + D[:, None] * x).to(y.dtype)), state
+
+
+class Mamba2(Mixer[RecurrentCache]):
+    """The Mamba-2 block: `S = e^{A dt} S + B (dt x)^T`, `y = S^T C + D x`, gated and normalised.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads; the inner width is `heads * head_dim`.
+        head_dim: channels of a head's `x`; default `2 width / heads`.
+        state_dim: channels of `B` and `C`, the N of the paper.
+        groups: heads of `B` and `C`; each serves `heads / groups` heads of `x`.
+        conv_width: tokens that the short convolution over `x, B, C` sees.
+
+    Source: Dao and Gu, arXiv:2405.21060, section 7.1.
+
+    Example:
+        >>> import torch
+        >>> Mamba2(32, heads=4, state_dim=16)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        state_dim: int = 128,
+        groups: int = 1,
+        conv_width: int = 4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_multiple("heads", heads, "groups", groups)
+        check_range("state_dim", state_dim, 1, 256)
+        self.heads, self.head_dim = heads, head_size(2 * width, heads, head_dim)
+        self.state_dim, self.groups = state_dim, groups
+        inner, shared = heads * self.head_dim, groups * state_dim
+        self.inner_sizes = [inner, shared, shared]
+        self.input = HeadProjection(
+            width, xbc=(inner + 2 * shared,), gate=(inner,), step=(heads,), device=device, dtype=dtype
+        )
+        self.convolution = ShortConvolution(inner + 2 * shared, conv_width, bias=True, device=device, dtype=dtype)
+        self.decay = MambaDecay(heads, device=device, dtype=dtype)
+        self.skip = nn.Parameter(torch.ones(heads, device=device, dtype=dtype))
+        self.norm = RMSNorm(inner // groups, device=device, dtype=dtype)
+        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        xbc, gate, step = self.input(x)
+        xbc, recent = self.convolution(
+            xbc,
+            initial_state=None if cache is None else cache.recent,
+            return_state=cache is not None,
+            cu_seqlens=packing,
+        )
+        values, B, C = xbc.split(self.inner_sizes, dim=-1)
+        values = values.unflatten(-1, (self.heads, self.head_dim))
+        step = self.decay.step_size(step)
+        o = carried_linear_attention(
+            C.unflatten(-1, (self.groups, self.state_dim)),
+            B.unflatten(-1, (self.groups, self.state_dim)),
+            values * step.to(values.dtype)[..., None],
+            step * self.decay.rate(),
+            cache,
+            packing,
+            scale=1.0,
+        )
+        if cache is not None:
+            cache.recent = recent
+        o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)
+        o = swiglu(gate, o).unflatten(-1, (self.groups, -1))
+        return self.output(self.norm(o).flatten(2))
+
+
+def two_by_width(size: Size) -> list[Options]:
+    """Twice as many heads as attention would have, and a state of twice their channels."""
+    return size.depth * [{"heads": 2 * size.heads, "state_dim": 2 * size.head_dim}]
+
+
+register(
+    Mechanism(
+        title="Mamba-2",
+        paper="2405.21060",
+        function=mamba2,
+        call="x:BTHK dt:BTH A_log:H B:BTHK C:BTHK",
+        wide=("dt", "A_log"),
+        layer=Mamba2,
+        preset=two_by_width,
+    )
+)

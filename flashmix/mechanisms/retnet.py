@@ -1,0 +1,125 @@
+"""RetNet: multi-scale retention, a fixed decay per head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import Lengths, RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried_linear_attention
+from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.rotary_embedding import RotaryEmbedding
+from flashmix.op.checks import dims
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.engine import state_dtype
+
+
+def retnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> Result:
+    """Multi-scale retention: a fixed decay per head.
+
+        S_t = gamma_h S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^{-5-h};  o_t = scale S_t^T q_t
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 and 8.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
+        >>> retnet(q, k, v)[0].shape
+        torch.Size([1, 10, 4, 16])
+    """
+    heads = torch.arange(dims("v", v, "B T HV V")[2], device=v.device, dtype=state_dtype(v.dtype))
+    decay = torch.log1p(-torch.exp2(-5.0 - heads))
+    return linear_attention(
+        q,
+        k,
+        v,
+        decay,
+        scale=scale,
+        initial_state=initial_state,
+        return_state=return_state,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+
+
+class RetNet(Mixer[RecurrentCache]):
+    """Multi-scale retention: rotated queries and keys, one fixed decay per head, `g_h = log(1 - 2^(-5-h))`.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a query and key; default `width / heads`.
+        value_dim: channels of a value; default `2 head_dim`.
+        base: of the rotary embedding.
+
+    Source: Sun et al., arXiv:2307.08621, equations 5 to 8.
+
+    Example:
+        >>> import torch
+        >>> RetNet(32, heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    decay: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        base: float = 10000.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        self.value_dim = 2 * self.head_dim if value_dim is None else value_dim
+        qk, v = (2 * heads, self.head_dim), (heads, self.value_dim)
+        self.qkvg = HeadProjection(width, qk=qk, v=v, gate=v, device=device, dtype=dtype)
+        self.rotary = RotaryEmbedding(self.head_dim, base)
+        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+        decay = torch.tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)], device=device)
+        self.register_buffer("decay", decay, persistent=False)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        qk, v, gate = self.qkvg(x)
+        if cache is None:
+            qk = self.rotary(qk, cu_seqlens=packing)
+        else:
+            before = cache.lengths or Lengths.zero(x.shape[0] if packing is None else packing.count, x.device)
+            cache.lengths = before.advanced(packing, x.shape[1])
+            qk = self.rotary(qk, positions=before.positions(packing, x.shape[1]), limit=cache.lengths.longest)
+        q, k = qk.chunk(2, dim=2)
+        o = carried_linear_attention(q, k, v, self.decay, cache, packing)
+        return self.output(self.norm(o, gate).flatten(2))
+
+
+register(
+    Mechanism(
+        title="RetNet",
+        paper="2307.08621",
+        function=retnet,
+        call="q:BTHK k:BTHK v:BTHK",
+        layer=RetNet,
+        preset=by_heads,
+    )
+)

@@ -1,0 +1,64 @@
+"""Attention over a fixed number of slots, `M` per head: two passes of `linear_attention` with a softmax between them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmix.mechanisms.common import check_per_head
+from flashmix.op.checks import check_like, dims
+from flashmix.op.packing import Packing, as_packing
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.recurrence.engine import state_dtype
+
+SlotStates = tuple[Tensor, Tensor]
+
+
+def check_slots(q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None) -> Packing | None:
+    """Raises unless the tokens fit one another; returns the packing."""
+    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
+    check_per_head("s", s, "q", q, *v.shape[:3], dims("s", s, "B T HV M")[3])
+    check_like("s", s, "q", q)
+    if s.shape[3] < 1:
+        raise ValueError("s must have shape [B, T, HV, M] with M >= 1, got M = 0")
+    return as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+
+
+def slot_states(q: Tensor, v: Tensor, s: Tensor, packing: Packing | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the states of the slots' keys and values."""
+    N, (HV, M) = q.shape[0] if packing is None else packing.count, s.shape[2:]
+    return (N, HV, q.shape[3], M), (N, HV, M, v.shape[3])
+
+
+def two_passes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None,
+    states: SlotStates | None,
+    return_state: bool,
+    packing: Packing | None,
+    impl: str,
+) -> tuple[Tensor, SlotStates | None]:
+    """The scores from the slots' keys, their softmax, and the output from the slots' values; both last states."""
+    keys, values = (None, None) if states is None else states
+    scores, keys = linear_attention(
+        q,
+        k,
+        s,
+        value_log_decay=log_decay,
+        scale=scale,
+        initial_state=keys,
+        return_state=return_state,
+        cu_seqlens=packing,
+        impl=impl,
+    )
+    p = torch.softmax(scores.to(state_dtype(v.dtype)), -1).to(v.dtype)
+    o, values = linear_attention(
+        p, s, v, log_decay, scale=1.0, initial_state=values, return_state=return_state, cu_seqlens=packing, impl=impl
+    )
+    return o, None if keys is None or values is None else (keys, values)

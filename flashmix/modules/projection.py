@@ -1,0 +1,62 @@
+"""Projection of the input to named heads, one matrix for all of them."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.op.checks import check_range
+
+
+class HeadProjection(nn.Linear):
+    """One linear map without bias whose output is split into named parts, each with its own shape per token.
+
+    Args:
+        width: channels of the input.
+        parts: the shape of each part by name, in the order of the matrix's rows: `(heads, channels)` or `(channels,)`; None for a part
+            that is left out.
+
+    Example:
+        >>> import torch
+        >>> project = HeadProjection(32, q=(4, 8), v=(4, 16), gate=None)
+        >>> q, v, gate = project(torch.randn(2, 5, 32))
+        >>> q.shape, v.shape, gate
+        (torch.Size([2, 5, 4, 8]), torch.Size([2, 5, 4, 16]), None)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **parts: tuple[int, ...] | None,
+    ) -> None:
+        sizes = [0 if shape is None else prod(shape) for shape in parts.values()]
+        super().__init__(width, sum(sizes), bias=False, device=device, dtype=dtype)
+        self.parts, self.sizes = parts, sizes
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The parts of `x` `[..., width]` in their order, `[..., *shape]`; None for a part that is left out."""
+        split = super().forward(x).split(self.sizes, dim=-1)
+        return tuple(
+            None if shape is None else part if len(shape) == 1 else part.unflatten(-1, shape)
+            for part, shape in zip(split, self.parts.values(), strict=True)
+        )
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={shape}" for name, shape in self.parts.items())
+        return f"{self.in_features}, {shapes}"
+
+
+def head_size(width: int, heads: int, given: int | None, name: str = "head_dim") -> int:
+    """Channels per head: `given`, or an equal share of `width`; raises ValueError where that is not even."""
+    check_range("heads", heads, 1, 65536)
+    if given is None:
+        if width % heads:
+            raise ValueError(f"{name} must be given where heads = {heads} does not divide {width}")
+        given = width // heads
+    check_range(name, given, 1, 256)
+    return given
