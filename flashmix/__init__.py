@@ -23,8 +23,7 @@ from flashmix.ops.recurrence import (
     linear_attention_step,
 )
 from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
-from flashmix.ops.short_conv.op import short_conv
-from flashmix.ops.short_conv.qkv import short_conv_qkv
+from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 from flashmix.ops.token_shift.op import token_shift
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from rowwise_cases import (
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops.short_conv import op as conv_module
-from flashmix.ops.short_conv.op import short_conv
-from flashmix.ops.short_conv.qkv import short_conv_qkv
+from flashmix.ops.short_conv.call import ShortConvCall
+from flashmix.ops.short_conv.op import SHORT_CONV, short_conv, short_conv_qkv
 
 pytest.importorskip("triton")
 
@@ -298,10 +297,8 @@ def test_qkv_refuses() -> None:
 def test_operators_are_sound_and_compile() -> None:
     x, w, b, s = (t.cuda() for t in (random(1, 9, 8), random(8, 4, seed=1), random(8, seed=2), random(3, 3, 8, seed=3)))
     packing = Packing(torch.tensor([0, 4, 4, 9], device="cuda"), 9)
-    ends = (packing.sequence, packing.cu_seqlens)
-    torch.library.opcheck(
-        conv_module._OPERATOR.operator, (x.requires_grad_(), w, b, None, s, *ends, True, "silu", True)
-    )
+    call = ShortConvCall(x.requires_grad_(), w, b, None, s, packing, "silu", True)
+    torch.library.opcheck(SHORT_CONV.operator, (*SHORT_CONV.flat(call), True, "triton"))
     op = kernel("cuda", cu_seqlens=packing)
     assert_compiles(op, x.detach().cpu(), w.cpu(), b.cpu(), s.cpu())
     assert_compiles(moved(qkv(), "cuda"), *qkv_inputs(2, 9, 4))

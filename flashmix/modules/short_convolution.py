@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
-from flashmix.ops.short_conv.op import short_conv
-from flashmix.ops.short_conv.qkv import short_conv_qkv
+from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 
 
 class ShortConvolution(nn.Module):

@@ -79,7 +79,11 @@ def gradients(
     call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})
     kept = saved[len(given) :]
     wanted = list(dict.fromkeys([op.shares.get(name, name) for name in needed])) if op.shares else needed
-    if op.adjoint is not None:
+    if op.passes:
+        wanted = [name for name in wanted if name not in op.passes]
+    if not wanted:
+        found = {}
+    elif op.adjoint is not None:
         found = op.adjoint(call, grads, wanted, ctx.impl)
     elif torch.is_grad_enabled() and op.formula is not None:
         found = of_formula(op.formula, call, grads, wanted)
@@ -94,6 +98,8 @@ def gradients(
         found = op.backward(call, kept, grads, wanted, ctx.impl)
     if op.shares:
         found = _shared(op, ctx.shared, found, needed)
+    if op.passes:
+        found = {**found, **{name: grads[index] for name, index in op.passes.items()}}
     return [found.get(name) if need else None for name, need in zip(names, needs, strict=True)]
 
 

@@ -107,6 +107,7 @@ class Op:
         adjoint: `adjoint(call, grads, wanted, impl) -> {name: gradient}` by calls of ops, in place of `backward` and of the formula's
             derivative, for ops that are linear.
         shares: `{name: source}`: the gradient of field `name` is that of `source` in its own dtype.
+        passes: `{name: index}`: the gradient of field `name` is that of output `index`, to which it is added; `backward` is not asked.
         keeps_outputs: indices of outputs that the backward reads.
     """
 
@@ -120,12 +121,13 @@ class Op:
         formula: Callable[[Any], Outputs] | None = None,
         adjoint: Callable[[Any, Sequence[Tensor | None], Sequence[str], str], Gradients] | None = None,
         shares: Mapping[str, str] | None = None,
+        passes: Mapping[str, int] | None = None,
         keeps_outputs: Sequence[int] = (),
     ) -> None:
         self.name, self.call, self.implementations = name, call, tuple(implementations)
         self.formula, self.adjoint = formula, adjoint
         self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
-        self.sharing = (*self.shares, *self.shares.values())
+        self.sharing, self.passes = (*self.shares, *self.shares.values()), dict(passes or {})
         self._modules = {implementation.name: implementation for implementation in implementations}
         inputs = self._describe()
         returns = "(Tensor[] outputs, Tensor[] kept)"

@@ -1,6 +1,5 @@
 """Short causal convolution over tokens."""
 
-from flashmix.ops.short_conv.op import short_conv
-from flashmix.ops.short_conv.qkv import short_conv_qkv
+from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 
 __all__ = ["short_conv", "short_conv_qkv"]

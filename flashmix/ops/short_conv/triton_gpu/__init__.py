@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.launch import Kernel, bound
 from flashmix.gpu.rows import inner_contiguous
-from flashmix.op.rowwise import Options, Tensors
+from flashmix.op.call import Gradients, Outputs
+from flashmix.op.packing import Packing
+from flashmix.ops.short_conv.call import Convolutions
 from flashmix.ops.short_conv.triton_gpu import backward as backward_kernels
-from flashmix.ops.short_conv.triton_gpu import forward as forward_kernels
+from flashmix.ops.short_conv.triton_gpu.forward import (
+    FOLDED,
+    LONG,
+    PACKED,
+    ConvNumbers,
+    ConvOperands,
+    ConvRows,
+    ConvSpec,
+    short_conv_forward_kernel,
+)
 
 SHORT = 64  # sequences of fewer tokens share a program
 
@@ -40,92 +53,57 @@ TABLE = (
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """The operands of one launch; the sequences fill `x` in order, row by row."""
-
-    x: tuple[Tensor, ...]  # [B, T, D_i], channels contiguous
-    weight: tuple[Tensor, ...]  # [D_i, W], contiguous
-    bias: tuple[Tensor, ...]  # [D_i], or none
-    state: Tensor | None  # [N, W - 1, D], contiguous
-    sequence: Tensor | None  # [T], packed: the sequence of each row
-    starts: Tensor | None  # [N + 1], packed
-    activation: str
-
-    @classmethod
-    def of(
-        cls, x: Tensors, weight: Tensors, bias: Tensors, state: Tensor | None, sequence: Tensor | None,
-        starts: Tensor | None, activation: str,
-    ) -> Convolution:  # fmt: skip
-        weights, biases = (tuple(t.contiguous() for t in group if t is not None) for group in (weight, bias))
-        state = None if state is None else state.contiguous()
-        return cls(rows_of(x), weights, biases, state, sequence, starts, activation)
-
-    @property
-    def width(self) -> int:
-        return self.weight[0].shape[1]
-
-    @property
-    def channels(self) -> tuple[int, ...]:
-        return tuple(x.shape[2] for x in self.x)
-
-    @property
-    def count(self) -> int:
-        return self.x[0].shape[0] if self.starts is None else self.starts.shape[0] - 1
-
-
-def rows_of(tensors: Tensors) -> tuple[Tensor, ...]:
-    return tuple(inner_contiguous(t) for t in tensors if t is not None)
-
-
-@dataclass(frozen=True)
 class Plan:
-    """How a launch is cut into programs."""
+    """How a pass over a call is cut into programs."""
 
-    mode: int
-    block: int
-    group: int
+    spec: ConvSpec
+    n: ConvNumbers
     warps: int
     registers: int
-    span: int
-    blocks: int
-    jobs: int
-    align: int
-    strides: tuple[tuple[tuple[int, ...], ...], ...]  # of x (and dy): those of the batch, those of a row
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    def bound(self, kernel: Any) -> Kernel:
         limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"MODE": self.mode, "BLOCK": self.block, "ALIGN": self.align, "num_warps": self.warps, **limit}
+        return bound(kernel, self.spec, num_warps=self.warps, **limit)
+
+    def rows(self, tensors: tuple[Tensor, ...]) -> ConvRows:
+        batch, row = strides_of(tensors)
+        align = self.spec.ALIGN
+        return ConvRows(tensors, tuple([s // align for s in batch]), tuple([s // align for s in row]))
 
 
-def plan(c: Convolution, *others: tuple[Tensor, ...], backward: bool = False) -> Plan:
-    """The programs for a convolution and further tensors with rows like those of x."""
-    batch, tokens, _ = c.x[0].shape
-    whole = c.starts is None and tokens >= SHORT  # sequences have programs of their own
-    kind, size = 0 if not backward else 1 if whole else 2, c.x[0].element_size()
-    tile = next(tiles[kind] for width, most, *tiles in TABLE if c.width <= width and size <= most)
-    group, programs = tile.group, gpu.target(c.x[0].device).multiprocessors * tile.programs
-    block = min(tile.block, triton.next_power_of_2(max(c.channels)))
-    blocks = sum(triton.cdiv(size, block) for size in c.channels)
+def strides_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The strides of batch and token; those of axes with one entry, which say nothing, are 0."""
+    batch, tokens, _ = tensors[0].shape
+    along_batch = tuple([t.stride(0) if batch > 1 else 0 for t in tensors])
+    return along_batch, tuple([t.stride(1) if tokens > 1 else 0 for t in tensors])
+
+
+def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None) -> Plan:
+    """The programs of a pass that reads `rows`, the call's inputs first; `dbias`: of the backward, whether it sums that of the bias."""
+    batch, tokens, _ = rows[0][0].shape
+    channels, device, packed = call.channels, call.device, call.packing is not None
+    whole = not packed and tokens >= SHORT  # sequences have programs of their own
+    kind, size = 0 if dbias is None else 1 if whole else 2, call.dtype.itemsize
+    tile = next(tiles[kind] for width, most, *tiles in TABLE if call.width <= width and size <= most)
+    group, programs = tile.group, gpu.target(device).multiprocessors * tile.programs
+    block = min(tile.block, triton.next_power_of_2(max(channels)))
+    blocks = sum(triton.cdiv(size, block) for size in channels)
     if whole:
-        mode, rows, sequences = 0, tokens, batch
+        mode, length, sequences = LONG, tokens, batch
     else:
-        mode, rows, sequences = 1 if c.starts is None else 2, batch * tokens, 1
+        mode, length, sequences = PACKED if packed else FOLDED, batch * tokens, 1
         group = 1 if tokens == 1 else group
-    spans = _spans(programs, sequences * blocks, rows)
-    span = triton.cdiv(max(triton.cdiv(rows, spans), 1), group) * group
-    strides = tuple(
-        (
-            tuple(t.stride(0) if batch > 1 else 0 for t in group_),
-            tuple(t.stride(1) if tokens > 1 else 0 for t in group_),
-        )
-        for group_ in (c.x, *others)
-    )
-    align = math.gcd(16, *c.channels, *(stride for pair in strides for part in pair for stride in part))
-    jobs = sequences * triton.cdiv(rows, span)
-    units = tuple(tuple(tuple(stride // align for stride in part) for part in pair) for pair in strides)
-    warps = max(1, tile.warps * block // tile.block)
-    return Plan(mode, block, group, warps, tile.registers, span, blocks, jobs, align, units)
+    spans = _spans(programs, sequences * blocks, length)
+    span = triton.cdiv(max(triton.cdiv(length, spans), 1), group) * group
+    align = math.gcd(16, *channels, *(stride for part in rows for axis in strides_of(part) for stride in axis))
+    spec = ConvSpec(
+        call.width, triton.next_power_of_2(call.width), len(channels), mode.value, call.activation or "",
+        PRECISE=call.dtype == torch.float32, HAS_BIAS=call.biases is not None, HAS_DBIAS=bool(dbias),
+        BLOCK=block, GROUP=group, ALIGN=align,
+    )  # fmt: skip
+    jobs, units = sequences * triton.cdiv(length, span), tuple([size // align for size in channels])
+    n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
+    return Plan(spec, n, max(1, tile.warps * block // tile.block), tile.registers)
 
 
 def _spans(programs: int, each: int, rows: int) -> int:
@@ -136,154 +114,76 @@ def _spans(programs: int, each: int, rows: int) -> int:
     return min(range(1, max(2, min(9, rows // SHORT))), key=lambda spans: triton.cdiv(spans * each, programs) / spans)
 
 
-def _common(c: Convolution, p: Plan) -> dict[str, object]:
-    return p.sizes | {
-        "WIDTH": c.width,
-        "PADDED": triton.next_power_of_2(c.width),
-        "ACTIVATION": c.activation,
-        "PARTS": len(c.x),
-        "HAS_BIAS": bool(c.bias),
-        "PRECISE": c.x[0].dtype == torch.float32,
-    }
+def rows_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple([inner_contiguous(t) for t in tensors])
 
 
-def _units(c: Convolution, p: Plan) -> tuple[tuple[int, ...], int]:
-    return tuple(size // p.align for size in c.channels), sum(c.channels) // p.align
-
-
-def forward(c: Convolution, y: tuple[Tensor, ...], final: Tensor | None, residual: Tensor | None = None) -> None:
-    """Fills `y`, tensors like x, contiguous, and the state after each sequence; one part may have a residual."""
-    batch, tokens, _ = c.x[0].shape
-    added = c.x[:1] if residual is None else rows_of([residual])
-    p = plan(c, added)
-    (channels, total), any_of = _units(c, p), c.x[0]
-    jobs, states = p.jobs, 0 if final is None or c.width == 1 else c.count
-    if (jobs + states) * p.blocks == 0:
-        return
-    forward_kernels.short_conv_forward_kernel[((jobs + states) * p.blocks,)](
-        c.x, c.weight, c.bias or any_of, added, y, any_of if c.state is None else c.state,
-        any_of if final is None else final, any_of if c.sequence is None else c.sequence,
-        any_of if c.starts is None else c.starts, *p.strides[0], *p.strides[1], channels,
-        tokens, batch * tokens, c.count, p.span, p.blocks, jobs, total,
-        HAS_RESIDUAL=residual is not None, HAS_STATE=c.state is not None, GROUP=p.group, **_common(c, p),
-    )  # fmt: skip
-
-
-def backward(
-    c: Convolution,
-    dy: Tensors,
-    dfinal: Tensor | None,
-    dx: Tensors,
-    dweight: Tensors,
-    dbias: Tensors,
-    dstate: Tensor | None,
-) -> None:
-    """Fills the gradients that are there, from those of y (None: zero) and of the final state."""
-    batch, tokens, _ = c.x[0].shape
-    zeros = (x.new_zeros(x.shape[2]).expand(x.shape) for x in c.x)
-    flows = rows_of([zero if given is None else given for given, zero in zip(dy, zeros, strict=True)])
-    dfinal = None if dfinal is None else dfinal.contiguous()
-    p = plan(c, flows, backward=True)
-    (channels, total), any_of = _units(c, p), c.x[0]
-    wanted = any(t is not None for t in (*dweight, *dbias))
-    dx = tuple(torch.empty_like(x) if d is None else d for x, d in zip(c.x, dx, strict=True))
-    partial = torch.empty(
-        (p.jobs, c.width + 1, sum(c.channels)) if wanted else 0, dtype=torch.float32, device=any_of.device
+def operands_of(call: Convolutions) -> ConvOperands:
+    weights, biases, state = call.weights, call.biases, call.initial_state
+    sequence = starts = None
+    if call.packing is not None:
+        sequence, starts = sequence_of(call.packing), call.packing.cu_seqlens
+    return ConvOperands(
+        tuple([t.contiguous() for t in weights]),
+        None if biases is None else tuple([t.contiguous() for t in biases]),
+        None if state is None else state.contiguous(),
+        sequence,
+        starts,
     )
-    starts = any_of if c.starts is None else c.starts
-    state, final = any_of if c.state is None else c.state, any_of if dfinal is None else dfinal
-    if p.jobs * p.blocks:
-        backward_kernels.short_conv_backward_kernel[(p.jobs * p.blocks,)](
-            c.x, c.weight, c.bias or any_of, flows, dx, state, final, partial,
-            any_of if c.sequence is None else c.sequence, starts, *p.strides[0], *p.strides[1], channels,
-            tokens, batch * tokens, c.count, p.span, p.blocks, p.jobs, total,
-            HAS_STATE=c.state is not None, HAS_DFINAL=dfinal is not None, HAS_PARTIAL=wanted,
-            HAS_DBIAS=any(t is not None for t in dbias), GROUP=p.group, **_common(c, p),
-        )  # fmt: skip
-    if wanted:
-        _sum_weights(c, p, partial, dweight, dbias)
-    if dstate is not None and dstate.numel():
-        backward_kernels.short_conv_state_backward_kernel[(c.count * p.blocks,)](
-            c.x, c.weight, c.bias or any_of, flows, state, dstate, final, starts, *p.strides[0], *p.strides[1],
-            channels, tokens, batch * tokens, c.count, p.blocks, total, HAS_DFINAL=dfinal is not None, **_common(c, p),
-        )  # fmt: skip
 
 
-def _sum_weights(c: Convolution, p: Plan, partial: Tensor, dweight: Tensors, dbias: Tensors) -> None:
-    """A frozen part among others is summed too and thrown away."""
-    weights, biases = _all_of(dweight, c.weight), _all_of(dbias, c.bias)
-    block = min(64, p.block)
-    blocks = sum(triton.cdiv(size, block) for size in c.channels)
-    channels, total = _units(c, p)
-    columns = c.width + 1 if biases else c.width
-    backward_kernels.short_conv_weight_backward_kernel[(blocks * columns,)](
-        partial, weights or partial, biases or partial, channels, p.jobs, blocks, total, WIDTH=c.width, PARTS=len(c.x),
-        HAS_WEIGHT=bool(weights), HAS_BIAS=bool(biases), BLOCK=block, GROUP=16, ALIGN=p.align,
-    )  # fmt: skip
+def sequence_of(packing: Packing) -> Tensor:
+    """`[T]`: the sequence of each token, made once a batch."""
+    return packing.table("sequence", lambda: Packing.unchecked(packing.cu_seqlens, packing.total).sequence)
 
 
-def _all_of(gradients: Tensors, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Where to write the gradients of all parts, if one of them is wanted."""
-    if all(t is None for t in gradients):
-        return ()
-    return tuple(torch.empty_like(t) if d is None else d for d, t in zip(gradients, like, strict=True))
+def forward(call: Convolutions, save: bool) -> tuple[Outputs, Outputs]:
+    outputs, x = call.results(), rows_of(call.inputs)
+    added = () if call.added is None else rows_of([call.added])
+    y, final = (outputs[:-1], outputs[-1]) if call.return_state else (outputs, None)
+    p = plan(call, x, added or x[:1])
+    states = 0 if final is None or call.width == 1 else call.sequences
+    residual = p.rows(added) if added else None
+    grid = (p.n.jobs + states) * p.n.blocks
+    p.bound(short_conv_forward_kernel)(grid, p.rows(x), residual, operands_of(call), y, final, p.n)
+    return outputs, ()
 
 
-class ShortConv:
-    """x, weight, bias, residual, state, sequence, starts; activation, whether the state is returned."""
-
-    @staticmethod
-    def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        return _results(inputs[:1], inputs[1], inputs[6], options), []
-
-    @staticmethod
-    def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
-        x, weight, bias, residual, state, sequence, starts = inputs
-        final = results[1] if options[1] else None
-        forward(
-            Convolution.of((x,), (weight,), (bias,), state, sequence, starts, options[0]),
-            (results[0],),
-            final,
-            residual,
-        )
-
-    @staticmethod
-    def backward(
-        gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
-    ) -> None:
-        x, weight, bias, _, state, sequence, starts = inputs
-        dx, dweight, dbias, _, dstate, *_ = gradients
-        c = Convolution.of((x,), (weight,), (bias,), state, sequence, starts, options[0])
-        backward(c, grads[:1], grads[1] if options[1] else None, (dx,), (dweight,), (dbias,), dstate)
+def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    x, c, (flows, dfinal) = rows_of(call.inputs), operands_of(call), call.flows(grads)
+    dy = rows_of([t.new_zeros(t.shape[2]).expand(t.shape) if g is None else g for g, t in zip(flows, x, strict=True)])
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    names, weights, biases = ([part[i] for part in call.NAMES] for i in range(3))
+    dx, dweight = gradients_of(x), gradients_of(call.weights) if any(name in wanted for name in weights) else None
+    dbias = gradients_of(c.bias) if any(name in wanted for name in biases) else None
+    p = plan(call, x, dy, dbias=dbias is not None)
+    partial = None
+    if dweight or dbias:
+        partial = torch.empty(p.n.jobs, call.width + 1, sum(call.channels), dtype=torch.float32, device=call.device)
+    tapes = p.rows(x), p.rows(dy), c
+    p.bound(backward_kernels.short_conv_backward_kernel)(p.n.jobs * p.n.blocks, *tapes, dx, dfinal, partial, p.n)
+    if partial is not None:
+        _sum_weights(p, call.channels, partial, dweight, dbias)
+    found = dict(zip(names, dx, strict=True)) | dict(zip(weights, dweight or (), strict=False))
+    found |= dict(zip(biases, dbias or (), strict=False))
+    if "initial_state" in wanted:
+        found["initial_state"] = dstate = torch.empty_like(c.state)
+        grid = call.sequences * p.n.blocks if dstate.numel() else 0
+        p.bound(backward_kernels.short_conv_state_backward_kernel)(grid, *tapes, dstate, dfinal, p.n)
+    return found
 
 
-class ShortConvQKV:
-    """q, k, v, their weights, their biases, state, sequence, starts; activation, whether the state is returned."""
-
-    @staticmethod
-    def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        return _results(inputs[:3], inputs[3], inputs[11], options), []
-
-    @staticmethod
-    def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
-        final = results[3] if options[1] else None
-        c = Convolution.of(inputs[:3], inputs[3:6], inputs[6:9], inputs[9], inputs[10], inputs[11], options[0])
-        forward(c, tuple(results[:3]), final)
-
-    @staticmethod
-    def backward(
-        gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
-    ) -> None:
-        c = Convolution.of(inputs[:3], inputs[3:6], inputs[6:9], inputs[9], inputs[10], inputs[11], options[0])
-        dfinal = grads[3] if options[1] else None
-        backward(c, grads[:3], dfinal, gradients[:3], gradients[3:6], gradients[6:9], gradients[9])
+def gradients_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Empty, contiguous. A frozen part among others has gradients too, which are thrown away."""
+    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
-def _results(x: Tensors, weight: Tensor | None, starts: Tensor | None, options: Options) -> list[Tensor]:
-    given = [t for t in x if t is not None]
-    assert weight is not None
-    results = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
-    if options[1]:
-        count = given[0].shape[0] if starts is None else starts.shape[0] - 1
-        results.append(given[0].new_empty(count, weight.shape[1] - 1, sum(t.shape[2] for t in given)))
-    return results
+def _sum_weights(
+    p: Plan, channels: Sequence[int], partial: Tensor, dweight: Outputs | None, dbias: Outputs | None
+) -> None:
+    width, block = p.spec.WIDTH, min(64, p.spec.BLOCK)
+    blocks = sum(triton.cdiv(size, block) for size in channels)
+    spec = backward_kernels.ConvSumSpec(width, len(channels), BLOCK=block, GROUP=16, ALIGN=p.spec.ALIGN)
+    grid = blocks * (width + 1 if dbias else width)
+    kernel = bound(backward_kernels.short_conv_weight_backward_kernel, spec)
+    kernel(grid, partial, dweight, dbias, p.n._replace(blocks=blocks))

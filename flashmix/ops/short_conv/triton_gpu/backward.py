@@ -1,8 +1,10 @@
-"""Backward kernels of the short convolution; equations and layout in `forward.py`."""
+"""Backward kernels of the short convolution; equations, layout and tiles as in `forward.py`."""
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,misc,var-annotated"
 # ruff: noqa: B007, RUF005 (kernels join tuples, and fold a constant condition only alone)
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,217 +12,180 @@ import triton.language as tl
 from flashmix.gpu.rows import activation_slope
 from flashmix.ops.short_conv.triton_gpu.forward import (
     FOLDED,
-    LENGTHS,
     LONG,
     PACKED,
-    STRIDES,
-    _before,
-    _begin,
-    _convolved,
-    _load,
-    _offset,
-    _part_of,
-    _pick,
-    _place,
-    _state_row,
-    _taps,
+    begin,
+    block_of,
+    bounds_of,
+    contiguous_offset_of,
+    convolved,
+    inputs_before,
+    load_group,
+    load_state,
+    offset_of,
+    pick,
+    span_of,
+    store_state,
+    tape_of,
+    taps_of,
 )
 
 
+class ConvSumSpec(NamedTuple):
+    WIDTH: int
+    PARTS: int
+    BLOCK: int  # channels of a program
+    GROUP: int  # partial sums that it loads at once
+    ALIGN: int
+
+
 @triton.jit
-def _du(past, x, dy, taps, bias, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
-    """The gradient of a row before its activation, float32."""
+def gradient_before(past, x, dy, taps, S: tl.constexpr):
+    """`du_t = dy_t act'(u_t)`, float32."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    PRECISE: tl.constexpr = S.PRECISE
     du = dy.to(tl.float32)
     if ACTIVATION != "":
-        du *= activation_slope(_convolved(past, x, taps, bias, WIDTH), ACTIVATION, PRECISE)
+        du *= activation_slope(convolved(past, x, taps, S), ACTIVATION, PRECISE)
     return du
 
 
 @triton.jit
-def _input_gradient(du, later, ids, m, taps, WIDTH: tl.constexpr, MODE: tl.constexpr):
+def input_gradient(du, later, ids, seq, taps, S: tl.constexpr):
     """`dx` of the row W - 1 before: from `later`, the du of that row and those after it, and from the newest, `du`."""
+    WIDTH: tl.constexpr = S.WIDTH
     dx = later[0] * taps[WIDTH - 1]
     for i in tl.static_range(1, WIDTH):
         if i == WIDTH - 1:
-            value, own = du, m
+            value, own = du, seq
         else:
             value, own = later[i], ids[i]
-        if MODE != LONG:
+        if S.MODE != LONG:
             value = tl.where(own == ids[0], value, 0.0)
         dx = tl.fma(value, taps[WIDTH - 1 - i], dx)
     return dx
 
 
 @triton.jit
-def _store_gradient(
-    dx, value, dfinal, out_here, i: tl.constexpr, row, n, start, stop, limit, tokens, starts, count, size, before, total,
-    d, inside, WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_DFINAL: tl.constexpr,
-):  # fmt: skip
-    """Adds what comes back through the final state, if the row is one of its sequence's last, and writes `dx`."""
-    there = (row >= start) & (row < stop)
-    if HAS_DFINAL:
-        end = limit
-        if MODE == FOLDED:
-            end = (n + 1) * tokens
-        elif MODE == PACKED:
-            end = tl.load(starts + n + 1, mask=there & (n >= 0) & (n < count), other=0).to(tl.int64)
-        index = WIDTH - 1 - (end - row)
-        value += _state_row(dfinal, n, index, count, before, total, d, inside, there, WIDTH, ALIGN).to(tl.float32)
-    where = row * size * ALIGN
-    if MODE == LONG:
-        where = out_here + i * (size * ALIGN)
-    tl.store(dx + where + d, value.to(dx.dtype.element_ty), mask=inside & there)
+def final_gradient(dfinal, row, seq, asked, limit, block, c, n, S: tl.constexpr):
+    """What comes back to a row through the final state, 0 unless the row is one of its sequence's last W - 1."""
+    end = limit
+    if S.MODE == FOLDED:
+        end = (seq + 1) * n.tokens
+    elif S.MODE == PACKED:
+        end = tl.load(c.starts + seq + 1, mask=asked & (seq >= 0) & (seq < n.count), other=0).to(tl.int64)
+    return load_state(dfinal, seq, S.WIDTH - 1 - (end - row), asked, block, n, S).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=LENGTHS + STRIDES)
-def short_conv_backward_kernel(
-    x, weight, bias, dy, dx, state, dfinal, partial, sequence, starts, x_batch, x_row, dy_batch, dy_row, channels,
-    tokens, rows, count, span, blocks, jobs, total,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, HAS_DFINAL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    HAS_DBIAS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["x", "dy", "n"])
+def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr):
+    """One program per (span of rows, block of channels): `dx` of its rows, and its share of the gradients of weight and bias."""
+    BLOCK: tl.constexpr = S.BLOCK
+    GROUP: tl.constexpr = S.GROUP
+    WIDTH: tl.constexpr = S.WIDTH
     pid = tl.program_id(0)
-    job = (pid // blocks).to(tl.int64)
-    part, first, before = _part_of(pid % blocks, channels, BLOCK, PARTS, ALIGN)
-    size = _pick(channels, part, PARTS)
-    x_batch, x_row = _pick(x_batch, part, PARTS).to(tl.int64), _pick(x_row, part, PARTS).to(tl.int64)
-    dy_batch, dy_row = _pick(dy_batch, part, PARTS).to(tl.int64), _pick(dy_row, part, PARTS).to(tl.int64)
-    x, dy, dx = _pick(x, part, PARTS), _pick(dy, part, PARTS), _pick(dx, part, PARTS)
-    d = first + tl.arange(0, BLOCK)
-    inside = d < size * ALIGN
-    taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
-    shift = None
-    if HAS_BIAS:
-        shift = tl.load(_pick(bias, part, PARTS) + d, mask=inside, other=0.0).to(tl.float32)
-    n, start, limit = job * 0, job * span, rows.to(tl.int64)
-    if MODE == LONG:
-        spans = tl.cdiv(tokens, span)
-        n, start, limit = job // spans, ((job % spans) * span).to(tl.int32), tokens
-    n, position = _place(start, n, limit, tokens, sequence, starts, MODE)
-    past = _before(
-        x, state, start, n, position, x_batch, x_row, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE
-    )
+    job = (pid // n.blocks).to(tl.int64)
+    block = block_of(pid % n.blocks, n, S)
+    tape, flow, out = tape_of(x, block.part, S), tape_of(dy, block.part, S), pick(dx, block.part, S)
+    taps = taps_of(c, block, S)
+    span = span_of(job, c, n, S)
+    past = inputs_before(tape, span.start, span.seq, span.position, block, c, n, S)
     dweight, later, ids = (tl.zeros([BLOCK], tl.float32),), (), ()  # dbias first
     for k in tl.static_range(WIDTH):
         dweight = dweight + (tl.zeros([BLOCK], tl.float32),)
     for k in tl.static_range(WIDTH - 1):
-        later, ids = later + (tl.zeros([BLOCK], tl.float32),), ids + (n * 0 - 2,)
+        later, ids = later + (tl.zeros([BLOCK], tl.float32),), ids + (span.seq * 0 - 2,)
     # The rows of its own, and the W - 1 after them, which say what the last of them are to get.
-    end = tl.minimum(span, limit - start).to(tl.int32)
-    stop, seen = start + end, tl.minimum(start + end + WIDTH - 1, limit)
-    xs_coming, ids_coming, at_coming = _load(
-        x, start, seen, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
-    )
-    dys_coming, _, _ = _load(
-        dy, start, seen, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
-    )  # fmt: skip
-    for done in range(0, end + WIDTH - 1, GROUP):
-        xs, dys, own, at = xs_coming, dys_coming, ids_coming, at_coming
-        coming = start + done + GROUP  # loaded while this group is at work
-        xs_coming, ids_coming, at_coming = _load(
-            x, coming, seen, n, limit, tokens, sequence, starts, x_batch, x_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
-        )  # fmt: skip
-        dys_coming, _, _ = _load(
-            dy, coming, seen, n, limit, tokens, sequence, starts, dy_batch, dy_row, d, inside, GROUP, MODE, ALIGN, "evict_last"
-        )  # fmt: skip
-        out_here = (n * tokens + start + done - (WIDTH - 1)) * size * ALIGN
+    stop, seen = span.start + span.end, tl.minimum(span.start + span.end + WIDTH - 1, span.limit)
+    xs_coming = load_group(tape, span.start, seen, span, block, c, n, S, "evict_last")
+    dys_coming = load_group(flow, span.start, seen, span, block, c, n, S, "evict_last").rows
+    for done in range(0, span.end + WIDTH - 1, GROUP):
+        xs, dys = xs_coming, dys_coming
+        coming = span.start + done + GROUP  # loaded while this group is at work
+        xs_coming = load_group(tape, coming, seen, span, block, c, n, S, "evict_last")
+        dys_coming = load_group(flow, coming, seen, span, block, c, n, S, "evict_last").rows
+        here = (span.seq * n.tokens + span.start + done - (WIDTH - 1)) * block.size * S.ALIGN
         for i in tl.static_range(GROUP):
-            m = own[i]
-            past = _begin(past, state, m, at[i], count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
-            value = xs[i].to(tl.float32)
-            du = _du(past, value, dys[i], taps, shift, WIDTH, ACTIVATION, PRECISE)
-            own_du = tl.where(done < end, du, 0.0)  # `end` is a multiple of GROUP, or there are no rows after it
+            seq = xs.ids[i]
+            past = begin(past, seq, xs.positions[i], block, c, n, S)
+            value = xs.rows[i].to(tl.float32)
+            du = gradient_before(past, value, dys[i], taps, S)
+            # dweight[:, k] += du_t x_{t-W+1+k}
+            own_du = tl.where(
+                done < span.end, du, 0.0
+            )  # `span.end` is a multiple of GROUP, or there are no rows after it
             sums = (dweight[0],)
-            if HAS_DBIAS:
+            if S.HAS_DBIAS:
                 sums = (dweight[0] + own_du,)
             for k in tl.static_range(WIDTH - 1):
                 sums = sums + (dweight[k + 1] + own_du * past[k],)
             dweight = sums + (dweight[WIDTH] + own_du * value,)
-            row = start + done + i - (WIDTH - 1)
+            # dx_t = sum_i weight[:, W-1-i] du_{t+i}
+            row = span.start + done + i - (WIDTH - 1)
             if WIDTH > 1:
-                gradient, owner = _input_gradient(du, later, ids, m, taps, WIDTH, MODE), ids[0]
-                past, later, ids = past[1:] + (value,), later[1:] + (du,), ids[1:] + (m,)
+                gradient, owner = input_gradient(du, later, ids, seq, taps, S), ids[0]
+                past, later, ids = past[1:] + (value,), later[1:] + (du,), ids[1:] + (seq,)
             else:
-                gradient, owner = du * taps[0], m
-            _store_gradient(
-                dx, gradient, dfinal, out_here, i, row, owner, start, stop, limit, tokens, starts, count, size, before,
-                total, d, inside, WIDTH, MODE, ALIGN, HAS_DFINAL,
-            )  # fmt: skip
-    if HAS_PARTIAL:
+                gradient, owner = du * taps[0], seq
+            own = (row >= span.start) & (row < stop)
+            if dfinal is not None:
+                gradient += final_gradient(dfinal, row, owner, own, span.limit, block, c, n, S)
+            where = contiguous_offset_of(row, here, i, block, S)
+            tl.store(out + where + block.d, gradient.to(out.dtype.element_ty), mask=block.inside & own)
+    if partial is not None:
         for k in tl.static_range(WIDTH + 1):
-            if k > 0 or HAS_DBIAS:
-                where = ((job * (WIDTH + 1) + k) * total + before) * ALIGN
-                tl.store(partial + where + d, dweight[k], mask=inside)
+            if k > 0 or S.HAS_DBIAS:
+                where = ((job * (WIDTH + 1) + k) * n.total + block.before) * S.ALIGN
+                tl.store(partial + where + block.d, dweight[k], mask=block.inside)
 
 
-@triton.jit(do_not_specialize=["jobs", "total", "channels", "blocks"])
-def short_conv_weight_backward_kernel(
-    partial, dweight, dbias, channels, jobs, blocks, total,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n"])
+def short_conv_weight_backward_kernel(partial, dweight, dbias, n, S: tl.constexpr):
     """Sums what the programs of the backward have of a tap (or, of column 0, the bias) for a block of channels."""
+    BLOCK: tl.constexpr = S.BLOCK
+    GROUP: tl.constexpr = S.GROUP
     pid = tl.program_id(0)
-    column = pid // blocks + (0 if HAS_BIAS else 1)
-    part, first, before = _part_of(pid % blocks, channels, BLOCK, PARTS, ALIGN)
-    d = first + tl.arange(0, BLOCK)
-    inside = d < _pick(channels, part, PARTS) * ALIGN
-    lane = tl.arange(0, GROUP)
-    total = total.to(tl.int64) * ALIGN
+    column = pid // n.blocks + (1 if dbias is None else 0)
+    block = block_of(pid % n.blocks, n, S)
+    total = n.total.to(tl.int64) * S.ALIGN
     found = tl.zeros([GROUP, BLOCK], tl.float32)
-    base = partial + column * total + before * ALIGN + d[None, :]
-    for done in range(0, jobs, GROUP):
-        job = done + lane
-        mask = (job < jobs)[:, None] & inside[None, :]
-        found += tl.load(base + job[:, None] * ((WIDTH + 1) * total), mask=mask, other=0.0)  # [GROUP, BLOCK]
+    base = partial + column * total + block.before * S.ALIGN + block.d[None, :]
+    for done in range(0, n.jobs, GROUP):
+        job = done + tl.arange(0, GROUP)
+        mask = (job < n.jobs)[:, None] & block.inside[None, :]
+        found += tl.load(base + job[:, None] * ((S.WIDTH + 1) * total), mask=mask, other=0.0)  # [GROUP, d]
     value = tl.sum(found, axis=0)
-    if HAS_WEIGHT:
+    if dweight is not None:
         if column > 0:
-            out = _pick(dweight, part, PARTS)
-            tl.store(out + d * WIDTH + column - 1, value.to(out.dtype.element_ty), mask=inside)
-    if HAS_BIAS:
+            out = pick(dweight, block.part, S)
+            tl.store(out + block.d * S.WIDTH + column - 1, value.to(out.dtype.element_ty), mask=block.inside)
+    if dbias is not None:
         if column == 0:
-            out_bias = _pick(dbias, part, PARTS)
-            tl.store(out_bias + d, value.to(out_bias.dtype.element_ty), mask=inside)
+            out_bias = pick(dbias, block.part, S)
+            tl.store(out_bias + block.d, value.to(out_bias.dtype.element_ty), mask=block.inside)
 
 
-@triton.jit(do_not_specialize=LENGTHS + STRIDES)
-def short_conv_state_backward_kernel(
-    x, weight, bias, dy, state, dstate, dfinal, starts, x_batch, x_row, dy_batch, dy_row, channels,
-    tokens, rows, count, blocks, total,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_DFINAL: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["x", "dy", "n"])
+def short_conv_state_backward_kernel(x, dy, c, dstate, dfinal, n, S: tl.constexpr):
     """The gradient of a sequence's initial state, from its first W - 1 rows: `dstate_j = sum_p weight[:, j-p] du_p`."""
+    BLOCK: tl.constexpr = S.BLOCK
+    WIDTH: tl.constexpr = S.WIDTH
     pid = tl.program_id(0)
-    n = (pid // blocks).to(tl.int64)
-    part, first, before = _part_of(pid % blocks, channels, BLOCK, PARTS, ALIGN)
-    x_batch, x_row = _pick(x_batch, part, PARTS).to(tl.int64), _pick(x_row, part, PARTS).to(tl.int64)
-    x = _pick(x, part, PARTS)
-    d = first + tl.arange(0, BLOCK)
-    inside = d < _pick(channels, part, PARTS) * ALIGN
-    taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
-    shift = None
-    if HAS_BIAS:
-        shift = tl.load(_pick(bias, part, PARTS) + d, mask=inside, other=0.0).to(tl.float32)
-    start, end = n * tokens, (n + 1) * tokens
-    if MODE == PACKED:
-        start = tl.minimum(tl.maximum(tl.load(starts + n).to(tl.int64), 0), rows)
-        end = tl.minimum(tl.maximum(tl.load(starts + n + 1).to(tl.int64), start), rows)
+    seq = (pid // n.blocks).to(tl.int64)
+    block = block_of(pid % n.blocks, n, S)
+    tape, flow = tape_of(x, block.part, S), tape_of(dy, block.part, S)
+    taps = taps_of(c, block, S)
+    start, end = bounds_of(seq, c, n, S)
     past, gradients = (), ()
     for k in tl.static_range(WIDTH - 1):
-        old = _state_row(state, n, k, count, before, total, d, inside, True, WIDTH, ALIGN)
+        old = load_state(c.state, seq, k, True, block, n, S)
         past, gradients = past + (old.to(tl.float32),), gradients + (tl.zeros([BLOCK], tl.float32),)
-    dy_batch, dy_row = _pick(dy_batch, part, PARTS).to(tl.int64), _pick(dy_row, part, PARTS).to(tl.int64)
-    dy = _pick(dy, part, PARTS)
     for p in tl.static_range(WIDTH - 1):
-        there = inside & (start + p < end)
-        value = tl.load(x + _offset(start + p, n, p, x_batch, x_row, MODE, ALIGN) + d, mask=there, other=0.0)
+        mask = block.inside & (start + p < end)
+        value = tl.load(tape.x + offset_of(tape, start + p, seq, p, S) + block.d, mask=mask, other=0.0)  # [d]
         value = value.to(tl.float32)
-        flow = tl.load(dy + _offset(start + p, n, p, dy_batch, dy_row, MODE, ALIGN) + d, mask=there, other=0.0)
-        du = _du(past, value, flow, taps, shift, WIDTH, ACTIVATION, PRECISE)
-        du = tl.where(there, du, 0.0)
+        dy_p = tl.load(flow.x + offset_of(flow, start + p, seq, p, S) + block.d, mask=mask, other=0.0)  # [d]
+        du = tl.where(mask, gradient_before(past, value, dy_p, taps, S), 0.0)
         sums = ()
         for j in tl.static_range(WIDTH - 1):
             if j >= p:
@@ -230,8 +195,6 @@ def short_conv_state_backward_kernel(
         past, gradients = past[1:] + (value,), sums
     for j in tl.static_range(WIDTH - 1):
         found = gradients[j]
-        if HAS_DFINAL:
-            index = j - (end - start)
-            found += _state_row(dfinal, n, index, count, before, total, d, inside, True, WIDTH, ALIGN).to(tl.float32)
-        where = ((n * (WIDTH - 1) + j) * total + before) * ALIGN
-        tl.store(dstate + where + d, found.to(dstate.dtype.element_ty), mask=inside)
+        if dfinal is not None:
+            found += load_state(dfinal, seq, j - (end - start), True, block, n, S).to(tl.float32)
+        store_state(dstate, found, seq, j, block, n, S)

@@ -7,11 +7,16 @@ A program takes a block of channels of one part (the q, k, v convolutions of a l
 span of rows; it reads a row once, and W - 1 rows of its neighbours. Rows are those of one sequence (LONG), or of all, one
 sequence after the other: of equal lengths (FOLDED) or packed (PACKED). Weight gradients are summed over a program's rows,
 then over programs in a fixed order.
+
+Every tile is `[d]`, the channels of the block, unless a comment says otherwise. Strides and counts of channels are in units of ALIGN
+numbers, so that the compiler sees what vectors it may load.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005 (kernels join tuples; they cannot unpack them)
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,24 +24,91 @@ import triton.language as tl
 from flashmix.gpu.rows import activation
 
 LONG, FOLDED, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-LENGTHS = ["tokens", "rows", "count", "span", "blocks", "jobs", "total"]
-STRIDES = ["channels", "x_batch", "x_row", "r_batch", "r_row", "dy_batch", "dy_row"]
+
+
+class ConvSpec(NamedTuple):
+    WIDTH: int  # W
+    PADDED: int  # W as a power of two
+    PARTS: int
+    MODE: int  # LONG, FOLDED or PACKED
+    ACTIVATION: str  # "" for none
+    PRECISE: bool  # the rows are float32
+    HAS_BIAS: bool
+    HAS_DBIAS: bool  # the backward sums a gradient of the bias
+    BLOCK: int  # channels of a program
+    GROUP: int  # rows that it loads at once
+    ALIGN: int
+
+
+class ConvNumbers(NamedTuple):
+    tokens: Any  # T
+    rows: Any  # B T
+    count: Any  # N, the sequences
+    span: Any  # rows of a program
+    blocks: Any  # of channels, of all parts
+    jobs: Any  # spans of all sequences
+    channels: Any  # D_i of each part
+    total: Any  # their sum
+
+
+class ConvRows(NamedTuple):
+    """A tensor `[B, T, D_i]` of each part, and its strides of batch and row."""
+
+    tensors: Any
+    batch: Any
+    row: Any
+
+
+class ConvOperands(NamedTuple):
+    """What the convolutions need beside their rows; absent ones are None."""
+
+    weight: Any  # [D_i, W] of each part
+    bias: Any  # [D_i] of each part
+    state: Any  # [N, W - 1, D]
+    sequence: Any  # [B T], packed: the sequence of each row
+    starts: Any  # [N + 1], packed
+
+
+class ConvBlock(NamedTuple):
+    """The channels of a program."""
+
+    part: Any
+    size: Any  # channels of the part
+    before: Any  # channels of the parts before
+    d: Any  # [d]: the channels in the part
+    inside: Any  # [d]: whether there is such a channel
+
+
+class ConvTape(NamedTuple):
+    """The rows of one part."""
+
+    x: Any
+    batch: Any
+    row: Any
+
+
+class ConvSpan(NamedTuple):
+    """The rows of a program."""
+
+    seq: Any  # the sequence of the first row
+    position: Any  # of the first row in it
+    start: Any
+    end: Any  # rows
+    limit: Any  # no row is there from `limit` on
+
+
+class ConvGroup(NamedTuple):
+    """Rows that were loaded together, and the sequence and the position of each."""
+
+    rows: Any
+    ids: Any
+    positions: Any
 
 
 @triton.jit
-def _part_of(column, channels, BLOCK: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr):
-    """Of a block of channels: its part, its first channel there, and the channels of the parts before (like `channels`)."""
-    part, first, before = 0, column * BLOCK, 0
-    for i in tl.static_range(PARTS - 1):
-        blocks = tl.cdiv(channels[i] * ALIGN, BLOCK)
-        if part == i and first >= blocks * BLOCK:
-            part, first, before = i + 1, first - blocks * BLOCK, before + channels[i]
-    return part, first, before
-
-
-@triton.jit
-def _pick(values, part, PARTS: tl.constexpr):
+def pick(values, part, S: tl.constexpr):
     """The entry of a part."""
+    PARTS: tl.constexpr = S.PARTS
     value = values[0]
     for i in tl.static_range(1, PARTS):
         if part == i:
@@ -45,208 +117,224 @@ def _pick(values, part, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _place(row, n, limit, tokens, sequence, starts, MODE: tl.constexpr):
+def block_of(column, n, S: tl.constexpr):
+    """The block of channels with the number `column`, counted through all parts."""
+    PARTS: tl.constexpr = S.PARTS
+    part, first, before = 0, column * S.BLOCK, 0
+    for i in tl.static_range(PARTS - 1):
+        blocks = tl.cdiv(n.channels[i] * S.ALIGN, S.BLOCK)
+        if part == i and first >= blocks * S.BLOCK:
+            part, first, before = i + 1, first - blocks * S.BLOCK, before + n.channels[i]
+    size = pick(n.channels, part, S)
+    d = first + tl.arange(0, S.BLOCK)
+    return ConvBlock(part, size, before, d, d < size * S.ALIGN)
+
+
+@triton.jit
+def tape_of(rows, part, S: tl.constexpr):
+    batch, row = pick(rows.batch, part, S).to(tl.int64), pick(rows.row, part, S).to(tl.int64)
+    return ConvTape(pick(rows.tensors, part, S), batch, row)
+
+
+@triton.jit
+def place_of(row, seq, limit, c, n, S: tl.constexpr):
     """The sequence of a row and its position there; -1 and anything for rows past the last."""
     position = row
-    if MODE == FOLDED:
-        n = tl.where(row < limit, row // tokens, -1)
-        position = row - n * tokens
-    elif MODE == PACKED:
-        n = tl.load(sequence + row, mask=(row >= 0) & (row < limit), other=-1).to(tl.int64)
-        position = row - tl.load(starts + n, mask=n >= 0, other=0).to(tl.int64)
-    return n, position
+    if S.MODE == FOLDED:
+        seq = tl.where(row < limit, row // n.tokens, -1)
+        position = row - seq * n.tokens
+    elif S.MODE == PACKED:
+        seq = tl.load(c.sequence + row, mask=(row >= 0) & (row < limit), other=-1).to(tl.int64)
+        position = row - tl.load(c.starts + seq, mask=seq >= 0, other=0).to(tl.int64)
+    return seq, position
 
 
 @triton.jit
-def _offset(row, n, position, batch, stride, MODE: tl.constexpr, ALIGN: tl.constexpr):
-    """Where a row begins; strides are in units of ALIGN, so that the compiler sees what vectors it may load."""
-    where = row * stride
-    if MODE != PACKED:
-        where = n * batch + position * stride
-    return where * ALIGN
+def span_of(job, c, n, S: tl.constexpr):
+    seq, start, limit = job * 0, job * n.span, n.rows.to(tl.int64)
+    if S.MODE == LONG:
+        spans = tl.cdiv(n.tokens, n.span)
+        seq, start, limit = job // spans, ((job % spans) * n.span).to(tl.int32), n.tokens
+    seq, position = place_of(start, seq, limit, c, n, S)
+    return ConvSpan(seq, position, start, tl.minimum(n.span, limit - start).to(tl.int32), limit)
 
 
 @triton.jit
-def _step(
-    here, i: tl.constexpr, row, n, position, batch, stride, MODE: tl.constexpr, ALIGN: tl.constexpr
-):  # fmt: skip
-    """Where the row i after the one at `here` begins."""
-    where = here + i * (stride * ALIGN)
-    if MODE != LONG:
-        where = _offset(row, n, position, batch, stride, MODE, ALIGN)
+def bounds_of(seq, c, n, S: tl.constexpr):
+    """The first row of a sequence and the one after its last."""
+    start, end = seq * n.tokens, (seq + 1) * n.tokens
+    if S.MODE == PACKED:
+        start = tl.minimum(tl.maximum(tl.load(c.starts + seq).to(tl.int64), 0), n.rows)
+        end = tl.minimum(tl.maximum(tl.load(c.starts + seq + 1).to(tl.int64), start), n.rows)
+    return start, end
+
+
+@triton.jit
+def offset_of(tape, row, seq, position, S: tl.constexpr):
+    """Where a row begins."""
+    where = row * tape.row
+    if S.MODE != PACKED:
+        where = seq * tape.batch + position * tape.row
+    return where * S.ALIGN
+
+
+@triton.jit
+def contiguous_offset_of(row, here, i: tl.constexpr, block, S: tl.constexpr):
+    """Where a row begins in a contiguous tensor; LONG: the row i after the one at `here`."""
+    where = row * block.size * S.ALIGN
+    if S.MODE == LONG:
+        where = here + i * (block.size * S.ALIGN)
     return where
 
 
 @triton.jit
-def _load(
-    x, start, end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
-    ROWS: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows from `start` on, 0 from `end` on, and their sequences and positions; EVICT as in `load_sum` of the norms."""
+def load_group(tape, start, end, span, block, c, n, S: tl.constexpr, EVICT: tl.constexpr):
+    """GROUP rows from `start` on, 0 from `end` on, and their places; EVICT as in `load_sum` of the norms."""
+    GROUP: tl.constexpr = S.GROUP
     loaded, ids, positions = (), (), ()
-    here = _offset(start, n, start, batch, stride, MODE, ALIGN)
-    m, position = _place(start, n, limit, tokens, sequence, starts, MODE)
-    for i in tl.static_range(ROWS):
+    here = offset_of(tape, start, span.seq, start, S)
+    seq, position = place_of(start, span.seq, span.limit, c, n, S)
+    for i in tl.static_range(GROUP):
         row = start + i
         if i > 0:
-            if MODE == FOLDED:  # a division a row would take longer than its channels
-                last = position + 1 == tokens
-                m, position = tl.where(last, m + 1, m), tl.where(last, 0, position + 1)
-                m = tl.where(row < limit, m, -1)
+            if S.MODE == FOLDED:  # a division a row would take longer than its channels
+                last = position + 1 == n.tokens
+                seq, position = tl.where(last, seq + 1, seq), tl.where(last, 0, position + 1)
+                seq = tl.where(row < span.limit, seq, -1)
             else:
-                m, position = _place(row, n, limit, tokens, sequence, starts, MODE)
-        where = _step(here, i, row, m, position, batch, stride, MODE, ALIGN)
-        value = tl.load(x + where + d, mask=inside & (row < end), other=0.0, eviction_policy=EVICT)  # [BLOCK]
-        loaded, ids, positions = loaded + (value,), ids + (m,), positions + (position,)
-    return loaded, ids, positions
+                seq, position = place_of(row, span.seq, span.limit, c, n, S)
+        where = here + i * (tape.row * S.ALIGN)
+        if S.MODE != LONG:
+            where = offset_of(tape, row, seq, position, S)
+        mask = block.inside & (row < end)
+        value = tl.load(tape.x + where + block.d, mask=mask, other=0.0, eviction_policy=EVICT)  # [d]
+        loaded, ids, positions = loaded + (value,), ids + (seq,), positions + (position,)
+    return ConvGroup(loaded, ids, positions)
 
 
 @triton.jit
-def _taps(weight, d, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """The columns of `weight [D, W]` for channels `d`, oldest first, float32."""
-    k = tl.arange(0, PADDED)
-    tile = tl.load(weight + d[:, None] * WIDTH + k[None, :], mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
+def taps_of(c, block, S: tl.constexpr):
+    """The columns of `weight [D, W]` of a block of channels, oldest first, and, if given, their bias: float32."""
+    WIDTH: tl.constexpr = S.WIDTH
+    weight, k = pick(c.weight, block.part, S), tl.arange(0, S.PADDED)
+    mask = block.inside[:, None] & (k < WIDTH)[None, :]
+    tile = tl.load(weight + block.d[:, None] * WIDTH + k[None, :], mask=mask, other=0.0)  # [d, k]
     taps = ()
     for i in tl.static_range(WIDTH):
         taps = taps + (tl.sum(tl.where((k == i)[None, :], tile.to(tl.float32), 0.0), axis=1),)
+    if S.HAS_BIAS:
+        bias = tl.load(pick(c.bias, block.part, S) + block.d, mask=block.inside, other=0.0)  # [d]
+        taps = taps + (bias.to(tl.float32),)
     return taps
 
 
 @triton.jit
-def _state_row(state, n, index, count, before, total, d, inside, asked, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Row `index` of the state of sequence n, 0 where it is not `asked` for or there is none."""
-    there = asked & (index >= 0) & (index < WIDTH - 1) & (n >= 0) & (n < count)
-    where = ((n * (WIDTH - 1) + index) * total + before) * ALIGN
-    return tl.load(state + where + d, mask=inside & there, other=0.0)
+def load_state(state, seq, index, asked, block, n, S: tl.constexpr):
+    """Row `index` of the state of a sequence, 0 where it is not `asked` for or there is none."""
+    there = asked & (index >= 0) & (index < S.WIDTH - 1) & (seq >= 0) & (seq < n.count)
+    where = ((seq * (S.WIDTH - 1) + index) * n.total + block.before) * S.ALIGN
+    return tl.load(state + where + block.d, mask=block.inside & there, other=0.0)  # [d]
 
 
 @triton.jit
-def _before(
-    x, state, row, n, position, batch, stride, count, before, total, d, inside,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_STATE: tl.constexpr,
-):  # fmt: skip
+def store_state(state, value, seq, index, block, n, S: tl.constexpr):
+    where = ((seq * (S.WIDTH - 1) + index) * n.total + block.before) * S.ALIGN
+    tl.store(state + where + block.d, value.to(state.dtype.element_ty), mask=block.inside)
+
+
+@triton.jit
+def inputs_before(tape, row, seq, position, block, c, n, S: tl.constexpr):
     """The W - 1 inputs before a row, oldest first, float32."""
+    WIDTH: tl.constexpr = S.WIDTH
     past = ()
     for k in tl.static_range(WIDTH - 1):
         back = WIDTH - 1 - k
         seen = (position >= back) & (row >= back)
-        where = _offset(row - back, n, position - back, batch, stride, MODE, ALIGN)
-        value = tl.load(x + where + d, mask=inside & seen, other=0.0)
-        if HAS_STATE:
-            old = _state_row(state, n, position + k, count, before, total, d, inside, position < back, WIDTH, ALIGN)
-            value = tl.where(seen, value, old)
+        where = offset_of(tape, row - back, seq, position - back, S)
+        value = tl.load(tape.x + where + block.d, mask=block.inside & seen, other=0.0)  # [d]
+        if c.state is not None:
+            value = tl.where(seen, value, load_state(c.state, seq, position + k, position < back, block, n, S))
         past = past + (value.to(tl.float32),)
     return past
 
 
 @triton.jit
-def _begin(
-    past, state, n, position, count, before, total, d, inside,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_STATE: tl.constexpr,
-):  # fmt: skip
+def begin(past, seq, position, block, c, n, S: tl.constexpr):
     """The inputs before a row that follows `past`: at the first of a sequence they are its state."""
+    WIDTH: tl.constexpr = S.WIDTH
     fresh = past
-    if MODE != LONG:
+    if S.MODE != LONG:
         fresh = ()
         for k in tl.static_range(WIDTH - 1):
             old = tl.zeros_like(past[k])
-            if HAS_STATE:
-                row = _state_row(state, n, k, count, before, total, d, inside, position == 0, WIDTH, ALIGN)
-                old = row.to(tl.float32)
+            if c.state is not None:
+                old = load_state(c.state, seq, k, position == 0, block, n, S).to(tl.float32)
             fresh = fresh + (tl.where(position == 0, old, past[k]),)
     return fresh
 
 
 @triton.jit
-def _convolved(past, x, taps, bias, WIDTH: tl.constexpr):
-    """The row before its activation. Of `a b + c d` a compiler fuses either product; named, every kernel has the same bits."""
+def convolved(past, x, taps, S: tl.constexpr):
+    """`u` of a row. Of `a b + c d` a compiler fuses either product; named, every kernel has the same bits."""
+    WIDTH: tl.constexpr = S.WIDTH
     u = x * taps[WIDTH - 1]
-    if bias is not None:
-        u = tl.fma(x, taps[WIDTH - 1], bias)
+    if S.HAS_BIAS:
+        u = tl.fma(x, taps[WIDTH - 1], taps[WIDTH])
     for k in tl.static_range(WIDTH - 1):
         u = tl.fma(past[k], taps[k], u)
     return u
 
 
 @triton.jit
-def _last_inputs(
-    x, state, final, n, tokens, rows, starts, batch, stride, count, before, total, d, inside,
-    WIDTH: tl.constexpr, MODE: tl.constexpr, ALIGN: tl.constexpr, HAS_STATE: tl.constexpr,
-):  # fmt: skip
-    """Writes the state after sequence n."""
-    start, end = n * tokens, (n + 1) * tokens
-    if MODE == PACKED:
-        start = tl.minimum(tl.maximum(tl.load(starts + n).to(tl.int64), 0), rows)
-        end = tl.minimum(tl.maximum(tl.load(starts + n + 1).to(tl.int64), start), rows)
-    past = _before(
-        x, state, end, n, end - start, batch, stride, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE
-    )
+def store_last_inputs(tape, final, seq, block, c, n, S: tl.constexpr):
+    """Writes the state after a sequence."""
+    WIDTH: tl.constexpr = S.WIDTH
+    start, end = bounds_of(seq, c, n, S)
+    past = inputs_before(tape, end, seq, end - start, block, c, n, S)
     for k in tl.static_range(WIDTH - 1):
-        where = ((n * (WIDTH - 1) + k) * total + before) * ALIGN
-        tl.store(final + where + d, past[k].to(final.dtype.element_ty), mask=inside)
+        store_state(final, past[k], seq, k, block, n, S)
 
 
-@triton.jit(do_not_specialize=LENGTHS + STRIDES)
-def short_conv_forward_kernel(
-    x, weight, bias, residual, y, state, final, sequence, starts, x_batch, x_row, r_batch, r_row, channels,
-    tokens, rows, count, span, blocks, jobs, total,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_STATE: tl.constexpr, PRECISE: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["x", "residual", "n"])
+def short_conv_forward_kernel(x, residual, c, y, final, n, S: tl.constexpr):
+    """One program per (span of rows, block of channels), then, for the state after it, per (sequence, block of channels)."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    PRECISE: tl.constexpr = S.PRECISE
+    GROUP: tl.constexpr = S.GROUP
+    EVICT: tl.constexpr = "evict_last" if S.MODE == LONG else ""
     pid = tl.program_id(0)
-    job = (pid // blocks).to(tl.int64)
-    part, first, before = _part_of(pid % blocks, channels, BLOCK, PARTS, ALIGN)
-    size = _pick(channels, part, PARTS)
-    batch, stride = _pick(x_batch, part, PARTS).to(tl.int64), _pick(x_row, part, PARTS).to(tl.int64)
-    x = _pick(x, part, PARTS)
-    d = first + tl.arange(0, BLOCK)
-    inside = d < size * ALIGN
-    if job < jobs:
-        EVICT: tl.constexpr = "evict_last" if MODE == LONG else ""
-        out = _pick(y, part, PARTS)
-        taps = _taps(_pick(weight, part, PARTS), d, inside, WIDTH, PADDED)
-        shift = None
-        if HAS_BIAS:
-            shift = tl.load(_pick(bias, part, PARTS) + d, mask=inside, other=0.0).to(tl.float32)
-        n, start, limit = job * 0, job * span, rows.to(tl.int64)
-        if MODE == LONG:
-            spans = tl.cdiv(tokens, span)
-            n, start, limit = job // spans, ((job % spans) * span).to(tl.int32), tokens
-        n, position = _place(start, n, limit, tokens, sequence, starts, MODE)
-        past = _before(
-            x, state, start, n, position, batch, stride, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE
-        )
-        end = tl.minimum(span, limit - start).to(tl.int32)
-        coming, coming_ids, coming_positions = _load(
-            x, start, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
-            GROUP, MODE, ALIGN, EVICT,
-        )  # fmt: skip
-        for done in range(0, end, GROUP):
-            loaded, ids, positions = coming, coming_ids, coming_positions
-            coming, coming_ids, coming_positions = _load(  # while this group is at work
-                x, start + done + GROUP, start + end, n, limit, tokens, sequence, starts, batch, stride, d, inside,
-                GROUP, MODE, ALIGN, EVICT,
-            )  # fmt: skip
-            there = (n * tokens + start + done) * size * ALIGN
+    job = (pid // n.blocks).to(tl.int64)
+    block = block_of(pid % n.blocks, n, S)
+    tape = tape_of(x, block.part, S)
+    if job < n.jobs:
+        out = pick(y, block.part, S)
+        taps = taps_of(c, block, S)
+        span = span_of(job, c, n, S)
+        past = inputs_before(tape, span.start, span.seq, span.position, block, c, n, S)
+        stop = span.start + span.end
+        coming = load_group(tape, span.start, stop, span, block, c, n, S, EVICT)
+        for done in range(0, span.end, GROUP):
+            group = coming
+            coming = load_group(
+                tape, span.start + done + GROUP, stop, span, block, c, n, S, EVICT
+            )  # while this is at work
+            here = (span.seq * n.tokens + span.start + done) * block.size * S.ALIGN
             for i in tl.static_range(GROUP):
-                row, m, position = start + done + i, ids[i], positions[i]
-                past = _begin(past, state, m, position, count, before, total, d, inside, WIDTH, MODE, ALIGN, HAS_STATE)
-                value = loaded[i].to(tl.float32)
-                u = _convolved(past, value, taps, shift, WIDTH)
+                row, seq, position = span.start + done + i, group.ids[i], group.positions[i]
+                past = begin(past, seq, position, block, c, n, S)
+                value = group.rows[i].to(tl.float32)
+                # y_t = act(sum_k weight[:, k] x_{t-W+1+k} + bias) + residual_t
+                u = convolved(past, value, taps, S)
                 if ACTIVATION != "":
                     u = activation(u, ACTIVATION, PRECISE)
-                if HAS_RESIDUAL:
-                    where = _offset(row, m, position, r_batch[0].to(tl.int64), r_row[0].to(tl.int64), MODE, ALIGN)
-                    u += tl.load(residual[0] + where + d, mask=inside & (row < limit), other=0.0).to(tl.float32)
-                where = row * size * ALIGN
-                if MODE == LONG:
-                    where = there + i * (size * ALIGN)
-                tl.store(out + where + d, u.to(out.dtype.element_ty), mask=inside & (row < limit))
-                if WIDTH > 1:
+                mask = block.inside & (row < span.limit)
+                if residual is not None:
+                    added = tape_of(residual, 0, S)
+                    where = offset_of(added, row, seq, position, S)
+                    u += tl.load(added.x + where + block.d, mask=mask, other=0.0).to(tl.float32)  # [d]
+                where = contiguous_offset_of(row, here, i, block, S)
+                tl.store(out + where + block.d, u.to(out.dtype.element_ty), mask=mask)
+                if S.WIDTH > 1:
                     past = past[1:] + (value,)
-    else:
-        _last_inputs(
-            x, state, final, job - jobs, tokens, rows, starts, batch, stride, count, before, total, d, inside,
-            WIDTH, MODE, ALIGN, HAS_STATE,
-        )  # fmt: skip
+    elif final is not None:
+        store_last_inputs(tape, final, job - n.jobs, block, c, n, S)
