@@ -27,8 +27,9 @@ import flashmix
 from flashmix import doctor, layers, models, modules
 from flashmix.capabilities import public_ops, tiny_call
 from flashmix.layer import padding
-from flashmix.ops import cross_entropy, named, recurrence
+from flashmix.ops import named, recurrence
 from flashmix.ops.attention import definition as attention_definition
+from flashmix.ops.losses.portable.head import HeadGradients
 from flashmix.ops.recurrence import definition as recurrence_definition
 
 OPS = public_ops()
@@ -318,15 +319,15 @@ def test_fault_20_mean_loss_under_accumulation_and_a_frozen_head(monkeypatch: An
     sums = [flashmix.linear_cross_entropy(h, weight, t, reduction="sum") for h, t in zip(hidden, target, strict=True)]
     torch.testing.assert_close(sum(sums) / 7, mean)
 
-    needed: list[list[bool]] = []
-    gradients = cross_entropy.HeadGradients.__init__
+    computed: list[list[str]] = []
+    gradients = HeadGradients.__init__
     monkeypatch.setattr(
-        cross_entropy.HeadGradients,
+        HeadGradients,
         "__init__",
-        lambda self, h, w, b, needs: (needed.append(list(needs)), gradients(self, h, w, b, needs))[1],
+        lambda self, head, wanted: (computed.append(list(wanted)), gradients(self, head, wanted))[1],
     )
     flashmix.linear_cross_entropy(hidden.requires_grad_(), weight, target).backward()
-    assert hidden.grad is not None and weight.grad is None and [needs[1] for needs in needed] == [False]
+    assert hidden.grad is not None and weight.grad is None and computed == [["hidden"]]
 
 
 def test_fault_21_rotary_with_the_models_dim_or_past_the_table() -> None:
