@@ -79,9 +79,9 @@ def kl_forward_kernel(student, teacher, out, S: tl.constexpr):
     p_row = teacher.z + row * teacher.stride
     lane = tl.arange(0, S.LINES)[:, None] * S.LANES + tl.arange(0, S.LANES)[None, :]  # [i, l]
     q_max, p_max = tl.full([S.LANES], float("-inf"), tl.float32), tl.full([S.LANES], float("-inf"), tl.float32)
-    q_sum, p_sum = tl.zeros([S.LANES], tl.float32), tl.zeros([S.LANES], tl.float32)
+    q_sum, p_sum = tl.full([S.LANES], 0.0, tl.float32), tl.full([S.LANES], 0.0, tl.float32)
     # Of each lane: sums of e^(z - max), and terms = sum e^(z_p - p_max) (z_p - z_q), REVERSE sum e^(z_q - q_max) (z_q - z_p).
-    terms = tl.zeros([S.LANES], tl.float32)
+    terms = tl.full([S.LANES], 0.0, tl.float32)
     for start in range(0, student.vocabulary, S.LINES * S.LANES):
         column = start + lane
         mask = column < student.vocabulary

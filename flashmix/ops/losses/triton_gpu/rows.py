@@ -128,8 +128,8 @@ def cross_entropy_forward_kernel(logits, target, out, n, S: tl.constexpr):
     z_row = logits.z + row * logits.stride
     lane = tl.arange(0, S.LINES)[:, None] * S.LANES + tl.arange(0, S.LANES)[None, :]  # [i, l]
     largest = tl.full([S.LANES], float("-inf"), tl.float32)
-    sums = tl.zeros([S.LANES], tl.float32)
-    totals = tl.zeros([S.LANES], tl.float32)
+    sums = tl.full([S.LANES], 0.0, tl.float32)
+    totals = tl.full([S.LANES], 0.0, tl.float32)
     # Of each lane: largest = max z, sums = sum e^(z - largest), totals = sum z.
     for start in range(0, logits.vocabulary, S.LINES * S.LANES):
         column = start + lane
