@@ -20,7 +20,7 @@ def chunks(tokens: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, tokens, chunk))
 
 
-class Head:
+class PortableHead:
     """Logits `hidden weight^T + bias` of `hidden [N, D]`, computed in `dtype`, a chunk of `rows` tokens at a time."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> None:
@@ -40,7 +40,7 @@ class Head:
 class HeadGradients:
     """Gradients of the head's tensors named in `wanted`, added up over chunks in the dtype of the logits."""
 
-    def __init__(self, head: Head, wanted: Collection[str]) -> None:
+    def __init__(self, head: PortableHead, wanted: Collection[str]) -> None:
         self.head, self.sums = head, {}
         given = {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
         self.given = {name: t for name, t in given.items() if t is not None and name in wanted}

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses.call import KLDivergenceCall, row_results
 from flashmix.ops.losses.head import mean_over
-from flashmix.ops.losses.portable.head import Head, HeadGradients, rows_at_once
+from flashmix.ops.losses.portable.head import HeadGradients, PortableHead, rows_at_once
 
 
 class Distributions(NamedTuple):
@@ -53,14 +53,16 @@ def backward(
     return gradients.results()
 
 
-def heads(call: KLDivergenceCall) -> tuple[Head, Head]:
+def heads(call: KLDivergenceCall) -> tuple[PortableHead, PortableHead]:
     """The student's and the teacher's."""
     rows = rows_at_once(call.chunk, 2 * call.weight.shape[0])
-    student = Head(call.hidden, call.weight, call.bias, call.wide, rows)
-    return student, Head(call.teacher_hidden, call.teacher_weight, call.teacher_bias, call.wide, rows)
+    student = PortableHead(call.hidden, call.weight, call.bias, call.wide, rows)
+    return student, PortableHead(call.teacher_hidden, call.teacher_weight, call.teacher_bias, call.wide, rows)
 
 
-def distributions(call: KLDivergenceCall, student: Head, teacher: Head) -> Iterator[tuple[slice, Distributions]]:
+def distributions(
+    call: KLDivergenceCall, student: PortableHead, teacher: PortableHead
+) -> Iterator[tuple[slice, Distributions]]:
     for (part, z_q), (_, z_p) in zip(student.chunks(), teacher.chunks(), strict=True):
         yield part, Distributions(*log_softmax(z_q, call.scale), *log_softmax(z_p, call.scale))
 

@@ -31,7 +31,7 @@ def accumulator_dtype(dtype: torch.dtype, tokens: int, rows: int) -> torch.dtype
     return dtype if dtype == torch.bfloat16 and tokens <= FEW_CHUNKS * rows else torch.float32
 
 
-class Head:
+class TritonHead:
     """Chunks of logits of `hidden [N, D]` under `weight [V, D]`, of so many `rows` at a time."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> None:
@@ -54,8 +54,8 @@ def rows_of(call: HeadCall, heads: int = 1) -> int:
     return rows_at_once(call.chunk, heads * call.weight.shape[0], call.hidden.dtype, call.hidden.shape[0])
 
 
-def head_of(call: HeadCall, heads: int = 1) -> Head:
-    return Head(call.hidden, call.weight, call.bias, rows_of(call, heads))
+def head_of(call: HeadCall, heads: int = 1) -> TritonHead:
+    return TritonHead(call.hidden, call.weight, call.bias, rows_of(call, heads))
 
 
 def statistics_of(rows: Tensor, count: int) -> list[Tensor]:
@@ -77,7 +77,7 @@ def empty_sums(call: HeadCall, names: Collection[str], rows: int) -> dict[str, T
 class HeadSums:
     """Adds up the gradients of a head's tensors over chunks."""
 
-    def __init__(self, head: Head, sums: Mapping[str, Tensor]) -> None:
+    def __init__(self, head: TritonHead, sums: Mapping[str, Tensor]) -> None:
         self.head, self.sums = head, sums
         for name in ("weight", "bias"):
             if name in sums:

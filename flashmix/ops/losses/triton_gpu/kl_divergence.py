@@ -25,8 +25,8 @@ from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses.call import KLDivergenceCall
 from flashmix.ops.losses.head import row_weights
 from flashmix.ops.losses.triton_gpu.head import (
-    Head,
     HeadSums,
+    TritonHead,
     empty_sums,
     head_of,
     in_their_dtypes,
@@ -166,7 +166,7 @@ def backward(
 def run(call: KLDivergenceCall, grad: Tensor | None, sums: Mapping[str, Tensor]) -> Tensor:
     """The divergence of each row, without the factor T^2; fills `sums` for the gradient `grad [N]` of the divergences."""
     student = head_of(call, heads=2)
-    teacher = Head(call.teacher_hidden, call.teacher_weight, call.teacher_bias, student.rows)
+    teacher = TritonHead(call.teacher_hidden, call.teacher_weight, call.teacher_bias, student.rows)
     gradients = HeadSums(student, sums)
     out = Divergences(*statistics_of(call.hidden, 5))
     lines, lanes, warps = lanes_of(call.weight.shape[0])
