@@ -8,11 +8,10 @@ from flashmix.op.choose import Explanation, explain
 from flashmix.op.packing import Packing
 from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention_cache import KVCache, attention_with_cache
-from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.delta_net_step import delta_net_step
 from flashmix.ops.gated_product.op import gated, swiglu
-from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
+from flashmix.ops.losses.op import cross_entropy, linear_cross_entropy, linear_grpo, linear_kl_divergence
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.recurrence import (
     delta_rule,

@@ -1,9 +1,8 @@
 """The definitions of the row-wise ops and the losses, under one name for the tests."""
 
-from flashmix.ops.cross_entropy.definition import cross_entropy
 from flashmix.ops.decay.definition import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.gated_product.definition import ACTIVATIONS, gelu, gelu_tanh, relu, relu2, silu, swiglu
-from flashmix.ops.losses.definition import grpo, kl_divergence
+from flashmix.ops.losses.definition import cross_entropy, grpo, kl_divergence
 from flashmix.ops.norm.definition import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary.definition import rotary
 from flashmix.ops.short_conv.definition import short_conv, short_conv_qkv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from budget import assert_within_budget
@@ -65,6 +66,16 @@ def assert_compiles(op: Op, *inputs: Tensor) -> None:
     for have, want in zip(results(compiled, inputs), results(op, inputs), strict=True):
         for h, w in zip(have, want, strict=True):
             torch.testing.assert_close(h, w)
+
+
+def assert_sound_operator(op: Any, call: Any, *wanted: str, impl: str = "portable") -> None:
+    """The operator of an `Op` and that of its backward, for the gradients of all fields `wanted` and of the first alone."""
+    torch.library.opcheck(op.operator, (*op.flat(call), True, impl))
+    flat = [value.detach() if isinstance(value, Tensor) else value for value in op.flat(call)]
+    outputs, kept = op.operator(*flat, True, impl)
+    grads = [torch.ones_like(y) for y in outputs]
+    for names in (list(wanted), list(wanted[:1])):
+        torch.library.opcheck(op.backward_operator, (*flat, grads, kept, names, impl))
 
 
 def assert_rows_do_not_meet(op: Callable[[Tensor], Tensor], x: Tensor) -> None:

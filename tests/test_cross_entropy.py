@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import definitions
 import pytest
@@ -15,14 +16,16 @@ from rowwise_cases import (
     assert_compiles,
     assert_matches,
     assert_same_bits,
+    assert_sound_operator,
     random,
     saved_bytes,
 )
 from torch import Tensor
 
-from flashmix.ops.cross_entropy import head as _head
-from flashmix.ops.cross_entropy import op as module
-from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
+from flashmix.ops.losses import op as losses
+from flashmix.ops.losses.call import CrossEntropyCall, LinearCrossEntropyCall
+from flashmix.ops.losses.op import cross_entropy, linear_cross_entropy
+from flashmix.ops.losses.portable import head as portable_head
 
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 1, 9, -100, 2]])
 OPTIONS = [
@@ -32,6 +35,15 @@ OPTIONS = [
     {"softcap": 2.0},
     {"label_smoothing": 0.3, "z_loss": 0.1, "softcap": 5.0},
 ]
+
+
+EVERY_OPTION: dict[str, Any] = {"ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}
+
+
+def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int = 4) -> dict[str, Any]:
+    """The fields of a call of a head."""
+    needs = ("hidden", "weight") if bias is None else ("hidden", "weight", "bias")
+    return {"hidden": hidden, "weight": weight, "bias": bias, "chunk": chunk, "needs": needs}
 
 
 def reduced(losses: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -71,19 +83,19 @@ def test_cross_entropy_is_its_definition(reduction: str, options: dict, dtype: t
 
 def test_cross_entropy_keeps_the_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's loss is its own whatever the chunk, the logits stay as they are, gradients are right and compile."""
-    logits, target = random(2, 5, 11), TARGET.flatten()
+    logits = random(2, 5, 11)
     before = logits.clone()
     op = partial(cross_entropy, target=TARGET, label_smoothing=0.1, z_loss=0.1, softcap=3.0, reduction="none")
     whole = op(logits)
-    monkeypatch.setattr(_head, "LOGITS_AT_ONCE", 33)
+    monkeypatch.setattr(portable_head, "LOGITS_AT_ONCE", 33)
     assert_same_bits("chunks", op(logits), whole)
     assert_same_bits("logits", logits, before)
     assert_same_bits("one", op(logits[1:, 2:3], target=TARGET[1:, 2:3]), whole[1:, 2:3])
     assert torch.autograd.gradcheck(op, (logits.double().requires_grad_(),))
     assert_compiles(op, logits)
-    torch.library.opcheck(module._losses, (logits.flatten(0, 1).requires_grad_(), target, -100, 0.1, 0.1, 3.0))
-    inputs = (torch.ones(10), logits.flatten(0, 1), target, torch.zeros(10), -100, 0.1, 0.1, 3.0)
-    torch.library.opcheck(module._gradient, inputs)
+    rows = logits.flatten(0, 1).requires_grad_()
+    call = CrossEntropyCall(logits=rows, target=TARGET.flatten(), overwrite_logits=False, **EVERY_OPTION)
+    assert_sound_operator(losses.CROSS_ENTROPY, call, "logits")
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 5, 0), torch.tensor(1.0)])
@@ -181,11 +193,9 @@ def test_compiles_and_is_a_sound_operator() -> None:
     inputs = hidden, weight, bias
     assert_compiles(lambda h, w, b: linear_cross_entropy(h, w, TARGET, bias=b, softcap=3.0, chunk=4), *inputs)
     flat = hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    torch.library.opcheck(module._linear_losses, (*flat, TARGET.flatten(), -100, 0.1, 0.1, 3.0, 4))
-    rest = (TARGET.flatten(), torch.zeros(10), -100, 0.1, 0.1, 3.0, 4)
-    for needs in ([True, True, True], [True, False, False]):
-        inputs = (torch.ones(10), *(value.detach() for value in flat), *rest, needs)
-        torch.library.opcheck(module._linear_gradients, inputs)
+    for summed in (False, True):
+        call = LinearCrossEntropyCall(**head(*flat), target=TARGET.flatten(), summed=summed, **EVERY_OPTION)
+        assert_sound_operator(losses.LINEAR_CROSS_ENTROPY, call, "hidden", "weight", "bias")
 
 
 def test_autocast() -> None:
@@ -215,13 +225,13 @@ def test_the_backward_keeps_inputs_and_a_number_a_token() -> None:
     logits, hidden, weight = random(10, 512), random(10, 64), random(512, 64)
     token = 10 * 8 + 10 * 4  # the target and the log-sum-exp
     assert saved_bytes(lambda z: cross_entropy(z, TARGET.flatten(), reduction="sum"), logits) == 10 * 512 * 4 + token
-    head = saved_bytes(lambda h, w: linear_cross_entropy(h, w, TARGET.flatten(), reduction="sum"), hidden, weight)
-    assert head == (10 + 512) * 64 * 4 + token
+    linear = saved_bytes(lambda h, w: linear_cross_entropy(h, w, TARGET.flatten(), reduction="sum"), hidden, weight)
+    assert linear == (10 + 512) * 64 * 4 + token
 
 
 PEAK = """
 import resource, sys, torch
-from flashmix.ops.cross_entropy.op import linear_cross_entropy
+from flashmix.ops.losses.op import linear_cross_entropy
 tokens, channels, vocabulary = map(int, sys.argv[1:])
 hidden = torch.randn(tokens, channels, requires_grad=True)
 weight = torch.randn(vocabulary, channels, requires_grad=True)

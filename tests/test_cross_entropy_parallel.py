@@ -12,7 +12,7 @@ from budget import assert_within_budget
 from rowwise_cases import random
 from torch import Tensor
 
-from flashmix.ops.cross_entropy.op import linear_cross_entropy
+from flashmix.ops.losses.op import linear_cross_entropy
 
 RANKS, VOCABULARY = 2, 14
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, 13, 9, -100, 2]])

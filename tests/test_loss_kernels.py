@@ -12,15 +12,14 @@ import pytest
 import rowwise_cases
 import test_losses
 import torch
-from rowwise_cases import assert_compiles, assert_same_bits, random
-from test_cross_entropy import OPTIONS, TARGET, reduced
+from rowwise_cases import assert_compiles, assert_same_bits, assert_sound_operator, random
+from test_cross_entropy import EVERY_OPTION, OPTIONS, TARGET, head, reduced
 from torch import Tensor
 
-from flashmix.ops.cross_entropy import op as module
-from flashmix.ops.cross_entropy.op import cross_entropy, linear_cross_entropy
-from flashmix.ops.cross_entropy.triton_gpu import head as _head_triton
 from flashmix.ops.losses import op as losses
-from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
+from flashmix.ops.losses.call import CrossEntropyCall, GRPOCall, KLDivergenceCall, LinearCrossEntropyCall
+from flashmix.ops.losses.op import cross_entropy, linear_cross_entropy, linear_grpo, linear_kl_divergence
+from flashmix.ops.losses.triton_gpu import head as triton_head
 
 pytest.importorskip("triton")
 
@@ -51,7 +50,7 @@ def moved(op: Callable[..., Tensor], device: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_cross_entropies(options: dict, device: str) -> None:
-    given, head = moved(cross_entropy, device), moved(linear_cross_entropy, device)
+    given, linear = moved(cross_entropy, device), moved(linear_cross_entropy, device)
     for dtype in DTYPES if device == "cuda" else DTYPES[:2]:
         hidden, weight, bias = (random(*s, dtype=dtype, seed=i) for i, s in enumerate([(2, 5, 8), (11, 8), (11,)]))
         for reduction in ("mean", "sum", "none"):
@@ -63,7 +62,7 @@ def test_cross_entropies(options: dict, device: str) -> None:
                 )
             for chunk in (None, 3):
                 assert_matches(
-                    lambda h, w, b: head(h, w, TARGET, bias=b, reduction=reduction, chunk=chunk, **options),  # noqa: B023
+                    lambda h, w, b: linear(h, w, TARGET, bias=b, reduction=reduction, chunk=chunk, **options),  # noqa: B023
                     lambda h, w, b: reduced(
                         definitions.cross_entropy(h @ w.T + b, TARGET, **options),
                         TARGET,
@@ -128,13 +127,13 @@ def test_overwritten_logits(impl: str, device: str) -> None:
 
 def test_chunks_and_accumulators() -> None:
     bf16, half, wide = torch.bfloat16, torch.float16, torch.float32
-    assert _head_triton.rows_at_once(None, 128256, bf16, 16384) == 2048
-    assert _head_triton.rows_at_once(None, 128256, wide, 16384) == 1024
-    assert _head_triton.rows_at_once(None, 2**30, bf16, 10) == 1
-    assert _head_triton.rows_at_once(None, 100, bf16, 10) == 10 and _head_triton.rows_at_once(3, 100, bf16, 10) == 3
-    assert _head_triton.accumulator_dtype(bf16, 16384, 2048) == bf16
-    assert _head_triton.accumulator_dtype(bf16, 16384, 512) == wide
-    assert _head_triton.accumulator_dtype(half, 16384, 16384) == wide
+    assert triton_head.rows_at_once(None, 128256, bf16, 16384) == 2048
+    assert triton_head.rows_at_once(None, 128256, wide, 16384) == 1024
+    assert triton_head.rows_at_once(None, 2**30, bf16, 10) == 1
+    assert triton_head.rows_at_once(None, 100, bf16, 10) == 10 and triton_head.rows_at_once(3, 100, bf16, 10) == 3
+    assert triton_head.accumulator_dtype(bf16, 16384, 2048) == bf16
+    assert triton_head.accumulator_dtype(bf16, 16384, 512) == wide
+    assert triton_head.accumulator_dtype(half, 16384, 16384) == wide
 
 
 @GPU
@@ -158,16 +157,24 @@ def test_operators_are_sound_and_compile() -> None:
     hidden, weight, bias = (random(*s, seed=i) for i, s in enumerate([(2, 5, 8), (11, 8), (11,)]))
     flat = [t.cuda().requires_grad_() for t in (hidden.flatten(0, 1), weight, bias)]
     target = TARGET.flatten().cuda()
-    options = (-100, 0.1, 0.1, 3.0)
-    torch.library.opcheck(module._KERNELS.operator, (flat[0], target.clamp(max=7), True, *options))
-    torch.library.opcheck(module._ROW_KERNELS.operator, (*flat, target, True, *options, 4))
-    torch.library.opcheck(module._SUM_KERNELS.operator, (*flat, target, True, *options, 4, True, True, True))
-    teacher = [t.detach() for t in flat]
-    ones = torch.ones(10, device="cuda")
-    torch.library.opcheck(losses._KL_ROWS.operator, (*flat, *teacher, True, 1.0, False, 4))
-    torch.library.opcheck(losses._KL_SUM.operator, (*flat, *teacher, ones, True, 1.0, True, 4, True, True, True))
-    grpo = (*flat, target.clamp(min=0), ones, ones, ones, ones, True, 0.2, 0.2, 0.1, 1.0, 4, True, True, True)
-    torch.library.opcheck(losses._GRPO_SUM.operator, grpo)
+    names, fields = ("hidden", "weight", "bias"), head(*flat)
+    given = CrossEntropyCall(logits=flat[0], target=target.clamp(max=7), overwrite_logits=False, **EVERY_OPTION)
+    assert_sound_operator(losses.CROSS_ENTROPY, given, "logits", impl="triton")
+    for summed in (False, True):
+        linear = LinearCrossEntropyCall(**fields, target=target, summed=summed, **EVERY_OPTION)
+        assert_sound_operator(losses.LINEAR_CROSS_ENTROPY, linear, *names, impl="triton")
+    teacher = {f"teacher_{name}": t.detach() for name, t in zip(names, flat, strict=True)}
+    for reduction in ("none", "mean"):
+        divergence = KLDivergenceCall(
+            **fields, **teacher, mask=None, temperature=1.0, reverse=reduction == "mean", reduction=reduction
+        )
+        assert_sound_operator(losses.KL_DIVERGENCE, divergence, *names, impl="triton")
+    ones = torch.ones(2, 5, device="cuda")
+    policy = GRPOCall(
+        **fields, target=TARGET.cuda().clamp(min=0), advantages=ones, old_log_probs=ones, reference_log_probs=ones,
+        mask=None, clip=(0.2, 0.2), kl_weight=0.1, temperature=1.0, reduction="sequence",
+    )  # fmt: skip
+    assert_sound_operator(losses.GRPO, policy, *names, impl="triton")
     for reduction in ("mean", "none"):
         call = partial(moved(linear_cross_entropy, "cuda"), reduction=reduction, chunk=4)
         assert_compiles(lambda h, w, b: call(h, w, TARGET, bias=b), hidden, weight, bias)  # noqa: B023
@@ -254,10 +261,10 @@ def kl_call(vocabulary: int, dtype: torch.dtype, reverse: bool) -> Callable[[], 
     return call
 
 
-EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 5.0}
+SLOWEST = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 5.0}
 FAST = {
     "head": head_call(128256, torch.bfloat16),
-    "head, all options": head_call(50257, torch.float32, **EVERY_OPTION),
+    "head, all options": head_call(50257, torch.float32, **SLOWEST),
     "kl": kl_call(128256, torch.bfloat16, False),
     "reverse kl": kl_call(32000, torch.float32, True),
 }
@@ -269,7 +276,7 @@ CALLS = FAST | {
     for i, make in enumerate(
         [
             head_call(vocabulary, dtype),
-            head_call(vocabulary, dtype, **EVERY_OPTION),
+            head_call(vocabulary, dtype, **SLOWEST),
             kl_call(vocabulary, dtype, False),
             kl_call(vocabulary, dtype, True),
         ]

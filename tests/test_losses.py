@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import definitions
 import pytest
 import torch
-from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, random
+from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, assert_sound_operator, random
 from torch import Tensor
 
 from flashmix.ops.losses import op as losses
+from flashmix.ops.losses.call import KLDivergenceCall
 from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 
 MASK = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
@@ -48,6 +52,13 @@ def test_kl_divergence_is_its_definition(temperature: float, reduction: str, rev
     assert_matches(op, definition, *(random(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)))
 
 
+def kl_call(student: Sequence[Tensor], teacher: Sequence[Tensor], **options: Any) -> KLDivergenceCall:
+    """A call of heads without biases, two rows at a time."""
+    fields = dict(zip(("hidden", "weight", "teacher_hidden", "teacher_weight"), (*student, *teacher), strict=True))
+    given = {"bias": None, "teacher_bias": None, "mask": None, "chunk": 2, "needs": ("hidden", "weight")}
+    return KLDivergenceCall(**fields, **{**given, **options})
+
+
 def test_kl_divergence_laws() -> None:
     hidden, weight, teacher, head = (
         random(*s, dtype=torch.float64, seed=i) for i, s in enumerate([(5, 4), (11, 4), (5, 6), (11, 6)])
@@ -63,9 +74,10 @@ def test_kl_divergence_laws() -> None:
             hidden,
             weight,
         )
-        torch.library.opcheck(losses._divergences, (*leaves, None, teacher, head, None, 0.5, reverse, 2))
-        rest = (None, teacher, head, None, 0.5, reverse, 2, [True, False, False])
-        torch.library.opcheck(losses._gradients, (torch.ones(5).double(), hidden, weight, *rest))
+        call = kl_call(leaves, (teacher, head), temperature=2.0, reverse=reverse, reduction="none")
+        for reduction, mask in (("none", None), ("mean", torch.arange(5) != 2)):
+            changed = call.but(reduction=reduction, mask=mask)
+            assert_sound_operator(losses.KL_DIVERGENCE, changed, "hidden", "weight")
     assert linear_kl_divergence(hidden, weight, hidden, weight).abs() < torch.finfo(torch.float64).eps * 11
     loss = linear_kl_divergence(hidden.requires_grad_(), weight, teacher, head)
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flashmix.ops.cross_entropy.op import linear_cross_entropy
+from flashmix.ops.losses.op import linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):

@@ -24,7 +24,8 @@ from flashmix.op.packing import Packing
 LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
 SCHEMA: dict[Any, str] = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "SymInt", int | None: "SymInt?",
-    bool: "bool", str: "str", str | None: "str?", tuple[int, ...]: "int[]", torch.dtype: "ScalarType",
+    bool: "bool", str: "str", str | None: "str?", tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]",
+    torch.dtype: "ScalarType",
 }  # fmt: skip
 Written = Annotated[Tensor, "written"]  # a tensor field of a call that the op overwrites
 Outputs = tuple[Tensor, ...]

@@ -1,40 +1,205 @@
-"""Losses of a language model's head for distillation and for policy gradients, without the logits of all tokens."""
+"""The cross entropy of given logits, and losses of a language model's head without holding the logits of all tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flashmix.op.checks import (
-    check_choice,
-    check_dtype,
-    check_floating,
-    check_like,
-    check_range,
-    check_shape,
-    check_tensor,
-)
-from flashmix.op.choose import choose
+from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, check_tensor
+from flashmix.op.choose import Implementation, choose
 from flashmix.op.dtypes import compute_dtype
-from flashmix.op.operator import differentiable, once_differentiable, operator
-from flashmix.op.rowwise import Operator, portable, triton, wants_gradient
-from flashmix.ops.cross_entropy.head import (
-    HeadGradients,
+from flashmix.ops.losses.call import (
+    CrossEntropyCall,
+    GRPOCall,
+    KLDivergenceCall,
+    LinearCrossEntropyCall,
+    ParallelCrossEntropyCall,
+    triton_refuses_head,
+)
+from flashmix.ops.losses.head import (
+    as_rows,
+    check_grpo,
     check_head,
+    check_mask,
     check_positive,
     check_target,
-    chunks,
-    head_inputs,
-    head_logits,
-    room_for_logits,
-    rows_at_once,
+    count_of,
+    head_fields,
+    mean_over,
+    needed,
+    row_options,
 )
-from flashmix.ops.cross_entropy.op import linear_cross_entropy
+from flashmix.ops.losses.parallel import name_of
+from flashmix.ops.losses.portable.grpo import policy_losses
 
-IMPLEMENTATIONS = (triton("flashmix.ops.losses.triton_gpu"), portable(__name__))
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def implementations(name: str) -> tuple[Implementation[Any], ...]:
+    return (
+        Implementation("triton", f"flashmix.ops.losses.triton_gpu.{name}", triton_refuses),
+        Implementation("portable", f"flashmix.ops.losses.portable.{name}", always),
+    )
+
+
+CROSS_ENTROPY = Op("cross_entropy", CrossEntropyCall, implementations("cross_entropy"))
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", LinearCrossEntropyCall, implementations("linear_cross_entropy"))
+PARALLEL_CROSS_ENTROPY = Op("linear_cross_entropy_parallel", ParallelCrossEntropyCall, implementations("parallel"))
+KL_DIVERGENCE = Op("linear_kl_divergence", KLDivergenceCall, implementations("kl_divergence"))
+GRPO_IMPLEMENTATIONS: tuple[Implementation[Any], ...] = (
+    Implementation("triton", "flashmix.ops.losses.triton_gpu.grpo", triton_refuses_head),
+    Implementation("portable", "flashmix.ops.losses.portable.grpo", always),
+)
+GRPO = Op("linear_grpo", GRPOCall, GRPO_IMPLEMENTATIONS)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    overwrite_logits: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """The cross entropy of `target` under `logits`.
+
+        z = logits                                  (softcapped: c tanh(logits / c))
+        loss = (1 - e) (lse(z) - z_target) + e (lse(z) - mean(z)) + z_loss lse(z)^2,    e = label_smoothing
+
+    The backward keeps `logits` and one number a token. From hidden states `linear_cross_entropy` needs less memory.
+
+    Args:
+        logits: `[..., V]`, floating.
+        target: `[...]` int64, in `[0, V)` or `ignore_index`.
+        ignore_index: targets that count for nothing.
+        label_smoothing: share of the target's probability that is spread evenly over the vocabulary, in `[0, 1]`.
+        z_loss: weight of the squared log of the softmax's denominator.
+        softcap: bound c of the logits, or None.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none".
+        overwrite_logits: whether the backward may write the gradient over `logits`, so that nothing else of their size
+            is allocated. Whatever else needs them in a backward, or a second backward of the loss, then raises. Under
+            `torch.compile` the compiler decides.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64 logits), as is all arithmetic.
+
+    Raises:
+        TypeError: an input is not a tensor of the dtype above.
+        ValueError: shapes or devices differ, an option is out of its range, a target is outside the vocabulary (read on
+            the CPU, and on a GPU after `flashmix.checks(True)`), or `impl` is unknown.
+
+    Source:
+        As `linear_cross_entropy`.
+
+    Example:
+        >>> import torch
+        >>> round(cross_entropy(torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)).item(), 4)  # log 8
+        2.0794
+    """
+    check_tensor("logits", logits)
+    check_floating("logits", logits)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
+    vocabulary = logits.shape[-1]
+    check_target(target, logits.shape[:-1], "logits", logits, vocabulary, ignore_index)
+    options = row_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    overwrite = overwrite_logits and not torch.compiler.is_compiling()
+    rows = logits.reshape(-1, vocabulary)
+    call = CrossEntropyCall(logits=rows, target=target.flatten(), overwrite_logits=overwrite, **options)
+    losses = CROSS_ENTROPY(call, impl)[0]
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / count_of(target, ignore_index)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+    group: ProcessGroup | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The cross entropy of `target` under the logits `hidden @ weight.T + bias`, a chunk of tokens at a time.
+
+        z = hidden weight^T + bias                  (softcapped: c tanh(z / c))
+        loss = (1 - e) (lse(z) - z_target) + e (lse(z) - mean(z)) + z_loss lse(z)^2,    e = label_smoothing
+
+    The backward computes each chunk's logits again and adds up the gradients; a frozen `weight` costs nothing there. The
+    kernels have the gradients of a sum or mean ready with the loss, without computing logits again.
+
+    Vocabulary-parallel: with `group`, each of its processes holds equally many rows of the head, in the order of ranks,
+    and the same `hidden` and `target`. Each gets the loss, the whole gradient of `hidden` and that of its rows.
+
+    With gradient accumulation a mean of means is wrong when the micro batches hold different numbers of tokens: take
+    `reduction="sum"` and divide by the number of targets of the whole batch.
+
+    Args:
+        hidden: `[..., D]`, floating.
+        weight: `[V, D]`, the dtype of `hidden`; under autocast both are cast.
+        target: `[...]` int64, in `[0, V)` or `ignore_index`.
+        bias: `[V]`, floating, or None.
+        ignore_index: targets that count for nothing.
+        label_smoothing: share of the target's probability that is spread evenly over the vocabulary, in `[0, 1]`.
+        z_loss: weight of the squared log of the softmax's denominator.
+        softcap: bound c of the logits, or None.
+        reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none".
+        chunk: tokens a chunk; None for as many as make 2^23 logits, with kernels 2^29 bytes.
+        group: processes that share the vocabulary, or None; not under `torch.compile`.
+        impl: "auto" or the name of an implementation.
+
+    Returns:
+        A scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64 inputs), as is all arithmetic (with
+        kernels, logits and their gradients are rounded to the dtype of `hidden`).
+
+    Raises:
+        TypeError: an input is not a tensor of the dtype above.
+        ValueError: shapes or devices differ, an option is out of its range, a target is outside the vocabulary (read on
+            the CPU, and on a GPU after `flashmix.checks(True)`), or `impl` is unknown.
+
+    Source:
+        Label smoothing: Szegedy et al. (1512.00567), section 7. z-loss: PaLM (2204.02311), section 5. Softcap: Gemma 2
+        (2408.00118), section 2.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight, target = torch.zeros(2, 3, 4), torch.zeros(8, 4), torch.zeros(2, 3, dtype=torch.int64)
+        >>> round(linear_cross_entropy(hidden, weight, target).item(), 4)  # log 8
+        2.0794
+    """
+    vocabulary = check_head(hidden, weight, bias)
+    total = vocabulary if group is None else vocabulary * group.size()
+    check_target(target, hidden.shape[:-1], "hidden", hidden, total, ignore_index)
+    options = row_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
+    check_positive("chunk", chunk)
+    head, targets = head_fields(hidden, weight, bias, chunk), target.flatten()
+    if group is None:
+        call = LinearCrossEntropyCall(target=targets, summed=reduction != "none", **head, **options)
+        losses = LINEAR_CROSS_ENTROPY(call, impl)[0]
+    else:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("linear_cross_entropy with a group is not for torch.compile")
+        call = ParallelCrossEntropyCall(target=targets, summed=False, group=name_of(group), **head, **options)
+        losses = PARALLEL_CROSS_ENTROPY(call, impl, "linear_cross_entropy")[0]
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / count_of(target, ignore_index)
 
 
 def linear_kl_divergence(
@@ -98,30 +263,25 @@ def linear_kl_divergence(
     check_shape("teacher_weight", teacher_weight, vocabulary, teacher_weight.shape[1])
     check_shape("teacher_hidden", teacher_hidden, *hidden.shape[:-1], teacher_hidden.shape[-1])
     check_like("teacher_hidden", teacher_hidden, "hidden", hidden, dtype=False)
-    for name, value in (("hidden", teacher_hidden), ("weight", teacher_weight), ("bias", teacher_bias)):
-        if wants_gradient(value):
-            raise ValueError(f"teacher_{name} must not require a gradient (it gets none; detach it), got one that does")
-    _check_mask(mask, hidden)
+    for name in needed(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias):
+        raise ValueError(f"{name} must not require a gradient (it gets none; detach it), got one that does")
+    check_mask(mask, hidden)
     check_positive("temperature", temperature)
     check_positive("chunk", chunk)
     check_choice("reduction", reduction, "mean", "sum", "none")
-    tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias)
-    chosen = choose("linear_kl_divergence", IMPLEMENTATIONS, tensors, impl)
-    needs = [wants_gradient(t) for t in (hidden, weight, bias)]
-    rows, weight = head_inputs(hidden, weight)
-    teacher_rows, teacher_weight = head_inputs(teacher_hidden, teacher_weight)
-    if chosen.name == "triton":
-        heads = (rows, weight, bias, teacher_rows, teacher_weight, teacher_bias)
-        options = (1 / temperature, reverse, chunk or 0)
-        if reduction == "none":
-            return _mean_over(_KL_ROWS(*heads, options=options)[0].view(hidden.shape[:-1]), mask, reduction)
-        weights = _row_weights(hidden.shape[:-1], hidden.device, mask, reduction)
-        return _KL_SUM(*heads, weights.flatten(), options=(*options, *needs))[0]
-    size = rows_at_once(chunk, 2 * vocabulary)
-    losses = _divergences(
-        rows, weight, bias, teacher_rows, teacher_weight, teacher_bias, 1 / temperature, reverse, size
+    teacher_rows, teacher_weight = as_rows(teacher_hidden, teacher_weight)
+    call = KLDivergenceCall(
+        **head_fields(hidden, weight, bias, chunk),
+        teacher_hidden=teacher_rows,
+        teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias,
+        mask=None if mask is None or reduction == "none" else mask.flatten(),
+        temperature=float(temperature),
+        reverse=reverse,
+        reduction=reduction,
     )
-    return _mean_over(losses.view(hidden.shape[:-1]), mask, reduction)
+    losses = KL_DIVERGENCE(call, impl)[0]
+    return mean_over(losses.view(hidden.shape[:-1]), mask, reduction) if reduction == "none" else losses
 
 
 def linear_grpo(
@@ -183,188 +343,37 @@ def linear_grpo(
         >>> linear_grpo(hidden, weight, target, torch.tensor([1.0, 3.0])).item()
         -2.0
     """
-    check_head(hidden, weight, bias)
-    if hidden.dim() != 3:
-        raise ValueError(f"hidden must have shape [B, T, D], got {list(hidden.shape)}")
-    _check_mask(mask, hidden)
-    batch, tokens = hidden.shape[:2]
-    for name, value in (("old_log_probs", old_log_probs), ("reference_log_probs", reference_log_probs)):
-        if value is not None:
-            check_shape(name, value, batch, tokens)
-            check_floating(name, value)
-            check_like(name, value, "hidden", hidden, dtype=False)
-    check_tensor("advantages", advantages)
-    check_shape("advantages", advantages, *((batch,) if advantages.dim() == 1 else (batch, tokens)))
-    check_floating("advantages", advantages)
-    check_like("advantages", advantages, "hidden", hidden, dtype=False)
-    for bound in clip:
-        check_range("clip", bound, 0.0, float("inf"))
-    if kl_weight and reference_log_probs is None:
-        raise ValueError("reference_log_probs must be given when kl_weight is not 0, got None")
-    check_positive("temperature", temperature)
-    check_choice("reduction", reduction, "sequence", "mean", "sum", "none")
-    log_probs = (old_log_probs, reference_log_probs)
-    chosen_impl = choose("linear_grpo", IMPLEMENTATIONS, (hidden, weight, bias), impl)
-    target = target if mask is None else target.masked_fill(~mask, -100)
-    apart = wants_gradient(advantages, *log_probs) or compute_dtype(advantages, *log_probs) == torch.float64
-    if chosen_impl.name == "triton" and reduction != "none" and not apart:
-        check_target(target, hidden.shape[:-1], "hidden", hidden, weight.shape[0], -100)
-        needs = [wants_gradient(t) for t in (hidden, weight, bias)]
-        hidden, weight = head_inputs(hidden, weight)
-        if advantages.dim() == 1:
-            advantages = advantages.unsqueeze(1).expand(batch, tokens)
-        numbers = (None if t is None else t.to(torch.float32).flatten() for t in (advantages, *log_probs))
-        weights = _row_weights((batch, tokens), hidden.device, mask, reduction).flatten()
-        options = (*map(float, clip), float(kl_weight), 1 / temperature, chunk or 0, *needs)
-        return _GRPO_SUM(hidden, weight, bias, target.flatten(), *numbers, weights, options=options)[0]
-    if temperature != 1.0:
-        hidden, bias = hidden / temperature, None if bias is None else bias / temperature
-    chosen = -linear_cross_entropy(hidden, weight, target, bias=bias, reduction="none", chunk=chunk, impl=impl)
-    ratio = torch.exp(chosen - (chosen.detach() if old_log_probs is None else old_log_probs))
-    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages)
-    if kl_weight and reference_log_probs is not None:
-        above = reference_log_probs - chosen
-        losses = losses + kl_weight * (torch.expm1(above) - above)
-    return _mean_over(losses, mask, reduction)
+    call = GRPOCall(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        chunk=chunk,
+        needs=(),
+        target=target,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        reference_log_probs=reference_log_probs,
+        mask=mask,
+        clip=tuple(clip),
+        kl_weight=kl_weight,
+        temperature=temperature,
+        reduction=reduction,
+    )
+    call = check_grpo(call)
+    chosen = choose("linear_grpo", GRPO_IMPLEMENTATIONS, call, impl).name
+    numbers = {"advantages": advantages, "old": old_log_probs, "reference": reference_log_probs}
+    apart = needed(**numbers) or compute_dtype(*numbers.values()) == torch.float64
+    if chosen == "triton" and reduction != "none" and not apart:
+        return GRPO(call.but(**head_fields(hidden, weight, bias, chunk)), chosen)[0]
+    return mean_over(policy_losses(call, log_probs(call, chosen)), mask, reduction)
 
 
-def _mean_over(losses: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
-    """`losses [..., T]` reduced over the tokens that count; means over none are 0."""
-    if mask is None:
-        mask = torch.ones_like(losses, dtype=torch.bool)
-    losses = losses.masked_fill(~mask, 0.0)
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    if reduction == "mean":
-        return losses.sum() / mask.sum().clamp(min=1)
-    return (losses.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / max(losses.shape[0], 1)
-
-
-def _row_weights(shape: Sequence[int], device: torch.device, mask: Tensor | None, reduction: str) -> Tensor:
-    """What `_mean_over` multiplies each token's loss with, float32."""
-    counts = torch.ones(shape, device=device) if mask is None else mask.to(torch.float32)
-    if reduction == "sum":
-        return counts
-    if reduction == "mean":
-        return counts / counts.sum().clamp(min=1)
-    return counts / (counts.sum(-1, keepdim=True).clamp(min=1) * max(shape[0], 1))
-
-
-def _check_mask(mask: Tensor | None, hidden: Tensor) -> None:
-    if mask is not None:
-        check_shape("mask", mask, *hidden.shape[:-1])
-        check_dtype("mask", mask, torch.bool)
-        check_like("mask", mask, "hidden", hidden, dtype=False)
-
-
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, room: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities under scaled logits, and the probabilities."""
-    z = head_logits(hidden, weight, bias, room).mul_(scale)
-    z.sub_(z.amax(1, keepdim=True))
-    p = torch.exp(z)
-    total = p.sum(1, keepdim=True)
-    return z.sub_(total.log()), p.div_(total)
-
-
-def _weighted(weights: Tensor, difference: Tensor, out: Tensor) -> Tensor:
-    """`weights * difference`, 0 where the weight is (a token ruled out by an infinite logit); `out` may be either."""
-    ruled_out = weights == 0
-    return torch.mul(weights, difference, out=out).masked_fill_(ruled_out, 0.0)
-
-
-_HEADS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
-)
-_NEEDS = "int chunk, bool need_hidden, bool need_weight, bool need_bias"
-_KL_ROWS = Operator(
-    "linear_kl_rows", "flashmix.ops.losses.triton_gpu.LinearKL", _HEADS, "float scale, bool reverse, int chunk"
-)
-_KL_SUM = Operator(
-    "linear_kl_sum",
-    "flashmix.ops.losses.triton_gpu.LinearKLSum",
-    f"{_HEADS}, Tensor weights",
-    f"float scale, bool reverse, {_NEEDS}",
-)
-_GRPO_SUM = Operator(
-    "linear_grpo_sum",
-    "flashmix.ops.losses.triton_gpu.LinearGRPOSum",
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor advantages, Tensor? old, Tensor? reference, "
-    "Tensor weights",
-    f"float low, float high, float kl_weight, float scale, {_NEEDS}",
-)
-
-
-def _run_divergences(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None,
-    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None,
-    scale: float, reverse: bool, chunk: int,
-) -> Tensor:  # fmt: skip
-    """The divergence of each row of `hidden [N, D]` from the same row of `teacher_hidden [N, E]`."""
-    wide = compute_dtype(hidden, weight, bias, teacher_hidden)
-    losses = hidden.new_empty(hidden.shape[0], dtype=wide)
-    weight, teacher_weight = weight.to(wide), teacher_weight.to(wide)
-    room, teacher_room = (room_for_logits(hidden.shape[0], chunk, weight) for _ in range(2))
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows in chunks(hidden.shape[0], chunk):
-            log_q, q = _log_softmax(hidden[rows], weight, bias, scale, room)
-            log_p, p = _log_softmax(teacher_hidden[rows], teacher_weight, teacher_bias, scale, teacher_room)
-            terms = _weighted(q, log_q.sub_(log_p), out=q) if reverse else _weighted(p, log_p.sub_(log_q), out=p)
-            losses[rows] = terms.sum(1).div_(scale * scale)
-    return losses
-
-
-def _run_gradients(
-    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None,
-    teacher_hidden: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None,
-    scale: float, reverse: bool, chunk: int, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of `hidden`, `weight` and `bias` for the gradient `grad [N]` of the divergences; empty unless in
-    `needs`.
-
-    dz = grad (q - p) / scale,    reversed: grad q (ln q - ln p - sum_v q_v (ln q_v - ln p_v)) / scale
-    """
-    gradients = HeadGradients(hidden, weight, bias, needs)
-    wide_weight, teacher_weight = weight.to(grad.dtype), teacher_weight.to(grad.dtype)
-    room, teacher_room = (room_for_logits(hidden.shape[0], chunk, wide_weight) for _ in range(2))
-    with torch.autocast(hidden.device.type, enabled=False):
-        for rows in chunks(hidden.shape[0], chunk):
-            log_q, q = _log_softmax(hidden[rows], wide_weight, bias, scale, room)
-            log_p, p = _log_softmax(teacher_hidden[rows], teacher_weight, teacher_bias, scale, teacher_room)
-            if reverse:
-                difference = log_q.sub_(log_p)
-                mean = _weighted(q, difference, out=p).sum(1, keepdim=True)
-                dz = _weighted(q, difference.sub_(mean), out=difference)
-            else:
-                dz = q.sub_(p)
-            gradients.add(rows, dz.mul_((grad[rows] / scale).unsqueeze(1)), wide_weight)
-    return gradients.results()
-
-
-def _fake_divergences(hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, *_: Any) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden, weight, bias, teacher_hidden))
-
-
-def _fake_gradients(grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> list[Tensor]:
-    return HeadGradients(hidden, weight, bias, rest[-1]).results()
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:3])
-    found = _gradients(grad, *ctx.saved_tensors, *ctx.options, needs)
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *[None] * 6
-
-
-_divergences = operator("linear_kl_divergence", _run_divergences, _fake_divergences)
-_gradients = operator("linear_kl_divergence_backward", _run_gradients, _fake_gradients)
-differentiable("linear_kl_divergence", _backward, _setup_context)
-once_differentiable("linear_kl_divergence")
+def log_probs(call: GRPOCall, impl: str) -> Tensor:
+    """The log-probability `[B, T]` of each target under the scaled logits; 0 where it is masked."""
+    hidden, bias = call.hidden, call.bias
+    if call.temperature != 1.0:
+        hidden, bias = hidden / call.temperature, None if bias is None else bias / call.temperature
+    head = head_fields(hidden, call.weight, bias, call.chunk)
+    options = row_options(-100, 0.0, 0.0, None, "none")
+    plain = LinearCrossEntropyCall(target=call.target.flatten(), summed=False, **head, **options)
+    return -LINEAR_CROSS_ENTROPY(plain, impl)[0].view(call.target.shape)

@@ -1,0 +1,44 @@
+"""One process's part of a vocabulary-parallel cross entropy, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.losses import parallel
+from flashmix.ops.losses.call import ParallelCrossEntropyCall
+from flashmix.ops.losses.portable.head import HeadGradients
+from flashmix.ops.losses.portable.linear_cross_entropy import head_of
+from flashmix.ops.losses.portable.rows import rows_backward, rows_statistics
+
+keeps = parallel.keeps
+
+
+def forward(call: ParallelCrossEntropyCall, save: bool) -> tuple[Outputs, Outputs]:
+    return parallel.forward(call, statistics)
+
+
+def backward(
+    call: ParallelCrossEntropyCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]
+) -> Gradients:
+    return parallel.backward(call, kept, grads, wanted, gradients)
+
+
+def statistics(call: ParallelCrossEntropyCall, target: Tensor, total: int) -> Tensor:
+    found = call.hidden.new_empty(2, call.hidden.shape[0], dtype=call.wide)
+    for part, z in head_of(call).chunks():
+        found[0, part], found[1, part] = rows_statistics(z, target[part], call, total)
+    return found
+
+
+def gradients(
+    call: ParallelCrossEntropyCall, shard: parallel.ShardGradient, wanted: frozenset[str]
+) -> dict[str, Tensor]:
+    head = head_of(call)
+    found = HeadGradients(head, wanted)
+    for part, z in head.chunks():
+        dz = rows_backward(z, shard.target[part], shard.lse[part], shard.grad[part], call, shard.total)
+        found.add(part, dz)
+    return found.results()
