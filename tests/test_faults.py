@@ -319,10 +319,10 @@ def test_fault_20_mean_loss_under_accumulation_and_a_frozen_head(monkeypatch: An
     sums = [flashmix.linear_cross_entropy(h, weight, t, reduction="sum") for h, t in zip(hidden, target, strict=True)]
     torch.testing.assert_close(sum(sums) / 7, mean)
 
-    needed: list[list[bool]] = []
-    gradients = head.HeadGradients.__init__
+    computed: list[list[str]] = []
+    gradients = HeadGradients.__init__
     monkeypatch.setattr(
-        head.HeadGradients,
+        HeadGradients,
         "__init__",
         lambda self, head, wanted: (computed.append(list(wanted)), gradients(self, head, wanted))[1],
     )
