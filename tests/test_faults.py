@@ -30,6 +30,7 @@ from flashmix.layer import padding
 from flashmix.mechanisms.registry import functions
 from flashmix.ops import recurrence
 from flashmix.ops.attention import definition as attention_definition
+from flashmix.ops.losses.portable.head import HeadGradients
 from flashmix.ops.recurrence import definition as recurrence_definition
 
 OPS = public_ops()
