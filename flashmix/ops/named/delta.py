@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_shape, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.named._common import Result, check_per_head
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 
 def deltanet(
@@ -110,8 +110,8 @@ def deltaproduct(
     if log_decay is not None:
         check_shape("log_decay", log_decay, B, T, HV)
     first = {"k": k[:, :, 0]}
-    cu = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
-    steps = None if cu is None else Packing(cu * n, T * n)
+    packing = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
+    steps = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
     log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
     o, state = delta_rule(
         _at_step(q, n, n - 1), k.flatten(1, 2), v.flatten(1, 2), beta.flatten(1, 2), log_decay,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from flashmix.op.checks import dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.named._common import check_per_head, check_states, scan
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 States = tuple[Tensor, Tensor]
 BOUND = 1.5  # the preconditioner lies between 1 / BOUND and BOUND
