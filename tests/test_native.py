@@ -13,7 +13,7 @@ from cases import PAIRS, Case, make_inputs, run_op
 from test_recurrence import STAGES, assert_within_budget, evaluate, references
 
 import flashmix
-from flashmix.ops.recurrence import engine, native
+from flashmix.ops.recurrence import native, op
 from flashmix.ops.recurrence.native.binding import library, missing
 
 needs_library = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -75,7 +75,7 @@ def test_widest_heads_and_what_is_past_them():
 
 
 def test_without_the_library_the_portable_one_runs(monkeypatch):
-    monkeypatch.setattr(engine, "missing", lambda: "its C was not compiled when flashmix was installed")
+    monkeypatch.setattr(op, "missing", lambda: "its C was not compiled when flashmix was installed")
     case = Case("", "delta", "token", B=1, T=5)
     found = flashmix.explain(run_op, case, make_inputs(case, torch.float32))
     assert found.choice == "portable" and "was not compiled" in str(found)

@@ -12,9 +12,10 @@ from budget import relative_errors
 from cases import CASES, PAIRS, Case, gradients, make_inputs, run_definition, run_op
 
 import flashmix
-from flashmix.ops.recurrence import engine
-from flashmix.ops.recurrence.call import Operands
-from flashmix.ops.recurrence.engine import recurrence
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence import op
+from flashmix.ops.recurrence.call import RecurrenceCall
+from flashmix.ops.recurrence.op import RECURRENCE
 from flashmix.ops.recurrence.segments import scan, transition
 
 STAGES = 4  # scores, transform, state, output: a chunked implementation rounds after each, the token loop once a token
@@ -53,7 +54,7 @@ def references(case, inputs):
 def taken(request, monkeypatch):
     """What `impl="auto"` takes first: all that is there, or the portable one as where there is no C compiler."""
     if request.param == "portable":
-        monkeypatch.setattr(engine, "missing", lambda: "left out by this test")
+        monkeypatch.setattr(op, "missing", lambda: "left out by this test")
 
 
 each_implementation = pytest.mark.usefixtures("taken")
@@ -261,17 +262,11 @@ def test_segments_join_to_the_whole(case):
     whole = replace(case, T=96)
     inputs = make_inputs(whole, torch.float32)
     exact, plain = references(whole, inputs)
-    x = {name: inputs.get(name) for name in ("q", "k", "v", "beta", "a", "b")}
-    g = inputs.get("log_decay")
+    x = {name: inputs.get(name) for name in ("q", "k", "v", "a", "b", "beta", "log_decay")}
     if case.rule == "untied":
         x |= {"a": -inputs["erase"], "b": inputs["write"]}
     cut = [
-        Operands(
-            *(None if t is None else t[:, i : i + 32] for t in x.values()),
-            g if g is None or g.dim() == 1 else g[:, i : i + 32],
-            None,
-            None,
-        )
+        RecurrenceCall(**{n: t if t is None or t.dim() == 1 else t[:, i : i + 32] for n, t in x.items()})
         for i in (0, 32, 64)
     ]
     M, N = (torch.stack(parts) for parts in zip(*(transition(part) for part in cut), strict=True))
@@ -304,9 +299,10 @@ def test_opcheck(rule, packed):
     rule, gate = ("linear", "value") if rule == "value" else (rule, "token")
     case = Case("", rule, gate, B=1 if packed else 2, T=73 if packed else 40, HV=4, lengths=lengths)
     x = {name: t.requires_grad_() for name, t in make_inputs(case, torch.float32).items()}
-    cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
-    args = [x.get(n) for n in ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")]
-    torch.library.opcheck(recurrence, (*args, cu, 0.5, False, True, "portable", gate == "value"))
+    tensors = {n: x.get(n) for n in ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")}
+    packing = None if lengths is None else Packing.from_lengths(lengths)
+    call = RecurrenceCall(**tensors, packing=packing, scale=0.5, value_decay=gate == "value")
+    torch.library.opcheck(RECURRENCE.operator, (*RECURRENCE.flat(call), True, "portable"))
 
 
 @each_implementation
@@ -361,7 +357,7 @@ def test_what_a_decay_of_values_refuses():
     with pytest.raises(ValueError, match="log_decay and value_log_decay must not both be given"):
         flashmix.linear_attention(q, q, v, torch.zeros(2), value_log_decay=torch.zeros_like(v))
     with pytest.raises(ValueError, match="transition cannot take value_log_decay"):
-        transition(Operands(q, q, v, None, None, None, torch.zeros_like(v), None, None, value_gate=True))
+        transition(RecurrenceCall(q, q, v, log_decay=torch.zeros_like(v), value_decay=True))
 
 
 @each_implementation

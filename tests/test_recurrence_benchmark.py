@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from flashmix.ops.recurrence.call import RecurrenceCall, Rule
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -162,12 +164,12 @@ def test_candidates_fit_the_fields_of_the_table(rows: Any) -> None:
     """Each field gets what it holds now: the same constants, or a number."""
     pytest.importorskip("triton")
     table = importlib.import_module("recurrence_gpu_table")
-    problems = importlib.import_module("flashmix.ops.recurrence.call")
+    problems = importlib.import_module("flashmix.ops.recurrence.triton_gpu.adapter")
     tiles = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table").tiles
     for candidates in table.CANDIDATES.values():
         row = candidates.row
         gate = problems.Gate.CHANNEL if rows.RULES[row.rule].gate == "channel" else problems.Gate.TOKEN
-        rule = problems.Rule.DPLR if row.rule == "rwkv7" else problems.Rule.TIED
+        rule = Rule.DPLR if row.rule == "rwkv7" else Rule.TIED
         assert candidates.fields and candidates.tiles
         own = tiles(problem_of(problems, row, rule, gate))
         for values in candidates.tiles:
@@ -184,7 +186,7 @@ def problem_of(problems: Any, row: Any, rule: Any, gate: Any) -> Any:
         benchmark = importlib.import_module("recurrence_rows")
         x = benchmark.tensors(row, "meta")
     a, b = x.get("a"), x.get("b")
-    operands = problems.Operands(x["q"], x["k"], x["v"], x.get("beta"), a, b, x["g"], None, None)
-    found = problems.Problem.of(operands, False)
+    call = RecurrenceCall(x["q"], x["k"], x["v"], a, b, x.get("beta"), x["g"])
+    found = problems.Problem.of(call)
     assert found.rule is rule and found.gate is gate
     return found

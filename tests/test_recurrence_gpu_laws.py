@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import flashmix
 from flashmix.layers import GatedDeltaNet
 from flashmix.models import Decoder, preset
-from flashmix.ops.recurrence.engine import recurrence
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence.call import RecurrenceCall
+from flashmix.ops.recurrence.op import RECURRENCE
 
 gpu = pytest.mark.gpu
 LONG = Case("segments", "delta", "token", B=1, T=8192, H=1, HV=1, K=64, V=64, states=False)
@@ -282,12 +284,17 @@ def test_fault_17_opcheck(case: Case, packed: bool) -> None:
     lengths = (40, 0, 3, 30) if packed else None
     case = replace(case, B=1 if packed else 2, T=73 if packed else 40, lengths=lengths)
     x = {name: t.requires_grad_() for name, t in small(case).items()}
-    cu = None if lengths is None else torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
-    a, b = (x.get("a"), x.get("b")) if case.rule != "untied" else (x["erase"], x["write"])
-    args = (x["q"], x.get("k"), x["v"], x.get("beta"), a, b, x.get("log_decay"), x["initial_state"])
+    packing = None if lengths is None else Packing.from_lengths(lengths, DEVICE)
+    names = ("k", "a", "b", "beta", "log_decay", "initial_state")
+    tensors = {name: x.get(name) for name in names} | (
+        {"a": x["erase"], "b": x["write"], "k": None, "beta": None} if case.rule == "untied" else {}
+    )
+    call = RecurrenceCall(
+        q=x["q"], v=x["v"], **tensors, packing=packing, scale=0.5, read_before=case.rule == "read_before"
+    )
     empty = torch.empty  # what is kept has places that no kernel writes or reads
     with mock.patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **options).zero_()):
-        torch.library.opcheck(recurrence, (*args, cu, 0.5, case.rule == "read_before", True, "triton", False))
+        torch.library.opcheck(RECURRENCE.operator, (*RECURRENCE.flat(call), True, "triton"))
 
 
 @gpu

@@ -14,8 +14,8 @@ from flashmix.mechanisms.slots import check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_range
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
-from flashmix.ops.recurrence.engine import state_dtype
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
 

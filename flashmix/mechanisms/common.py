@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
-from flashmix.ops.recurrence.engine import state_dtype
-from flashmix.ops.recurrence.linear_attention import linear_attention
+from flashmix.ops.recurrence import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
 

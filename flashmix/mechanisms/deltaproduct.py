@@ -61,8 +61,8 @@ def deltaproduct(
     if log_decay is not None:
         check_shape("log_decay", log_decay, B, T, HV)
     first = {"k": k[:, :, 0]}
-    cu = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
-    steps = None if cu is None else Packing(cu * n, T * n)
+    packing = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
+    steps = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
     log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
     o, state = delta_rule(
         _at_step(q, n, n - 1),

@@ -11,10 +11,10 @@ from flashmix.mechanisms.common import Result, check_per_head
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 
 def gated_deltanet2(

@@ -14,9 +14,9 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_range, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
-from flashmix.ops.recurrence.engine import state_dtype
 
 
 def lightning(

@@ -15,11 +15,11 @@ from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.checks import check_multiple, check_range, check_shape, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 
 def mamba2(

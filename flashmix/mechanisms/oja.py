@@ -11,11 +11,11 @@ from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
-from flashmix.ops.recurrence.call import Operands, Problem, check_operands
-from flashmix.ops.recurrence.engine import IMPLEMENTATIONS
+from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
+from flashmix.ops.recurrence.op import IMPLEMENTATIONS
 
 
 def oja(
@@ -55,14 +55,12 @@ def oja(
     """
     if log_decay is not None:
         check_per_head("log_decay", log_decay, "q", q, *_values_shape(q, v))
-    check_operands(q, v, {"k": k}, beta, None, initial_state, cu_seqlens)
-    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    packing = check_operands(q, v, {"k": k}, beta, None, initial_state, cu_seqlens)
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
-    cu = None if packing is None else packing.cu_seqlens
-    second = Operands(q, k, v, None, None, None, log_decay, initial_state, cu, log_decay is not None)
-    choose("oja", IMPLEMENTATIONS, Problem.of(second, False), impl)  # both passes must run, and this one asks for more
+    second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
+    choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
     reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
     transposed = None if initial_state is None else initial_state.mT
     recalled, _ = delta_rule(

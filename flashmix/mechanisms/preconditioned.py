@@ -17,10 +17,10 @@ from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 States = tuple[Tensor, Tensor]
 BOUND = 1.5  # the preconditioner lies between 1 / BOUND and BOUND

@@ -16,9 +16,9 @@ from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.checks import dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
-from flashmix.ops.recurrence.engine import state_dtype
 
 
 def retnet(

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flashmix.mechanisms.common import check_per_head
 from flashmix.op.checks import check_like, dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.engine import state_dtype
 
 SlotStates = tuple[Tensor, Tensor]
 

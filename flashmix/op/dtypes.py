@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of their device, where autocast is on and the first is not float64."""
     first = next(t for t in tensors if t is not None)
     kind = first.device.type

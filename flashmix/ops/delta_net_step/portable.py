@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flashmix.ops.norm.op import l2_norm, rms_norm
-from flashmix.ops.recurrence.call import DeltaNetOptions, Operands
+from flashmix.ops.recurrence.call import DeltaNetOptions, RecurrenceCall
 from flashmix.ops.recurrence.step.portable.in_place import live_slots, put_states
 from flashmix.ops.recurrence.step.portable.token import step
 from flashmix.ops.short_conv.op import short_conv
@@ -36,7 +36,8 @@ def delta_net_step(tensors: Tensors, options: DeltaNetOptions) -> Tensor:
     if decay is not None and A_log is not None and dt_bias is not None:
         g = _log_decay(decay.to(wide), A_log.to(wide), dt_bias, options.lower)[:, None]
     S = state.index_select(0, rows).to(wide)
-    o, S = step(Operands(q, k, v, beta, None, None, g, S, None), K**-0.5, False, wide)
+    call = RecurrenceCall(q, k, v, beta=beta, log_decay=g, initial_state=S, scale=K**-0.5)
+    o, S = step(call, wide)
     z = None if gate is None else gate.view_as(o[:, 0])
     y = rms_norm(
         o[:, 0], norm_weight, eps=options.eps, gate=z, gate_activation=options.gate_activation, impl="portable"

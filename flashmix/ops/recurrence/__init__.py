@@ -1,8 +1,6 @@
-"""The recurrence: one matrix state a head that decays, is written to, and corrects itself."""
+"""The recurrence: one matrix state per head that decays, is written to, and corrects itself."""
 
-from flashmix.ops.recurrence.delta_rule import delta_rule
-from flashmix.ops.recurrence.dplr import dplr
-from flashmix.ops.recurrence.linear_attention import linear_attention
+from flashmix.ops.recurrence.op import delta_rule, dplr, linear_attention
 from flashmix.ops.recurrence.step.op import delta_rule_step, dplr_step, linear_attention_step
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a call of the recurrence is: its rule, its gate, its sizes; and the checks that its tensors are such a call."""
+"""One call of the recurrence: its rule, its decay and its sizes; and the checks of its tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OWN_NAMES = {name: name for name in ("q", "v", "k", "beta", "log_decay")}
 
 
 class Rule(Enum):
-    """How a token writes to the state: as it is (raw), minus what the state already holds (corrected), or both."""
+    """How a token writes to the state: its value (raw), the value minus what the state already holds (corrected), or both."""
 
     LINEAR = "linear"  # S += k v^T
-    TIED = "tied delta"  # S += k u^T with u = beta (v - S^T k), S decayed
-    UNTIED = "untied delta"  # S += b u^T with u = v + S^T a, S before its decay
-    DPLR = "dplr"  # S += k v^T + b (S^T a)^T, S before its decay
+    TIED = "tied delta"  # S += beta k nu^T with nu = v - S^T k, S decayed
+    UNTIED = "untied delta"  # S += b nu^T with nu = v + S^T a, S before its decay
+    DPLR = "dplr"  # S += k v^T + b nu^T with nu = S^T a, S before its decay
 
     @property
     def raw(self) -> bool:
@@ -32,75 +32,6 @@ class Rule(Enum):
     @property
     def corrected(self) -> bool:
         return self is not Rule.LINEAR
-
-
-class Gate(Enum):
-    """The shape of the log decay."""
-
-    NONE = "none"
-    HEAD = "[H]"
-    TOKEN = "[B, T, H]"
-    CHANNEL = "[B, T, H, K]"
-    VALUE = "[B, T, H, V] on the value axis"  # S diag(e^g)
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The tensors of a call: which are there tells the rule, the shape of `g` the gate.
-
-    `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `g` the log decay (natural logarithm),
-    `initial_state` is `[N, HV, K, V]`, `cu_seqlens` is `[N + 1]`. With `value_gate`, `g` `[B, T, HV, V]` decays the value axis.
-    """
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor
-    beta: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    g: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    value_gate: bool = False
-
-    @property
-    def rule(self) -> Rule:
-        if self.a is None:
-            return Rule.LINEAR if self.beta is None else Rule.TIED
-        return Rule.UNTIED if self.k is None else Rule.DPLR
-
-    @property
-    def gate(self) -> Gate:
-        if self.value_gate:
-            return Gate.VALUE
-        return Gate.NONE if self.g is None else {1: Gate.HEAD, 3: Gate.TOKEN, 4: Gate.CHANNEL}[self.g.dim()]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The facts of a call that decide which implementation runs it, and with which tiles."""
-
-    rule: Rule
-    gate: Gate
-    batch: int
-    tokens: int
-    heads: int
-    value_heads: int
-    K: int
-    V: int
-    sequences: int
-    packed: bool
-    read_before: bool
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Operands, read_before: bool) -> Problem:
-        B, T, H, K = x.q.shape
-        _, _, HV, V = x.v.shape
-        packed = x.cu_seqlens is not None
-        N = x.cu_seqlens.shape[0] - 1 if x.cu_seqlens is not None else B
-        return Problem(x.rule, x.gate, B, T, H, HV, K, V, N, packed, read_before, x.v.dtype, x.v.device)
 
 
 class Decay(Enum):
@@ -118,22 +49,22 @@ class RecurrenceCall(Call):
     """One call of the recurrence: which tensors are given tells the rule, the shape of `log_decay` the decay.
 
     `q, k, a, b` are `[B, T, H or HV, K]`, `v` is `[B, T, HV, V]`, `beta` is `[B, T, HV]`, `initial_state` is
-    `[N, HV, K, V]`. `log_decay` (natural logarithm) is `[HV]`, `[B, T, HV]` or `[B, T, HV, K]`; with `value_decay` it is `[B, T, HV, V]`
-    and decays the value axis.
+    `[N, HV, K, V]`. `log_decay` (natural logarithm) is `[HV]`, `[B, T, HV]` or `[B, T, HV, K]`; with `value_decay` it is
+    `[B, T, HV, V]` and decays the value axis.
     """
 
     q: Tensor
     k: Tensor | None
     v: Tensor
-    a: Tensor | None
-    b: Tensor | None
-    beta: Tensor | None
-    log_decay: Tensor | None
-    initial_state: Tensor | None
-    packing: Packing | None
-    scale: float
-    read_before: bool
-    value_decay: bool
+    a: Tensor | None = None
+    b: Tensor | None = None
+    beta: Tensor | None = None
+    log_decay: Tensor | None = None
+    initial_state: Tensor | None = None
+    packing: Packing | None = None
+    scale: float = 1.0
+    read_before: bool = False
+    value_decay: bool = False
 
     @property
     def rule(self) -> Rule:
@@ -186,12 +117,15 @@ class RecurrenceCall(Call):
         """Whether it is one token of each sequence, which takes no chunks."""
         return self.tokens == 1 and not self.packed
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the states and of everything computed inside."""
+        return state_dtype(self.dtype)
+
     def results(self) -> Outputs:
         """Output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
-        v = self.v
-        state = torch.empty(
-            self.sequences, self.value_heads, self.K, self.V, dtype=state_dtype(v.dtype), device=v.device
-        )
+        v, shape = self.v, (self.sequences, self.value_heads, self.K, self.V)
+        state = torch.empty(shape, dtype=self.state_dtype, device=v.device)
         return torch.empty(v.shape, dtype=v.dtype, device=v.device), state
 
 
@@ -205,8 +139,8 @@ def check_operands(
     cu_seqlens: Tensor | Packing | None,
     names: dict[str, str] | None = None,
     value_log_decay: Tensor | None = None,
-) -> Tensor | None:
-    """Raises unless the tensors fit one another; returns `cu_seqlens` as a tensor. `keys` are those besides `q`, by name.
+) -> Packing | None:
+    """Raises unless the tensors fit one another; returns `cu_seqlens` as a packing. `keys` are those besides `q`, by name.
 
     `names` are what the caller calls `q`, `v`, `k`, `beta` and `log_decay`, where that differs.
     """
@@ -226,11 +160,11 @@ def check_operands(
         check_shape(name, key, B, T, HV if key_name != "k" and heads == HV else H, K)
         check_like(name, key, q_name, q)
     if beta is not None:
-        _check_gate(names["beta"], beta, q_name, q, (B, T, HV))
+        _check_per_token(names["beta"], beta, q_name, q, (B, T, HV))
     if log_decay is not None:
-        _check_gate(names["log_decay"], log_decay, q_name, q, (HV,), (B, T, HV), (B, T, HV, K))
+        _check_per_token(names["log_decay"], log_decay, q_name, q, (HV,), (B, T, HV), (B, T, HV, K))
     if value_log_decay is not None:
-        _check_gate("value_log_decay", value_log_decay, q_name, q, (B, T, HV, V))
+        _check_per_token("value_log_decay", value_log_decay, q_name, q, (B, T, HV, V))
         if log_decay is not None:
             raise ValueError("log_decay and value_log_decay must not both be given: a state decays on one axis")
     packing = as_packing(cu_seqlens, B, T, q.device)
@@ -238,16 +172,16 @@ def check_operands(
         check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)
         check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
         check_like("initial_state", initial_state, q_name, q, dtype=False)
-    return None if packing is None else packing.cu_seqlens
+    return packing
 
 
-def _check_gate(name: str, gate: Tensor, q_name: str, q: Tensor, *shapes: tuple[int, ...]) -> None:
-    """A gate has one of `shapes`, any floating dtype, and the device of `q`."""
-    check_tensor(name, gate)
-    if tuple(gate.shape) not in shapes:
-        raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(gate.shape)}")
-    check_floating(name, gate)
-    check_like(name, gate, q_name, q, dtype=False)
+def _check_per_token(name: str, given: Tensor, q_name: str, q: Tensor, *shapes: tuple[int, ...]) -> None:
+    """`beta` and log decays have one of `shapes`, any floating dtype, and the device of `q`."""
+    check_tensor(name, given)
+    if tuple(given.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(given.shape)}")
+    check_floating(name, given)
+    check_like(name, given, q_name, q, dtype=False)
 
 
 @dataclass(frozen=True)

@@ -1,118 +1,125 @@
-"""The recurrence in C, on a CPU: in float32, chunk after chunk with every tile in cache, a sequence and head a thread at a time.
+"""The recurrence in C, on a CPU: in float32, chunk after chunk with every tile in cache, one sequence and head per thread at a time.
 
-The phases are those of docs/chunk_algorithm.md, in `chunk.h`, over the products of `tiles.h`; `recurrence.c` compiles them for each
-set of vector instructions and takes the best that the machine has. They are built when the package is installed, where there is
-a C compiler.
+The phases are those of docs/chunk_algorithm.md, in `chunk.h`, `pairs.h` and `gradients.h`, over the products of `tiles.h`;
+`recurrence.c` compiles them for each set of vector instructions and takes the best that the machine has. They are built when the
+package is installed, if there is a C compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashmix.op.packing import check_boundaries
+from flashmix.op.call import Gradients, Outputs
+from flashmix.op.packing import Packing, check_boundaries
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.call import Gate, Operands, Problem
-from flashmix.ops.recurrence.native.binding import Call, library
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.ops.recurrence.native.binding import NativeCall, library
 
-__all__ = ["backward", "forward", "residual_shapes"]
+__all__ = ["backward", "forward", "keeps"]
 
 CHUNK = 64  # as in recurrence.c
 
 
-def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
+    """Output `[B, T, HV, V]` and final state `[N, HV, K, V]`; and with `save` what `keeps` says."""
+    o = _empty(*call.v.shape)
+    state = _empty(call.sequences, call.value_heads, call.K, call.V)
+    kept = keeps(call) if save else ()
+    if call.packed:  # a packed batch may have fewer chunks than its sizes allow
+        for t in kept:
+            t.zero_()
+    _run("flashmix_forward", call, {"o": o, "state": state, **_named(kept)})
+    return (o.to(call.dtype), state), kept
+
+
+def keeps(call: RecurrenceCall) -> Outputs:
     """The state each chunk starts from; of corrected rules `nu`."""
-    chunks = -(-problem.tokens // CHUNK) * problem.batch
-    if problem.packed:
-        chunks = problem.tokens // CHUNK + problem.sequences
-    HV, K, V = problem.value_heads, problem.K, problem.V
-    shapes: list[tuple[int, ...]] = [(chunks, HV, K, V)]
-    if problem.rule.corrected:
-        shapes += [(problem.batch, problem.tokens, HV, V)]
-    return [(shape, torch.float32) for shape in shapes]
+    chunks = -(-call.tokens // CHUNK) * call.batch
+    if call.packed:
+        chunks = call.tokens // CHUNK + call.sequences
+    states = _empty(chunks, call.value_heads, call.K, call.V)
+    return (states, _empty(*call.v.shape)) if call.rule.corrected else (states,)
 
 
-def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output `[B, T, HV, V]`, final state `[N, HV, K, V]`, and with `save` the residuals of `residual_shapes`."""
-    p = Problem.of(x, read_before)
-    o = _empty(*x.v.shape)
-    state = _empty(p.sequences, p.value_heads, p.K, p.V)
-    make = torch.zeros if p.packed else torch.empty  # a pack may have fewer chunks than its sizes allow
-    kept = [make(shape, dtype=dtype) for shape, dtype in residual_shapes(p)] if save else []
-    states, nu = (*kept, None, None)[:2]
-    _run("flashmix_forward", p, x, scale, None, None, o=o, state=state, states=states, nu=nu)
-    return o.to(x.v.dtype), state, kept
+def _named(kept: Outputs) -> dict[str, Tensor]:
+    return dict(zip(("states", "nu"), kept, strict=False))
 
 
-def backward(
-    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool,
-    gate_gradient: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the operands that are there, in their order; the decay's only with `gate_gradient`."""
-    p = Problem.of(x, read_before)
-    keys = p.batch, p.tokens, p.value_heads, p.K
-    dq, dk, da, db = (None if t is None else _empty(*keys) for t in (x.q, x.k, x.a, x.b))
-    dv = _empty(*x.v.shape)
-    dbeta = None if x.beta is None else _empty(*keys[:3])
-    dg = None
-    if gate_gradient and x.g is not None:
-        dg = _empty(*(keys if p.gate is Gate.CHANNEL else keys[:3]))
-    dS0 = None if x.initial_state is None else _empty(*x.initial_state.shape)
-    states, nu = (*residuals, None)[:2]
-    _run(
-        "flashmix_backward", p, x, scale, do, dstate, states=states, nu=nu, dq=dq, dk=dk, dv=dv, dbeta=dbeta, da=da, db=db,
-        dg=dg, d_initial_state=dS0,
-    )  # fmt: skip
-    if p.gate is Gate.HEAD and dg is not None:
-        dg = dg.sum((0, 1), dtype=torch.float64)
-    found = ((dq, x.q), (dk, x.k), (dv, x.v), (dbeta, x.beta), (da, x.a), (db, x.b), (dg, x.g), (dS0, x.initial_state))
-    return [_like_operand(gradient, x) for gradient, x in found if gradient is not None and x is not None]
+def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
+    """The gradients of the given tensors, of the log decay only if it is `wanted`, from those of the output and of the final state."""
+    keys = call.batch, call.tokens, call.value_heads, call.K
+    given: dict[str, Tensor | None] = {
+        "dq": call.q, "dk": call.k, "dv": call.v, "da": call.a, "db": call.b, "dbeta": call.beta,
+        "dg": call.log_decay if "log_decay" in wanted else None, "d_initial_state": call.initial_state,
+    }  # fmt: skip
+    shapes = dict.fromkeys(("dq", "dk", "da", "db"), keys)
+    shapes |= {"dg": keys if call.decay is Decay.CHANNEL else keys[:3]}
+    found = {n: _empty(*shapes.get(n, t.shape)) for n, t in given.items() if t is not None}
+    d_o, d_state = grads
+    _run("flashmix_backward", call, {**_named(kept), **found}, d_o=d_o, d_state=d_state)
+    if call.decay is Decay.HEAD and "dg" in found:
+        found["dg"] = found["dg"].sum((0, 1), dtype=torch.float64)
+    fields = {"dg": "log_decay", "d_initial_state": "initial_state"}
+    return {fields.get(n, n[1:]): _like(gradient, given[n]) for n, gradient in found.items()}
 
 
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
 
 
-def _like_operand(gradient: Tensor, operand: Tensor) -> Tensor:
-    """In the operand's dtype; of one that several value heads share, their sum."""
+def _like(gradient: Tensor, operand: Tensor | None) -> Tensor:
+    """In the operand's dtype; of an operand that several value heads share, the sum over these."""
+    assert operand is not None
     if gradient.dim() == 4 and gradient.shape[2] != operand.shape[2]:
         gradient = gradient.unflatten(2, (operand.shape[2], -1)).sum(3)
     return gradient.to(operand.dtype)
 
 
 def _run(
-    name: str, p: Problem, x: Operands, scale: float, do: Tensor | None, dstate: Tensor | None, **results: Tensor | None
-) -> None:
-    """One call of the library; `results`, float32 and contiguous, by the names that `Call` has for them."""
-    g = x.g
-    if g is not None and p.gate is Gate.HEAD:
-        g = g.expand(p.batch, p.tokens, p.value_heads)
+    name: str, call: RecurrenceCall, results: dict[str, Tensor], d_o: Tensor | None = None, d_state: Tensor | None = None
+) -> None:  # fmt: skip
+    """One call of the library; `results`, float32 and contiguous, by the names of `NativeCall`."""
+    g = call.log_decay
+    if g is not None and call.decay is Decay.HEAD:
+        g = g.expand(call.batch, call.tokens, call.value_heads)
+    keys = {"q": call.q, "k": call.k, "a": call.a, "b": call.b}
     given = {
-        "q": x.q, "k": x.k, "v": x.v, "beta": x.beta, "a": x.a, "b": x.b, "g": g, "initial_state": x.initial_state,
-        "d_o": do, "d_state": dstate,
+        **keys, "v": call.v, "beta": call.beta, "g": g, "initial_state": call.initial_state, "d_o": d_o, "d_state": d_state,
     }  # fmt: skip
-    tensors = {n: t.to(torch.float32).contiguous() for n, t in given.items() if t is not None}
-    tensors |= {n: t for n, t in results.items() if t is not None}
-    if x.cu_seqlens is None:
-        starts = torch.arange(p.batch + 1) * p.tokens
+    tensors = {n: t.to(torch.float32).contiguous() for n, t in given.items() if t is not None} | results
+    if call.packing is None:
+        starts, chunks = _starts(torch.arange(call.batch + 1) * call.tokens)
     else:
-        starts = x.cu_seqlens.to(torch.int64).contiguous()
-        check_boundaries(starts.tolist(), p.tokens)  # again: compiled, it was not looked at
-    chunks = torch.zeros_like(starts)
-    torch.cumsum((starts.diff() + CHUNK - 1) // CHUNK, 0, out=chunks[1:])
-    threads = max(1, min(torch.get_num_threads(), p.sequences * p.value_heads))
-    numbers = library().flashmix_scratch(p.K, p.V)
+        starts, chunks = call.packing.table((_run, CHUNK), lambda: _packed_starts(call.packing))
+    threads = max(1, min(torch.get_num_threads(), call.sequences * call.value_heads))
+    numbers = library().flashmix_scratch(call.K, call.V)
     scratch.restart()
     memory = scratch.tile(torch.empty(0, dtype=torch.float32), threads, numbers)
     sizes: dict[str, Any] = {
-        "sequences": p.sequences, "value_heads": p.value_heads, "K": p.K, "V": p.V, "threads": threads,
-        "scratch_numbers": numbers, "gate": {Gate.NONE: 0, Gate.CHANNEL: 2}.get(p.gate, 1), "read_before": p.read_before,
-        "scale": scale, "starts": starts.data_ptr(), "chunk_starts": chunks.data_ptr(), "scratch": memory.data_ptr(),
+        "sequences": call.sequences, "value_heads": call.value_heads, "K": call.K, "V": call.V, "threads": threads,
+        "scratch_numbers": numbers, "decay": {Decay.NONE: 0, Decay.CHANNEL: 2}.get(call.decay, 1),
+        "read_before": call.read_before, "scale": call.scale, "starts": starts.data_ptr(), "chunk_starts": chunks.data_ptr(),
+        "scratch": memory.data_ptr(),
     }  # fmt: skip
-    for name_, t in (("q", x.q), ("k", x.k), ("a", x.a), ("b", x.b)):
-        sizes[f"{name_}_heads"] = 1 if t is None else t.shape[2]
-    call = Call(**sizes, **{n: t.data_ptr() for n, t in tensors.items()})
-    getattr(library(), name)(ctypes.byref(call))
+    sizes |= {f"{n}_heads": 1 if t is None else t.shape[2] for n, t in keys.items()}
+    native = NativeCall(**sizes, **{n: t.data_ptr() for n, t in tensors.items()})
+    getattr(library(), name)(ctypes.byref(native))
+
+
+def _starts(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token of each sequence and its first chunk, `[N + 1]` each."""
+    chunks = torch.zeros_like(tokens)
+    torch.cumsum((tokens.diff() + CHUNK - 1) // CHUNK, 0, out=chunks[1:])
+    return tokens, chunks
+
+
+def _packed_starts(packing: Packing | None) -> tuple[Tensor, Tensor]:
+    assert packing is not None
+    tokens = packing.cu_seqlens.to(torch.int64).contiguous()
+    check_boundaries(tokens.tolist(), packing.total)  # compiled, nothing has looked at them before
+    return _starts(tokens.clone())  # the table must not change when the boundaries are overwritten

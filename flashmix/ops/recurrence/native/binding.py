@@ -1,4 +1,4 @@
-"""The compiled library of `recurrence.c`, and its `Call`."""
+"""The compiled library of `recurrence.c`, and its struct `Call`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from flashmix.gpu.device import constant_when_compiled
 
 _NUMBERS = (
-    "sequences", "value_heads", "K", "V", "threads", "scratch_numbers", "q_heads", "k_heads", "a_heads", "b_heads", "gate",
+    "sequences", "value_heads", "K", "V", "threads", "scratch_numbers", "q_heads", "k_heads", "a_heads", "b_heads", "decay",
     "read_before",
 )  # fmt: skip
 _POINTERS = (
@@ -18,8 +18,8 @@ _POINTERS = (
 )  # fmt: skip
 
 
-class Call(ctypes.Structure):
-    """`Call` of `recurrence.c`: what is not given is 0 or null."""
+class NativeCall(ctypes.Structure):
+    """`Call` of `recurrence.c`: numbers and pointers that are not given are 0 or null."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -50,5 +50,5 @@ def library() -> ctypes.CDLL:
     made.flashmix_instructions.argtypes = [ctypes.c_int]
     for name in ("flashmix_forward", "flashmix_backward"):
         getattr(made, name).restype = None
-        getattr(made, name).argtypes = [ctypes.POINTER(Call)]
+        getattr(made, name).argtypes = [ctypes.POINTER(NativeCall)]
     return made

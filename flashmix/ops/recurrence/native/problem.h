@@ -15,7 +15,7 @@ typedef struct {
 /* What a call is for one sequence and head: its keys, and how their tiles are laid out. */
 typedef struct {
     Key row[2], column[2];
-    int rows, columns, corrected, raw, gate, K, V, Kp, Vp;
+    int rows, columns, corrected, raw, decay, K, V, Kp, Vp;
     long tokens, first_chunk, HV, head;
     const float *v, *beta, *g;
     float *dbeta, *dg;
@@ -34,7 +34,7 @@ static const float *at(const float *tensor, long token, long heads, long head, l
 /* The keys of a rule, [1.5] and the table before it. */
 static Problem problem_of(const Call *call, long sequence, long head) {
     long first = call->starts[sequence], HV = call->value_heads, K = call->K;
-    Problem p = {.corrected = call->beta || call->a, .raw = !call->beta && call->k, .gate = (int)call->gate};
+    Problem p = {.corrected = call->beta || call->a, .raw = !call->beta && call->k, .decay = (int)call->decay};
     p.K = (int)K, p.V = (int)call->V, p.HV = HV, p.head = head;
     p.Kp = (p.K + LANES - 1) / LANES * LANES, p.Vp = (p.V + LANES - 1) / LANES * LANES;
     p.tokens = call->starts[sequence + 1] - first, p.first_chunk = call->chunk_starts[sequence];
@@ -51,7 +51,7 @@ static Problem problem_of(const Call *call, long sequence, long head) {
     p.column[0] = call->k ? k : b, p.column[1] = b;
     p.v = at(call->v, first, HV, head, p.V);
     p.beta = at(call->beta, first, HV, head, 1), p.dbeta = (float *)at(call->dbeta, first, HV, head, 1);
-    long width = p.gate == CHANNEL_GATE ? K : 1;
+    long width = p.decay == CHANNEL_DECAY ? K : 1;
     p.g = at(call->g, first, HV, head, width), p.dg = (float *)at(call->dg, first, HV, head, width);
     return p;
 }

@@ -35,7 +35,7 @@ typedef int32_t order __attribute__((vector_size(4 * LANES)));
 typedef struct {
     int64_t sequences, value_heads, K, V, threads, scratch_numbers;
     int64_t q_heads, k_heads, a_heads, b_heads;
-    int64_t gate, read_before; /* gate: 0 none, 1 one decay a token, 2 one a channel */
+    int64_t decay, read_before; /* decay: 0 none, 1 per token, 2 per channel */
     const int64_t *starts, *chunk_starts; /* [sequences + 1]: of tokens, of chunks */
     const float *q, *k, *v, *beta, *a, *b, *g, *initial_state;
     float *o, *state, *states, *nu; /* states [chunks, value_heads, K, V] and nu [tokens, value_heads, V] are what the backward needs */
@@ -45,7 +45,7 @@ typedef struct {
     double scale;
 } Call;
 
-enum { NO_GATE, TOKEN_GATE, CHANNEL_GATE };
+enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 
 #include "problem.h"
 
@@ -60,6 +60,8 @@ enum { NO_GATE, TOKEN_GATE, CHANNEL_GATE };
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx512bw,fma,prefer-vector-width=512")
 #endif
 #include "tiles.h"
+#include "pairs.h"
+#include "gradients.h"
 #include "chunk.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -80,6 +82,8 @@ enum { NO_GATE, TOKEN_GATE, CHANNEL_GATE };
 #pragma GCC target("avx2,fma")
 #endif
 #include "tiles.h"
+#include "pairs.h"
+#include "gradients.h"
 #include "chunk.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -95,6 +99,8 @@ enum { NO_GATE, TOKEN_GATE, CHANNEL_GATE };
 #define ROWS 4
 #define COLUMNS 1
 #include "tiles.h"
+#include "pairs.h"
+#include "gradients.h"
 #include "chunk.h"
 #undef NAME
 

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.op.packing import check_boundaries
-from flashmix.ops.recurrence.call import Problem
+from flashmix.op.packing import Packing, check_boundaries
+from flashmix.ops.recurrence.call import RecurrenceCall
 
 # A slab is as many depths as fit in this many numbers of one tile: smaller slabs cost more operators, larger ones leave the cache.
 SLAB_NUMBERS = 1 << 18
 
 
-def chunk_size(problem: Problem) -> int:
+def chunk_size(call: RecurrenceCall) -> int:
     """Tokens in a chunk, from the head dimensions alone: work in a chunk grows with C, work between chunks with K V / C."""
-    return 32 if max(problem.K, problem.V) <= 64 else 64
+    return 32 if max(call.K, call.V) <= 64 else 64
 
 
-def chunk_bound(problem: Problem) -> int:
+def chunk_bound(call: RecurrenceCall) -> int:
     """How many chunks there can be at most, all heads counted, from the sizes alone."""
-    C = chunk_size(problem)
-    if problem.packed:
-        return (problem.tokens // C + problem.sequences) * problem.value_heads
-    return problem.batch * (-(-problem.tokens // C)) * problem.value_heads
+    C = chunk_size(call)
+    if call.packed:
+        return (call.tokens // C + call.sequences) * call.value_heads
+    return call.batch * (-(-call.tokens // C)) * call.value_heads
 
 
 @dataclass(frozen=True)
@@ -47,46 +47,61 @@ class Slab:
         return int(self.chunks.stop - self.chunks.start)
 
 
+@dataclass(frozen=True)
+class PackedChunks:
+    """Where the tokens of a packed batch stand among its chunks of `C`."""
+
+    active: list[int]  # how many sequences reach each depth
+    order: Tensor  # the sequences, longest first
+    index: Tensor  # the token of each place in each chunk, T where there is none
+
+    @staticmethod
+    def of(packing: Packing, C: int) -> PackedChunks:
+        """Made once a batch; raises ValueError where the boundaries are none (compiled, nothing has looked at them before)."""
+        return packing.table((PackedChunks, C), lambda: PackedChunks.make(packing, C))
+
+    @staticmethod
+    def make(packing: Packing, C: int) -> PackedChunks:
+        boundaries, device = packing.cu_seqlens.tolist(), packing.cu_seqlens.device
+        check_boundaries(boundaries, packing.total)
+        cu = torch.tensor(boundaries, dtype=torch.int64)
+        chunks = -(-cu.diff() // C)
+        order = torch.argsort(chunks, descending=True, stable=True)
+        depths = int(chunks.max()) if len(chunks) else 0
+        reach = chunks[order][None, :] > torch.arange(depths)[:, None]  # [depths, sequences]
+        depth, place = reach.nonzero(as_tuple=True)
+        sequence = order[place]
+        token = (cu[sequence] + depth * C)[:, None] + torch.arange(C)
+        index = torch.where(token < cu[sequence + 1][:, None], token, packing.total)
+        return PackedChunks(reach.sum(1).tolist(), order.to(device), index.to(device))
+
+
 class Layout:
     """Where each token of a call stands among its chunks."""
 
-    def __init__(self, problem: Problem, cu_seqlens: Tensor | None) -> None:
-        self.problem = problem
-        self.C = chunk_size(problem)
+    def __init__(self, call: RecurrenceCall) -> None:
+        self.call = call
+        self.C = chunk_size(call)
         self.order: Tensor | None = None  # the sequences, longest first; None: as they are
         self.index: Tensor | None = None  # the token of each place in each chunk, T where there is none; None: dense
-        if cu_seqlens is None:
-            depths = -(-problem.tokens // self.C) if problem.batch else 0
-            self.active = [problem.batch] * depths  # how many sequences reach each depth
+        if call.packing is None:
+            depths = -(-call.tokens // self.C) if call.batch else 0
+            self.active = [call.batch] * depths  # how many sequences reach each depth
         else:
-            self._pack(cu_seqlens)
+            packed = PackedChunks.of(call.packing, self.C)
+            self.active, self.order, self.index = packed.active, packed.order, packed.index
         self.starts = [0]
         for count in self.active:
             self.starts.append(self.starts[-1] + count)
 
-    def _pack(self, cu_seqlens: Tensor) -> None:
-        boundaries = cu_seqlens.tolist()
-        check_boundaries(boundaries, self.problem.tokens)
-        cu = torch.tensor(boundaries, dtype=torch.int64)
-        chunks = -(-cu.diff() // self.C)
-        order = torch.argsort(chunks, descending=True, stable=True)
-        depths = int(chunks.max()) if len(chunks) else 0
-        reach = chunks[order][None, :] > torch.arange(depths)[:, None]  # [depths, sequences]
-        self.active = reach.sum(1).tolist()
-        depth, place = reach.nonzero(as_tuple=True)
-        sequence = order[place]
-        token = (cu[sequence] + depth * self.C)[:, None] + torch.arange(self.C)
-        index = torch.where(token < cu[sequence + 1][:, None], token, self.problem.tokens)
-        self.index, self.order = index.to(cu_seqlens.device), order.to(cu_seqlens.device)
-
     @property
     def chunks(self) -> int:
         """The number of chunks, all heads counted."""
-        return self.starts[-1] * self.problem.value_heads
+        return self.starts[-1] * self.call.value_heads
 
     def slabs(self) -> list[Slab]:
-        p, HV = self.problem, self.problem.value_heads
-        limit = max(1, SLAB_NUMBERS // (HV * self.C * max(p.K, p.V)))  # (sequence, depth) pairs
+        call, HV = self.call, self.call.value_heads
+        limit = max(1, SLAB_NUMBERS // (HV * self.C * max(call.K, call.V)))  # (sequence, depth) pairs
         found, first = [], 0
         for depth in range(1, len(self.active) + 1):
             if depth == len(self.active) or self.starts[depth + 1] - self.starts[first] > limit:
@@ -96,13 +111,13 @@ class Layout:
 
     def depths(self, tile: Tensor | None, slab: Slab) -> Sequence[Any]:
         """The chunks of each depth of a slab, views of its tile; as many None for None."""
-        counts = [active * self.problem.value_heads for active in self.active[slab.first : slab.last]]
+        counts = [active * self.call.value_heads for active in self.active[slab.first : slab.last]]
         return [None] * len(counts) if tile is None else torch.split_with_sizes(tile, counts)
 
     def load(self, x: Tensor, slab: Slab, tile: Tensor, minus: bool = False) -> Tensor:
-        """Fills `tile` `[chunks, C, D]` with the tokens of a slab, or with minus them: heads repeated to the value heads, zeros where
-        no token is."""
-        HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
+        """Fills `tile` `[chunks, C, D]` with the tokens of a slab, or with minus them; heads are repeated to the value heads, places
+        without a token are 0."""
+        HV, C, T = self.call.value_heads, self.C, self.call.tokens
         (B, _, H), D = x.shape[:3], tile.shape[-1]
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
@@ -125,16 +140,16 @@ class Layout:
     def store(self, tile: Tensor, slab: Slab, out: Tensor, minus: bool = False) -> None:
         """The chunks `[chunks, C, D]` of a slab, or minus them, back to their tokens in `out` `[B, T, H, D]`, summed over the value heads
         of a head."""
-        HV, C, T = self.problem.value_heads, self.C, self.problem.tokens
+        HV, C, T = self.call.value_heads, self.C, self.call.tokens
         B, _, H = out.shape[:3]
         out = out.view(B, T, H, -1)
         if H != HV:
             tile = tile.unflatten(0, (-1, HV // H)).sum(1)
         if self.index is not None:
             index = self.index[self.starts[slab.first] : self.starts[slab.last]]
-            there = index < T
-            tokens = tile.unflatten(0, (-1, H)).transpose(1, 2)[there].to(out.dtype)
-            out[0, index[there]] = tokens.neg_() if minus else tokens
+            mask = index < T
+            tokens = tile.unflatten(0, (-1, H)).transpose(1, 2)[mask].to(out.dtype)
+            out[0, index[mask]] = tokens.neg_() if minus else tokens
             return
         n, first = slab.last - slab.first, slab.first * C
         tokens = tile.view(n, B, H, C, out.shape[3]).permute(1, 0, 3, 2, 4)  # [B, n, C, H, D]
@@ -148,15 +163,15 @@ class Layout:
 
     def first_state(self, state: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The state `[N, HV, K, V]` a pass starts from (None: zeros), in the order of the chunks, as a new `[N * HV, K, V]`."""
-        p = self.problem
+        call = self.call
         if state is None:
-            return torch.zeros(p.sequences * p.value_heads, p.K, p.V, dtype=dtype, device=p.device)
+            return torch.zeros(call.sequences * call.value_heads, call.K, call.V, dtype=dtype, device=call.device)
         state = state if self.order is None else state[self.order]
-        return state.to(dtype).reshape(-1, p.K, p.V).clone(memory_format=torch.contiguous_format)
+        return state.to(dtype).reshape(-1, call.K, call.V).clone(memory_format=torch.contiguous_format)
 
     def last_state(self, state: Tensor) -> Tensor:
         """The inverse of `first_state`."""
-        state = state.unflatten(0, (self.problem.sequences, self.problem.value_heads))
+        state = state.unflatten(0, (self.call.sequences, self.call.value_heads))
         return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
 
 

@@ -3,8 +3,8 @@
     forward      Z = ~X S;   nu = T (Z_a + R);   S <- e^{G_C} S + ^Y^T W
     backward     dnu += ^b dS;   dR = T^T dnu;   d~X = [do; dR] S^T;   d^Y = W dS^T;   dS <- e^{G_C} dS + ~X^T [do; dR]
 
-`~X` stacks the row keys (query, and correction), `^Y` the column keys, `W` what they write (values, and corrected values `nu`), `Z`
-what the rows read. The chunks of one depth advance together, with their states still in cache.
+`~X` stacks the row keys (query, and key of the correction), `^Y` the column keys, `W` the values they write (raw ones, and the
+corrected `nu`), `Z` the values that the rows read. The chunks of one depth advance together, with their states still in cache.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import torch
 from torch import Tensor
 
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.portable.gate import ChannelDecay, NoDecay
+from flashmix.ops.recurrence.portable.decay.base import SlabDecay
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
-from flashmix.ops.recurrence.portable.token_gate import TokenDecay
-from flashmix.ops.recurrence.portable.value_gate import ValueDecay
-
-Decay = NoDecay | TokenDecay | ChannelDecay | ValueDecay
 
 
 def state_forward(
     layout: Layout, slab: Slab, S: Tensor, total: Tensor | None, rows: Tensor, columns: Tensor, T: Tensor | None,
     R: Tensor | None, W: Tensor, states: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Advances `S` over a slab; returns `Z`, and where there is a `T`, fills the last `C` rows of `W` with `nu`.
+    """Advances `S` over a slab and returns `Z`; with a `T` it fills the last `C` rows of `W` with `nu`.
 
-    `R` is the target of the correction. `states`, if it is given, is filled with what each chunk starts from.
+    `R` is the target of the correction. `states`, if given, is filled with the state that each chunk starts from.
     """
     C = layout.C
     Z = scratch.tile(W, *rows.shape[:2], W.shape[2])
@@ -47,12 +43,12 @@ def state_forward(
 
 
 def state_backward(
-    layout: Layout, slab: Slab, dS: Tensor, decay: Decay, rows: Tensor, columns: Tensor, T: Tensor | None,
+    layout: Layout, slab: Slab, dS: Tensor, decay: SlabDecay, rows: Tensor, columns: Tensor, T: Tensor | None,
     states: Tensor, W: Tensor, dZ: Tensor, dW: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Takes `dS` back over a slab; returns `d~X` and `d^Y`, adds to `dW` what written values pass on, tells `decay` what its total does.
+    """Takes `dS` back over a slab; returns `d~X` and `d^Y`, adds the state's part to `dW`, and gives `decay` the gradient of its total.
 
-    `dZ` comes in holding `do` in its first `C` rows; the last are filled with `dR` where there is a `T`.
+    `dZ` holds `do` in its first `C` rows; with a `T` the last are filled with `dR`.
     """
     C, axis = layout.C, decay.shared
     drows, dcolumns = scratch.tile(rows, *rows.shape), scratch.tile(columns, *columns.shape)

@@ -1,4 +1,4 @@
-"""A slab's operands as stacked tiles, and the gradients of stacked tiles back as operands. The only place that knows the rules.
+"""A slab's tensors as stacked tiles, and the gradients of stacked tiles as those of the tensors. The only place that knows the rules.
 
     rule      row keys X     column keys Y   written W    target R
     LINEAR    q              k               v            -
@@ -16,23 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Gradients
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.call import Gate, Operands, Problem, Rule
-from flashmix.ops.recurrence.portable.gate import Row
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
+from flashmix.ops.recurrence.portable.decay.base import Row
 from flashmix.ops.recurrence.portable.layout import Layout, Slab
 
 
-def row_kinds(problem: Problem) -> tuple[Row, ...]:
-    """How each row key of the problem reads."""
-    query = Row(exclusive=problem.read_before, diagonal=not problem.read_before)
-    if problem.rule is Rule.LINEAR:
+def row_kinds(call: RecurrenceCall) -> tuple[Row, ...]:
+    """How each row key of the call reads."""
+    query = Row(exclusive=call.read_before, diagonal=not call.read_before)
+    if call.rule is Rule.LINEAR:
         return (query,)
-    return query, Row(exclusive=problem.rule is not Rule.TIED, diagonal=False)
+    return query, Row(exclusive=call.rule is not Rule.TIED, diagonal=False)
 
 
 @dataclass
-class Tiles:
-    """The keys of a slab, `X` `[chunks, R, C, K]` and `Y` `[chunks, S, C, K]`, its write strengths (negated) and log decays."""
+class SlabTiles:
+    """The keys of a slab, `X` `[chunks, R, C, K]` and `Y` `[chunks, S, C, K]`, its `beta` (negated) and log decays."""
 
     X: Tensor
     Y: Tensor
@@ -40,49 +41,51 @@ class Tiles:
     g: Tensor | None  # [chunks, C, 1 or K or V]
 
 
-def load_tiles(
-    problem: Problem, layout: Layout, slab: Slab, x: Operands, like: Tensor, gate: bool = True
-) -> Tiles:  # fmt: skip
-    """The tiles of a slab, in the dtype of `like`, the log decay's only with `gate`."""
-    rule, C, n = problem.rule, layout.C, slab.count
-    X = scratch.tile(like, n, 2 if rule.corrected else 1, C, problem.K)
-    Y = scratch.tile(like, n, 2 if rule is Rule.DPLR else 1, C, problem.K)
-    layout.load(x.q, slab, X[:, 0])
-    if x.k is not None and x.beta is None:
-        layout.load(x.k, slab, Y[:, 0])
-    if x.a is not None and x.b is not None:
-        layout.load(x.a, slab, X[:, 1])
-        layout.load(x.b, slab, Y[:, -1])
+def load_tiles(call: RecurrenceCall, layout: Layout, slab: Slab, like: Tensor, decay: bool = True) -> SlabTiles:
+    """The tiles of a slab, in the dtype of `like`, the log decay's only with `decay`."""
+    rule, C, n = call.rule, layout.C, slab.count
+    X = scratch.tile(like, n, 2 if rule.corrected else 1, C, call.K)
+    Y = scratch.tile(like, n, 2 if rule is Rule.DPLR else 1, C, call.K)
+    layout.load(call.q, slab, X[:, 0])
+    if call.k is not None and call.beta is None:
+        layout.load(call.k, slab, Y[:, 0])
+    if call.a is not None and call.b is not None:
+        layout.load(call.a, slab, X[:, 1])
+        layout.load(call.b, slab, Y[:, -1])
     minus_beta = g = None
-    if x.k is not None and x.beta is not None:
-        minus_beta = layout.load(x.beta, slab, scratch.tile(like, n, C, 1), minus=True)
-        torch.mul(layout.load(x.k, slab, X[:, 1], minus=True), minus_beta, out=Y[:, 0])
-    if x.g is not None and gate:
-        per_token = x.g.expand(problem.batch, problem.tokens, -1) if problem.gate is Gate.HEAD else x.g
+    if call.k is not None and call.beta is not None:
+        minus_beta = layout.load(call.beta, slab, scratch.tile(like, n, C, 1), minus=True)
+        torch.mul(layout.load(call.k, slab, X[:, 1], minus=True), minus_beta, out=Y[:, 0])
+    if call.log_decay is not None and decay:
+        log_decay = call.log_decay
+        per_token = log_decay.expand(call.batch, call.tokens, -1) if call.decay is Decay.HEAD else log_decay
         channels = per_token.shape[3] if per_token.dim() == 4 else 1
         g = layout.load(per_token, slab, scratch.tile(like, n, C, channels))
-    return Tiles(X, Y, minus_beta, g)
+    return SlabTiles(X, Y, minus_beta, g)
 
 
-class Gradients:
-    """The gradients of the operands, filled slab by slab."""
+class SlabGradients:
+    """The gradients of a call's tensors, filled slab by slab."""
 
-    def __init__(self, problem: Problem, x: Operands, gate_gradient: bool) -> None:
-        self.problem = problem
-        self.q, self.k, self.v = torch.empty_like(x.q), _empty_like(x.k), torch.empty_like(x.v)
-        self.beta, self.a, self.b = _empty_like(x.beta), _empty_like(x.a), _empty_like(x.b)
-        self.g = _empty_like(x.g) if gate_gradient else None
-        if self.g is not None and x.g is not None and problem.gate is Gate.HEAD:
-            self.g = x.g.new_zeros(problem.batch, problem.tokens, problem.value_heads)
+    def __init__(self, call: RecurrenceCall, decay: bool) -> None:
+        """`decay`: whether the gradient of the log decay is wanted."""
+        self.call = call
+        self.q, self.v = _empty_like(call.q), _empty_like(call.v)
+        self.k, self.a, self.b, self.beta, self.log_decay = (
+            None if t is None else _empty_like(t)
+            for t in (call.k, call.a, call.b, call.beta, call.log_decay if decay else None)
+        )
+        if self.log_decay is not None and call.decay is Decay.HEAD:
+            self.log_decay = self.log_decay.new_zeros(call.batch, call.tokens, call.value_heads)
 
     def store(
-        self, layout: Layout, slab: Slab, tiles: Tiles, dX: Tensor, dY: Tensor, dv: Tensor, dg: Tensor | None
+        self, layout: Layout, slab: Slab, tiles: SlabTiles, dX: Tensor, dY: Tensor, dv: Tensor, dg: Tensor | None
     ) -> None:
         """Writes the gradients of a slab to their tokens; `dv` `[chunks, C, V]` is that of raw values or of the target."""
         layout.store(dX[:, 0], slab, self.q)
         layout.store(dv, slab, self.v)
         if self.k is not None and self.beta is not None and tiles.minus_beta is not None:
-            # with a = -k and y = -beta a: dbeta = -dy . a, dk = -(da - beta dy)
+            # with a = -k and y = -beta a: dbeta = -dy . a, dk = -(da - beta dy)                                       (6.5)
             minus_dbeta = torch.mul(dY[:, 0], tiles.X[:, 1], out=tiles.Y[:, 0]).sum(-1, keepdim=True)
             layout.store(minus_dbeta, slab, self.beta, minus=True)
             layout.store(dX[:, 1].addcmul_(dY[:, 0], tiles.minus_beta), slab, self.k, minus=True)
@@ -91,17 +94,20 @@ class Gradients:
         if self.a is not None and self.b is not None:
             layout.store(dX[:, 1], slab, self.a)
             layout.store(dY[:, -1], slab, self.b)
-        if self.g is not None and dg is not None:
-            layout.store(dg, slab, self.g)
+        if self.log_decay is not None and dg is not None:
+            layout.store(dg, slab, self.log_decay)
 
-    def finish(self, x: Operands, dstate: Tensor) -> list[Tensor]:
-        """Those of `q, k, v, beta, a, b, g, initial_state` that are there."""
-        dg = self.g
-        if dg is not None and self.problem.gate is Gate.HEAD:
-            dg = dg.sum((0, 1), dtype=torch.float64).to(dg.dtype)
-        found = [self.q, self.k, self.v, self.beta, self.a, self.b, dg, None if x.initial_state is None else dstate]
-        return [t for t in found if t is not None]
+    def finish(self, dstate: Tensor) -> Gradients:
+        """The gradients by field name."""
+        d_log_decay = self.log_decay
+        if d_log_decay is not None and self.call.decay is Decay.HEAD:
+            d_log_decay = d_log_decay.sum((0, 1), dtype=torch.float64).to(d_log_decay.dtype)
+        found = {
+            "q": self.q, "k": self.k, "v": self.v, "a": self.a, "b": self.b, "beta": self.beta, "log_decay": d_log_decay,
+            "initial_state": dstate,
+        }  # fmt: skip
+        return {name: t for name, t in found.items() if t is not None}
 
 
-def _empty_like(t: Tensor | None) -> Tensor | None:
-    return None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+def _empty_like(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)

@@ -16,8 +16,8 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.op.checks import check_dtype, check_like, check_range, check_shape, contents_are_checked, dims
 from flashmix.op.choose import Implementation, choose, explaining
+from flashmix.op.dtypes import autocast
 from flashmix.op.operator import bump_versions, only_data
-from flashmix.ops.recurrence.engine import _autocast
 
 Tensors = tuple[Tensor | None, ...]  # q, k, v, beta, a, b, g, state, state_indices, history
 MOST_TOKENS = 16
@@ -104,7 +104,7 @@ def _run(
     refuse_gradient(op, tensors)
     chosen = choose(op, IMPLEMENTATIONS, StepProblem(q.dtype, q.device), impl)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    q, k, v, a, b = _autocast(q, k, v, a, b)
+    q, k, v, a, b = autocast(q, k, v, a, b)
     call = (q, k, v, beta, a, b, *rest, scale, read_before, minus_a, chosen.name)
     if torch.compiler.is_compiling() or not only_data(tensors):
         return _recurrent_step(*call), None

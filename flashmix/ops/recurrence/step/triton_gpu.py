@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashmix.gpu.prepared import Launch
 from flashmix.gpu.sizes import cdiv, padded
-from flashmix.ops.recurrence.call import Operands
+from flashmix.ops.recurrence.call import RecurrenceCall
 
 # Pointers besides those of the state: vectors of one head, read by many threads, where alignment gains nothing.
 _VECTORS = ["q", "k", "v", "beta", "a", "b", "g", "slots", "o"]
@@ -123,12 +123,12 @@ def tile(K: int, V: int, bytes_each: int) -> tuple[int, int, int]:
     return BK, min(BV, padded(V)), warps
 
 
-def step(x: Operands, scale: float, read_before: bool) -> tuple[Tensor, Tensor]:
+def step(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     """Output `[B, T, HV, V]` and the next state `[B, HV, K, V]` of a few tokens, from the initial state or zeros."""
-    B, _, HV, V = x.v.shape
-    new = torch.empty(B, HV, x.q.shape[-1], V, dtype=torch.float32, device=x.v.device)
-    tensors = (x.q, x.k, x.v, x.beta, x.a, x.b, x.g, x.initial_state, None, None)
-    return _run(tensors, new, scale, read_before, False, x.value_gate), new
+    B, _, HV, V = call.v.shape
+    new = torch.empty(B, HV, call.K, V, dtype=torch.float32, device=call.device)
+    tensors = (call.q, call.k, call.v, call.beta, call.a, call.b, call.log_decay, call.initial_state, None, None)
+    return _run(tensors, new, call.scale, call.read_before, False, call.value_decay), new
 
 
 def step_in_place(tensors: Tensors, scale: float, read_before: bool, minus_a: bool) -> Tensor:

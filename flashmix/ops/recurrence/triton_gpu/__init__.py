@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
 from flashmix.gpu.sizes import cdiv
-from flashmix.ops.recurrence.call import Gate, Operands, Problem, Rule
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.recurrence.call import RecurrenceCall, Rule
 from flashmix.ops.recurrence.step.triton_gpu import step
+from flashmix.ops.recurrence.triton_gpu.adapter import Gate, Operands, Problem
 from flashmix.ops.recurrence.triton_gpu.layout import Layout
 from flashmix.ops.recurrence.triton_gpu.plan import SLOTS, Plan, plan
 from flashmix.ops.recurrence.triton_gpu.table import tiles
 
-__all__ = ["backward", "forward", "residual_shapes"]
+__all__ = ["backward", "forward", "keeps"]
 
 
 @dataclass
@@ -52,8 +53,8 @@ class Call:
     scale: float
 
     @staticmethod
-    def of(x: Operands, scale: float, read_before: bool) -> Call:
-        problem = Problem.of(x, read_before)
+    def of(call: RecurrenceCall) -> Call:
+        problem, x = Problem.of(call), Operands.of(call)
         a, k, b = (1 if t is None else t.shape[2] for t in (x.a, x.k, x.b))
         its = plan(problem, (x.q.shape[2], a, k, b))
         own = {
@@ -62,7 +63,7 @@ class Call:
             if (t := getattr(x, name)) is not None
         }
         x = replace(x, **own)
-        return Call(problem, x, Layout.of(problem, x.cu_seqlens, its.tiles.C), its, scale)
+        return Call(problem, x, Layout.of(problem, x.cu_seqlens, its.tiles.C), its, call.scale)
 
     @property
     def chunk_programs(self) -> int:
@@ -87,18 +88,22 @@ class Call:
             self.plan.kernel(name)(grid, tensors, numbers)
 
 
-def forward(x: Operands, scale: float, read_before: bool, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(given: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output `[B, T, HV, V]`, final state `[N, HV, K, V]`, and with `save` what the backward need not make again."""
-    if _is_step(Problem.of(x, read_before)):
-        return (*step(x, scale, read_before), [])
-    call = Call.of(x, scale, read_before)
-    with gpu.on(x.q.device):
-        o = call.tokens_like(call.problem.V)
-        state = _state_like(call)
-        scored = _scores(call)
-        joined = _join_forward(call, scored)
-        _state_forward(call, scored, joined, o=o, state=state)
-    return o, state, [*scored.kept, *joined] if save else []
+    if _is_step(Problem.of(given)):
+        return step(given), ()
+    call = Call.of(given)
+    o = call.tokens_like(call.problem.V)
+    state = _state_like(call)
+    scored = _scores(call)
+    joined = _join_forward(call, scored)
+    _state_forward(call, scored, joined, o=o, state=state)
+    return (o, state), (*scored.kept, *joined) if save else ()
+
+
+def keeps(call: RecurrenceCall) -> Outputs:
+    shapes = residual_shapes(Problem.of(call))
+    return tuple([torch.empty(shape, dtype=dtype, device=call.device) for shape, dtype in shapes])
 
 
 def _is_step(problem: Problem) -> bool:
@@ -123,27 +128,26 @@ def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype
     return kept
 
 
-def backward(
-    do: Tensor | None, dstate: Tensor | None, x: Operands, residuals: list[Tensor], scale: float, read_before: bool,
-    gate_gradient: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of the operands that are there, in their order; the decay's only with `gate_gradient`."""
-    call = Call.of(x, scale, read_before)
+def backward(given: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
+    """The gradients by name, of the decay only if it is wanted."""
+    call = Call.of(given)
+    x, gate_gradient = call.x, given.log_decay is not None and "log_decay" in wanted
+    do, dstate = grads
     p = call.problem
-    with gpu.on(x.q.device):
-        do = torch.zeros_like(call.x.v) if do is None else do.to(p.dtype).contiguous()
-        dstate = None if dstate is None else dstate.contiguous()
-        scored = _scores(call, residuals)
-        joined = residuals[-2:] if call.plan.tiles.segments > 1 else []
-        states, dstates = (call.per_chunk(p.V, p.K, dtype=p.dtype) for _ in range(2))
-        e, de = (call.tokens_like(p.V) if p.rule.corrected else None for _ in range(2))
-        _state_forward(call, scored, joined, e=e, states=states)
-        dv = _zeros_if_packed(call, p.V) if p.rule.raw else None
-        if p.rule.corrected and not p.rule.raw:
-            dv = de = _zeros_if_packed(call, p.V)
-        dS0 = None if x.initial_state is None else _state_like(call)
-        _state_backward(call, scored, joined, do, dstate, dstates, de, dv, dS0)
-        return _output_backward(call, scored, e, do, de, states, dstates, dv, dS0, gate_gradient)
+    do = torch.zeros_like(call.x.v) if do is None else do.to(p.dtype).contiguous()
+    dstate = None if dstate is None else dstate.contiguous()
+    scored = _scores(call, kept)
+    joined = kept[-2:] if call.plan.tiles.segments > 1 else []
+    states, dstates = (call.per_chunk(p.V, p.K, dtype=p.dtype) for _ in range(2))
+    e, de = (call.tokens_like(p.V) if p.rule.corrected else None for _ in range(2))
+    _state_forward(call, scored, joined, e=e, states=states)
+    dv = _zeros_if_packed(call, p.V) if p.rule.raw else None
+    if p.rule.corrected and not p.rule.raw:
+        dv = de = _zeros_if_packed(call, p.V)
+    dS0 = None if x.initial_state is None else _state_like(call)
+    _state_backward(call, scored, joined, do, dstate, dstates, de, dv, dS0)
+    found = _output_backward(call, scored, e, do, de, states, dstates, dv, dS0, gate_gradient)
+    return x.named(found, gate_gradient)
 
 
 def _state_like(call: Call) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.sizes import cdiv
-from flashmix.ops.recurrence.call import Problem
+from flashmix.ops.recurrence.triton_gpu.adapter import Problem
 
 
 @triton.jit(do_not_specialize=["N", "T", "BOUND"])

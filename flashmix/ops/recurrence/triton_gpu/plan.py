@@ -10,7 +10,8 @@ import torch
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.compiled import Kernel
-from flashmix.ops.recurrence.call import Gate, Problem, Rule
+from flashmix.ops.recurrence.call import Rule
+from flashmix.ops.recurrence.triton_gpu.adapter import Gate, Problem
 from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel

@@ -11,7 +11,8 @@ import torch
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.sizes import cdiv, padded
-from flashmix.ops.recurrence.call import Gate, Problem, Rule
+from flashmix.ops.recurrence.call import Rule
+from flashmix.ops.recurrence.triton_gpu.adapter import Gate, Problem
 
 # Left alone, ptxas takes 32 registers in the largest float32 kernels and spills the rest: 18.1 ms instead of 4.2.
 _ALL_REGISTERS = {"maxnreg": 255}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.ops.recurrence.call import Operands
+from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.step.portable.token import step
 
 Tensors = tuple[Tensor | None, ...]  # q, k, v, beta, a, b, g, state, slots, history, as the public ops take them
@@ -22,9 +22,10 @@ def step_in_place(tensors: Tensors, scale: float, read_before: bool, minus_a: bo
     outputs: list[Tensor] = []
     tokens, kept = v.shape[1], 0 if history is None else history.shape[1]
     for t in range(tokens):
-        part = (None if x is None else x[:, t : t + 1] for x in (q, k, v, beta, a, b))
-        gate = g if g is None or g.dim() == 1 else g[:, t : t + 1]
-        o, S = step(Operands(*part, gate, S, None), scale, read_before, wide)  # type: ignore[arg-type, call-arg]
+        part = (None if x is None else x[:, t : t + 1] for x in (q, k, v, a, b, beta))
+        decay = g if g is None or g.dim() == 1 else g[:, t : t + 1]
+        call = RecurrenceCall(*part, decay, S, scale=scale, read_before=read_before)  # type: ignore[arg-type]
+        o, S = step(call, wide)
         outputs.append(o.masked_fill(~live[:, None, None, None], 0))
         if history is not None and t >= tokens - kept:
             into = history[:, t - tokens + kept]

@@ -1,5 +1,5 @@
-"""One decay a token and head: a matrix of the decays between two tokens, for all row and column keys (docs/chunk_algorithm.md, sections
-2 and 3)."""
+"""One decay per token and head: a matrix of the decays between two tokens, for all row and column keys (docs/chunk_algorithm.md,
+sections 2 and 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.portable.gate import Row, _add_rows, _Decay, _product_backward, _row_factor, _times
+from flashmix.ops.recurrence.portable.decay.base import (
+    Row,
+    SlabDecay,
+    add_rows,
+    product_backward,
+    row_factor,
+    times,
+)
 
 
 def token_factors(g: Tensor, out: Tensor) -> None:
@@ -39,22 +46,22 @@ def _triangles(C: int, dtype: torch.dtype, device: torch.device) -> _Triangles:
         return _Triangles(torch.ones(C, C, dtype=dtype, device=device))
 
 
-class TokenDecay(_Decay):
-    """One decay a token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once and kept for the backward."""
+class TokenDecay(SlabDecay):
+    """One decay per token and head: pairs decay by a matrix `e^{G_i - G_j}`, made once and kept for the backward."""
 
     def __init__(self, factors: Tensor, rows: tuple[Row, ...]) -> None:
-        """From `token_factors`, and what kinds of rows there are."""
+        """From `token_factors`, and the kinds of rows."""
         self._kinds = rows
         self._between, prefix = factors[:, :-1], factors[:, -1].unsqueeze(2)
-        self._row = _row_factor(prefix, rows)
+        self._row = row_factor(prefix, rows)
         self._column = factors[:, -2, None, :, None]
         self.total = prefix[:, -1:]
 
     def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
-        return _times(X, self._row, out)
+        return times(X, self._row, out)
 
     def columns(self, Y: Tensor, out: Tensor | None = None) -> Tensor:
-        return _times(Y, self._column, out)
+        return times(Y, self._column, out)
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         torch.bmm(X.flatten(1, 2), Y.flatten(1, 2).mT, out=out)
@@ -76,14 +83,14 @@ class TokenDecay(_Decay):
                     rows.diagonal(dim1=1, dim2=3).zero_()
         return A.flatten(2)
 
-    def total_backward(self, shares: Tensor) -> None:
-        self._dprefix = shares.new_zeros(shares.shape[0], self._between.shape[-1], 1)  # of log e^{G_i}
-        self._dprefix[:, -1] = shares.sum(1, keepdim=True)
+    def total_backward(self, products: Tensor) -> None:
+        self._dprefix = products.new_zeros(products.shape[0], self._between.shape[-1], 1)  # of log e^{G_i}
+        self._dprefix[:, -1] = products.sum(1, keepdim=True)
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
         from_rows = rows.mul_(drows).sum(3, keepdim=True)
         for r, kind in enumerate(self._kinds):
-            _add_rows(self._dprefix, from_rows[:, r], kind)
+            add_rows(self._dprefix, from_rows[:, r], kind)
         self._dsuffix = columns.mul_(dcolumns).sum(3).sum(1)  # of log e^{G_C - G_j}
         return drows.mul_(self._row), dcolumns.mul_(self._column)
 
@@ -96,10 +103,10 @@ class TokenDecay(_Decay):
                     self._dbetween[:, :-1].addcmul_(pairs[:, 1:], dpairs[:, 1:])
                 else:
                     self._dbetween.addcmul_(pairs, dpairs)
-        _product_backward(X, Y, self._decay(dA), dX, dY)
+        product_backward(X, Y, self._decay(dA), dX, dY)
 
     def finish(self) -> Tensor:
-        """The gradient of the log decay, like its tile: of token t the sum over `j < t <= i` of what pairs `i, j` pass back.
+        """The gradient of the log decay, like its tile: of token t the sum over the pairs with `j < t <= i`.
 
         A row's factor is a pair with the token before the chunk, a column's one with the last token.
         """

@@ -1,0 +1,1 @@
+"""The decays of the portable recurrence, one file each."""
