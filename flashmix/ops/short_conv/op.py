@@ -14,7 +14,7 @@ from flashmix.op.choose import choose
 from flashmix.op.dtypes import compute_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.rowwise import Operator, differentiable_gradients, portable, triton, wants_gradient
-from flashmix.ops.gated_product.op import ACTIVATIONS
+from flashmix.ops.gated_product.portable import ACTIVATIONS
 
 KERNEL_WIDTH = 8  # the kernels hold that many inputs of a channel in registers
 

@@ -9,7 +9,7 @@ from flashmix.op.checks import check_choice, check_floating, check_like, check_s
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.rowwise import Operator, portable, triton
-from flashmix.ops.gated_product.op import ACTIVATIONS
+from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.short_conv.op import convolved, kernel_width_refused, short_conv
 
 IMPLEMENTATIONS = (
