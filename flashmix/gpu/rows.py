@@ -216,8 +216,10 @@ class ColumnSums(NamedTuple):
 @triton.jit(do_not_specialize=["programs"])
 def column_sums_kernel(partial, out, programs, columns, S: tl.constexpr):
     """`out[c]`, the sum of `partial[p, c]` over p in an order that the shape alone decides."""
+    LINES: tl.constexpr = S.LINES
+    BLOCK: tl.constexpr = S.BLOCK
     column = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
-    total = tl.zeros([S.LINES, S.BLOCK], tl.float32)  # [p, c]
+    total = tl.zeros([LINES, BLOCK], tl.float32)  # [p, c]
     for first in range(0, programs, S.LINES):
         line = first + tl.arange(0, S.LINES)
         mask = (line < programs)[:, None] & (column < columns)[None, :]

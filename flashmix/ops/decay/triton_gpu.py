@@ -119,12 +119,14 @@ def gate_forward_kernel(inputs, g_ptr, n, S: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def gate_backward_kernel(inputs, gradients, n, S: tl.constexpr):
     """Program p sums a block of columns over every `parts`-th tile of rows."""
+    ROWS: tl.constexpr = S.ROWS
+    BLOCK: tl.constexpr = S.BLOCK
     PRECISE: tl.constexpr = inputs.x.data.dtype.element_ty == tl.float32
     part = tl.program_id(0) % n.parts
     line = (tl.program_id(0) // n.parts).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
     column = line[None, :]
-    dbias = tl.zeros([S.ROWS, S.BLOCK], tl.float32)
-    dA = tl.zeros([S.ROWS, S.BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    dA = tl.zeros([ROWS, BLOCK], tl.float32)
     if S.KIND != "write_strength":
         rate, bias = parameters(inputs, column, S)  # [1, c]
     for tile in tl.range(part, tl.cdiv(n.count, S.ROWS), n.parts, num_stages=S.STAGES):

@@ -66,8 +66,9 @@ def load(ptr, mask):
 @triton.jit
 def multiply(gate_ptr, up_ptr, y_ptr, mask, S: tl.constexpr):
     """`y = act(gate) up` of a tile [r, c]."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
     kind: tl.constexpr = y_ptr.dtype.element_ty
-    y = activation(load(gate_ptr, mask), S.ACTIVATION, kind == tl.float32) * load(up_ptr, mask)  # [r, c]
+    y = activation(load(gate_ptr, mask), ACTIVATION, kind == tl.float32) * load(up_ptr, mask)  # [r, c]
     tl.store(y_ptr, y.to(kind), mask=mask)
 
 
@@ -91,13 +92,14 @@ def gated_forward_kernel(inputs, y, n, S: tl.constexpr):
 @triton.jit
 def multiply_backward(pointers, gradients, packed, mask, S: tl.constexpr):
     """The gradients of a tile [r, c], stored at `packed`; `pointers`: those of the tile in gate, up and dy."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
     gate_ptr, up_ptr, dy_ptr = pointers
     kind: tl.constexpr = gate_ptr.dtype.element_ty
     gate, dy = load(gate_ptr, mask), load(dy_ptr, mask)  # [r, c]
     if gradients.gate is not None:
-        dgate = dy * load(up_ptr, mask) * activation_slope(gate, S.ACTIVATION, kind == tl.float32)
+        dgate = dy * load(up_ptr, mask) * activation_slope(gate, ACTIVATION, kind == tl.float32)
     if gradients.up is not None:
-        dup = dy * activation(gate, S.ACTIVATION, kind == tl.float32)
+        dup = dy * activation(gate, ACTIVATION, kind == tl.float32)
         tl.store(gradients.up + packed, dup.to(kind), mask=mask)
     if gradients.gate is not None:
         tl.store(gradients.gate + packed, dgate.to(kind), mask=mask)

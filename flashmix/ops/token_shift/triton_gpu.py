@@ -73,6 +73,7 @@ def token_shift_kernel(tensors, n, S: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def token_shift_states_kernel(tensors, cu_seqlens, tokens, S: tl.constexpr):
     """Of each packed sequence the token that the state stands before, and the state after; bounds are never trusted."""
+    BLOCK: tl.constexpr = S.BLOCK
     blocks: tl.constexpr = (S.WIDTH + S.BLOCK - 1) // S.BLOCK
     sequence = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
@@ -81,7 +82,7 @@ def token_shift_states_kernel(tensors, cu_seqlens, tokens, S: tl.constexpr):
     end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int64), tokens)
     filled = start < end
     first, last = (end - 1, start) if S.REVERSE else (start, end - 1)
-    state = tl.zeros([S.BLOCK], tensors.x.dtype.element_ty)
+    state = tl.zeros([BLOCK], tensors.x.dtype.element_ty)
     if tensors.state is not None:
         state = tl.load(tensors.state + sequence * tensors.state_at + column, mask=inside, other=0.0)  # [c]
     tl.store(tensors.y + first * S.WIDTH + column, state, mask=inside & filled)

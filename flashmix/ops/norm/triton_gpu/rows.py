@@ -21,6 +21,7 @@ from flashmix.ops.norm.triton_gpu.structs import load_sum
 
 @triton.jit(do_not_specialize=["n"])
 def norm_forward_kernel(inputs, results, n, S: tl.constexpr):
+    ACTIVATION: tl.constexpr = S.ACTIVATION
     row = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
     column = tl.arange(0, S.BLOCK)[None, :]
     mask = (row < n.count)[:, None] & (column < S.WIDTH)
@@ -58,7 +59,7 @@ def norm_forward_kernel(inputs, results, n, S: tl.constexpr):
     if inputs.bias is not None:  # [1 or r, c]
         y += tl.load(inputs.bias + shared, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if inputs.gate is not None:
-        y *= activation(gate, S.ACTIVATION, inputs.gate.data.dtype.element_ty == tl.float32)
+        y *= activation(gate, ACTIVATION, inputs.gate.data.dtype.element_ty == tl.float32)
     tl.store(results.y + packed, y.to(results.y.dtype.element_ty), mask=mask)
 
 
@@ -70,6 +71,9 @@ def add_pairs(a, b, c, d):
 @triton.jit(do_not_specialize=["count"])
 def norm_backward_kernel(saved, gradients, count, S: tl.constexpr):
     """Program p takes the tiles p // GROUPS, p // GROUPS + programs / GROUPS, ... of group p % GROUPS."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    ROWS: tl.constexpr = S.ROWS
+    BLOCK: tl.constexpr = S.BLOCK
     tokens = count // S.GROUPS
     group = tl.program_id(0) % S.GROUPS
     first = tl.program_id(0) // S.GROUPS
@@ -80,9 +84,9 @@ def norm_backward_kernel(saved, gradients, count, S: tl.constexpr):
     if saved.bias is not None:
         bias = tl.load(saved.bias + shared, mask=column < S.WIDTH, other=0.0).to(tl.float32)  # [1, c]
     if gradients.weight is not None:
-        dweight = tl.zeros([S.ROWS, S.BLOCK], tl.float32)
+        dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     if gradients.bias is not None:
-        dbias = tl.zeros([S.ROWS, S.BLOCK], tl.float32)
+        dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(first, tl.cdiv(tokens, S.ROWS), tl.num_programs(0) // S.GROUPS, num_stages=S.STAGES):
         token = tl.cast(tile, tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
         row = token * S.GROUPS + group
@@ -103,10 +107,10 @@ def norm_backward_kernel(saved, gradients, count, S: tl.constexpr):
             if gradients.gate is not None:  # dgate = dy (n weight + bias) act'(gate)
                 affine = n * weight if saved.weight is not None else n
                 affine = affine + bias if saved.bias is not None else affine
-                slope = activation_slope(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+                slope = activation_slope(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
                 dgate = dy * affine * slope
                 tl.store(gradients.gate + packed, dgate.to(gradients.gate.dtype.element_ty), mask=mask)
-            dy *= activation(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+            dy *= activation(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
         if gradients.bias is not None:
             dbias += dy
         if gradients.weight is not None:

@@ -16,6 +16,8 @@ from flashmix.ops.norm.triton_gpu.structs import load_sum
 
 @triton.jit(do_not_specialize=["n"])
 def norm_forward_wide_kernel(inputs, results, n, S: tl.constexpr):
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    BLOCK: tl.constexpr = S.BLOCK
     row = tl.program_id(0).to(tl.int64)
     x_start = row_starts(row, n.count, inputs.x.at, inputs.sizes, S)
     residual_start = x_start
@@ -24,14 +26,14 @@ def norm_forward_wide_kernel(inputs, results, n, S: tl.constexpr):
     column = tl.arange(0, S.BLOCK)
     mean = 0.0
     if S.CENTER:  # mean = sum(h) / WIDTH
-        total = tl.zeros([S.BLOCK], tl.float32)  # [c]
+        total = tl.zeros([BLOCK], tl.float32)  # [c]
         for block in range((S.WIDTH + S.BLOCK - 1) // S.BLOCK):
             here = tl.cast(block, tl.int64) * S.BLOCK + column
             mask = here < S.WIDTH
             total += load_sum(inputs, results.h, x_start + here, residual_start + here, mask, "evict_last")  # [c]
         mean = tl.div_rn(tl.sum(total), S.WIDTH * 1.0)
         tl.store(results.mean + row, mean)
-    total = tl.zeros([S.BLOCK], tl.float32)  # [c]
+    total = tl.zeros([BLOCK], tl.float32)  # [c]
     for block in range((S.WIDTH + S.BLOCK - 1) // S.BLOCK):
         here = tl.cast(block, tl.int64) * S.BLOCK + column
         mask = here < S.WIDTH
@@ -57,7 +59,7 @@ def norm_forward_wide_kernel(inputs, results, n, S: tl.constexpr):
         if inputs.gate is not None:
             start = row_starts(row, n.count, inputs.gate.at, inputs.sizes, S)
             gate = tl.load(inputs.gate.data + start + here, mask=mask, other=0.0).to(tl.float32)  # [c]
-            y *= activation(gate, S.ACTIVATION, inputs.gate.data.dtype.element_ty == tl.float32)
+            y *= activation(gate, ACTIVATION, inputs.gate.data.dtype.element_ty == tl.float32)
         tl.store(results.y + row * S.WIDTH + here, y.to(results.y.dtype.element_ty), mask=mask)
 
 
@@ -69,6 +71,8 @@ def load_normalised(h_ptr, place, mask, scale, mean):
 
 @triton.jit(do_not_specialize=["count"])
 def norm_backward_wide_kernel(saved, gradients, count, S: tl.constexpr):
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    BLOCK: tl.constexpr = S.BLOCK
     row = tl.program_id(0).to(tl.int64)
     h_start = row_starts(row, count, saved.h.at, saved.sizes, S)
     dy_start = row_starts(row, count, saved.dy.at, saved.sizes, S)
@@ -81,8 +85,8 @@ def norm_backward_wide_kernel(saved, gradients, count, S: tl.constexpr):
         mean = tl.load(saved.mean + row)
     shared = (row % S.GROUPS) * S.WIDTH
     column = tl.arange(0, S.BLOCK)
-    along = tl.zeros([S.BLOCK], tl.float32)  # [c]
-    total = tl.zeros([S.BLOCK], tl.float32)  # [c]
+    along = tl.zeros([BLOCK], tl.float32)  # [c]
+    total = tl.zeros([BLOCK], tl.float32)  # [c]
     for block in range((S.WIDTH + S.BLOCK - 1) // S.BLOCK):
         here = tl.cast(block, tl.int64) * S.BLOCK + column
         mask = here < S.WIDTH
@@ -96,10 +100,10 @@ def norm_backward_wide_kernel(saved, gradients, count, S: tl.constexpr):
                     affine *= tl.load(saved.weight + shared + here, mask=mask, other=0.0).to(tl.float32)  # [c]
                 if saved.bias is not None:
                     affine += tl.load(saved.bias + shared + here, mask=mask, other=0.0).to(tl.float32)  # [c]
-                slope = activation_slope(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+                slope = activation_slope(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
                 dgate = dn * affine * slope
                 tl.store(gradients.gate + row * S.WIDTH + here, dgate.to(gradients.gate.dtype.element_ty), mask=mask)
-            dn *= activation(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+            dn *= activation(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
         if saved.weight is not None:
             dn *= tl.load(saved.weight + shared + here, mask=mask, other=0.0).to(tl.float32)  # [c]
         along += dn * n
@@ -116,7 +120,7 @@ def norm_backward_wide_kernel(saved, gradients, count, S: tl.constexpr):
             dn = tl.load(saved.dy.data + dy_start + here, mask=mask, other=0.0).to(tl.float32)  # [c]
             if saved.gate is not None:
                 gate = tl.load(saved.gate.data + gate_start + here, mask=mask, other=0.0).to(tl.float32)  # [c]
-                dn *= activation(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+                dn *= activation(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
             if saved.weight is not None:
                 dn *= tl.load(saved.weight + shared + here, mask=mask, other=0.0).to(tl.float32)  # [c]
             dh = (dn - n * slope_of_row - offset) * scale
@@ -129,13 +133,16 @@ def norm_backward_wide_kernel(saved, gradients, count, S: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "parts"])
 def norm_weights_backward_kernel(saved, gradients, count, parts, S: tl.constexpr):
     """Program p sums BLOCK channels of all groups over every `parts`-th tile of ROWS tokens."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    ROWS: tl.constexpr = S.ROWS
+    BLOCK: tl.constexpr = S.BLOCK
     tokens = count // S.GROUPS
     part = tl.program_id(0) % parts
     channel = (tl.program_id(0) // parts).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
     column = (channel % S.WIDTH)[None, :]
     group = (channel // S.WIDTH)[None, :]
-    dweight = tl.zeros([S.ROWS, S.BLOCK], tl.float32)  # [t, c]
-    dbias = tl.zeros([S.ROWS, S.BLOCK], tl.float32)  # [t, c]
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)  # [t, c]
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)  # [t, c]
     for tile in range(part, tl.cdiv(tokens, S.ROWS), parts):
         token = tl.cast(tile, tl.int64) * S.ROWS + tl.arange(0, S.ROWS)[:, None]
         mask = (token < tokens) & (channel < S.GROUPS * S.WIDTH)[None, :]
@@ -149,7 +156,7 @@ def norm_weights_backward_kernel(saved, gradients, count, parts, S: tl.constexpr
         if saved.gate is not None:
             start = row_starts(row, count, saved.gate.at, saved.sizes, S)
             gate = tl.load(saved.gate.data + start + column, mask=mask, other=0.0).to(tl.float32)  # [t, c]
-            dy *= activation(gate, S.ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
+            dy *= activation(gate, ACTIVATION, saved.gate.data.dtype.element_ty == tl.float32)
         dweight += dy * n
         dbias += dy
     place = part.to(tl.int64) * S.GROUPS * S.WIDTH + channel
