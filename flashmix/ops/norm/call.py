@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Call, Outputs
+from flashmix.op.call import Call, Gradients, Outputs
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,13 @@ class NormCall(Call):
     def for_backward(self, outputs: Outputs) -> NormCall:
         """With `h` in place of `x` and the residual."""
         return self if self.residual is None else self.but(x=outputs[1], residual=None)
+
+    def gradients_of_sum(self, dh: Tensor | None, wanted: Collection[str]) -> Gradients:
+        """The gradients where only `h`, the sum, has one: nothing depends on `y`."""
+        found = {}
+        for name in wanted:
+            like = getattr(self, name)
+            found[name] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        if dh is not None and "x" in wanted:
+            found["x"].copy_(dh)
+        return found

@@ -37,7 +37,7 @@ def keeps(call: NormCall) -> Outputs:
 def backward(call: NormCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     dy, dh = (*grads, None)[:2]
     if dy is None:
-        return without_y(call, dh, wanted)
+        return call.gradients_of_sum(dh, wanted)
     if _is_plain_layer_norm(call, call.x):
         scale, mean = kept
         h, mask = call.x, ["x" in wanted, "weight" in wanted, "bias" in wanted]
@@ -69,14 +69,6 @@ def formula(call: NormCall) -> Outputs:
         y = y if gate is None else y * ACTIVATIONS[call.activation].formula(gate.to(dtype))
         y = _flat(call, y.to(call.y_dtype))
     return (y, h) if call.sums else (y,)
-
-
-def without_y(call: NormCall, dh: Tensor | None, wanted: Collection[str]) -> Gradients:
-    """The gradients where only `h`, the sum, has one."""
-    zeros = {name: torch.zeros_like(getattr(call, name), memory_format=torch.contiguous_format) for name in wanted}
-    if dh is not None and "x" in wanted:
-        zeros["x"].copy_(dh)
-    return zeros
 
 
 def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:

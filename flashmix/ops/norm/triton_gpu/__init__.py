@@ -15,7 +15,6 @@ from flashmix.gpu.launch import Kernel, bound
 from flashmix.gpu.rows import as_rows, contiguous, power_of_two, programs_for, sum_columns
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.norm.call import NormCall
-from flashmix.ops.norm.portable import without_y
 from flashmix.ops.norm.triton_gpu.rows import norm_backward_kernel, norm_forward_kernel
 from flashmix.ops.norm.triton_gpu.structs import (
     NormGradients,
@@ -131,7 +130,7 @@ def keeps(call: NormCall) -> Outputs:
 def backward(call: NormCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     d_y, d_h = (*grads, None)[:2]
     if d_y is None:
-        return without_y(call, d_h, wanted)
+        return call.gradients_of_sum(d_h, wanted)
     found = {name: _empty(getattr(call, name)) for name in wanted}
     if call.x.numel() == 0:
         return {name: gradient.zero_() for name, gradient in found.items()}
