@@ -408,22 +408,25 @@ def test_nothing_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_opcheck() -> None:
-    from flashmix.ops.decay.op import _GATE
-    from flashmix.ops.gated_product.op import _GATED
-    from flashmix.ops.norm.operator import NORM
-    from flashmix.ops.rotary.operator import ROTARY
-    from flashmix.ops.token_shift.op import _SHIFT
+    from flashmix.ops.decay.op import GATE
+    from flashmix.ops.gated_product.op import GATED
+    from flashmix.ops.norm.op import NORM
+    from flashmix.ops.rotary.op import ROTARY
+    from flashmix.ops.token_shift.op import SHIFT
 
     cos, sin = (t.cuda() for t in rotary_table(64, 8))
     x, r = (random(2, 5, 8, seed=s).cuda().requires_grad_() for s in (1, 2))
     w = random(8).cuda().requires_grad_()
-    torch.library.opcheck(NORM.operator, (x, r, w, None, None, True, 1e-6, 1, False, True, "silu", x.dtype))
-    torch.library.opcheck(NORM.operator, (x, None, w, w, r, True, 1e-6, 2, True, True, "sigmoid", x.dtype))
-    torch.library.opcheck(_GATED.operator, (x, r, True, "gelu"))
-    torch.library.opcheck(_GATE.operator, (x, w, w, True, "softplus_decay", 1.0))
-    torch.library.opcheck(_SHIFT.operator, (x, None, None, True, 2, 5, False, True))
     q = x.detach().unsqueeze(2).requires_grad_()
-    torch.library.opcheck(ROTARY.operator, (q, None, cos, sin, None, None, True, 3, [], False, False))
+    for op, arguments in (
+        (NORM, (x, r, w, None, None, 1e-6, 1, False, True, "silu", x.dtype, True)),
+        (NORM, (x, None, w, w, r, 1e-6, 2, True, True, "sigmoid", x.dtype, False)),
+        (GATED, (x, r, "gelu")),
+        (GATE, (x, w, w, "softplus_decay", 1.0)),
+        (SHIFT, (x, None, None, 0, 5, False, True)),
+        (ROTARY, (q, None, cos, sin, None, None, 0, 3, [], False, False)),
+    ):
+        torch.library.opcheck(op.operator, (*arguments, True, "triton"))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,46 +12,47 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.launch import bound
 
 INTERPRETED = tl.constexpr(gpu.interpreted())  # the interpreter knows no assembly
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
+    """A tensor `[..., D]` as a kernel takes it: rows, and the strides of its outer axes (see `row_starts`)."""
+
+    data: Any
+    at: Any
+
+
+class Layout(NamedTuple):
     """Tensors of one shape `[..., D]` as rows: how many, and where row r of each begins.
 
-    `outer` is 0 where all are contiguous: row r begins at `r D`. Else r is split by `sizes`, the last sizes of up to
-    three outer axes, and each tensor has three strides.
+    `outer` is 0 where all are contiguous: row r begins at `r D`. Else it is the number of outer axes, up to three: r is
+    split by `sizes`, those of all but the first, and each tensor has `outer` strides.
     """
 
-    count: int
+    total: int
     outer: int
-    sizes: tuple[int, int]
-    tensors: tuple[Tensor | None, ...]
-    strides: tuple[tuple[int, int, int], ...]
-
-    @property
-    def device(self) -> torch.device:
-        return next(t for t in self.tensors if t is not None).device
+    sizes: tuple[int, ...]
+    rows: tuple[Any, ...]  # a `Rows` of each tensor, None where that is None
 
 
-def as_rows(*tensors: Tensor | None) -> Rows:
+def as_rows(*tensors: Tensor | None) -> Layout:
     """The rows of tensors of one shape; copies only those with a stride along the row, or with outer axes past three."""
     present = [t for t in tensors if t is not None]
     shape = present[0].shape
-    width = shape[-1]
-    count = present[0].numel() // max(width, 1)
     if all(t.is_contiguous() for t in present):
-        return Rows(count, 0, (1, 1), tensors, ((0, 0, 0),) * len(tensors))
-    tensors = tuple(None if t is None else inner_contiguous(t) for t in tensors)
+        total = present[0].numel() // max(shape[-1], 1)
+        return Layout(total, 0, (), tuple([None if t is None else Rows(t, ()) for t in tensors]))
+    tensors = tuple([None if t is None else inner_contiguous(t) for t in tensors])
     axes = _merged(shape[:-1], [t.stride()[:-1] for t in tensors if t is not None])
     if len(axes) > 3:
-        return as_rows(*(None if t is None else t.contiguous() for t in tensors))
-    axes = [(1, (0,) * len(present))] * (3 - len(axes)) + axes
-    found = iter(zip(*(strides for _, strides in axes), strict=True))
-    strides = tuple((0, 0, 0) if t is None else next(found) for t in tensors)
-    outer = 3 if axes[0][0] > 1 else 2 if axes[1][0] > 1 else 1
-    return Rows(count, outer, (axes[1][0], axes[2][0]), tensors, strides)
+        return as_rows(*[None if t is None else t.contiguous() for t in tensors])
+    axes = axes or [(1, (0,) * len(present))]
+    strides = iter(zip(*[steps for _, steps in axes], strict=True))
+    rows = tuple([None if t is None else Rows(t, next(strides)) for t in tensors])
+    total = present[0].numel() // max(shape[-1], 1)
+    return Layout(total, len(axes), tuple([size for size, _ in axes[1:]]), rows)
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
@@ -76,12 +77,6 @@ def contiguous(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
-def fill_with_zeros(gradients: Sequence[Tensor | None]) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.zero_()
-
-
 def power_of_two(size: int) -> int:
     return 1 << (max(size, 1) - 1).bit_length()
 
@@ -92,21 +87,25 @@ def programs_for(tiles: int, device: torch.device, each: int) -> int:
 
 
 @triton.jit
-def row_starts(rows, count, sizes, strides, WIDTH: tl.constexpr, OUTER: tl.constexpr):
-    """Offsets of int64 row numbers `rows`, see `Rows`. `count` says whether their quotients need 64 bits."""
-    if OUTER == 0:
-        return rows * WIDTH
-    elif OUTER == 1:
-        return rows * strides[2]
+def row_starts(row, count, at, sizes, S: tl.constexpr):
+    """Offsets of int64 row numbers `row` in a tensor of strides `at`, see `Layout`; S has WIDTH and OUTER.
+
+    `count` says whether the quotients of row numbers need 64 bits.
+    """
+    if S.OUTER == 0:
+        return row * S.WIDTH
+    elif S.OUTER == 1:
+        return row * at[0]
     else:
-        rows = rows.to(count.dtype)
-        above = rows // sizes[1]
-        start = (rows % sizes[1]).to(tl.int64) * strides[2]
-        if OUTER == 2:
-            return start + above.to(tl.int64) * strides[1]
+        row = row.to(count.dtype)
+        if S.OUTER == 2:
+            above = row // sizes[0]
+            return (row % sizes[0]).to(tl.int64) * at[1] + above.to(tl.int64) * at[0]
         else:
-            start += (above % sizes[0]).to(tl.int64) * strides[1]
-            return start + (above // sizes[0]).to(tl.int64) * strides[0]
+            above = row // sizes[1]
+            start = (row % sizes[1]).to(tl.int64) * at[2]
+            start += (above % sizes[0]).to(tl.int64) * at[1]
+            return start + (above // sizes[0]).to(tl.int64) * at[0]
 
 
 @triton.jit
@@ -167,7 +166,7 @@ def sigmoid_slope(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def activation(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
-    """`flashmix.ops.gated_product.op.ACTIVATIONS[NAME]` of float32 numbers; PRECISE where they were read as such."""
+    """`flashmix.ops.gated_product.portable.ACTIVATIONS[NAME]` of float32 numbers; PRECISE where they were read as such."""
     if NAME == "silu":
         return x * sigmoid(x, PRECISE)
     elif NAME == "sigmoid":
@@ -209,26 +208,29 @@ def activation_slope(x, NAME: tl.constexpr, PRECISE: tl.constexpr):
         return tl.where(x <= 0, 0.0, 2.0 * x)
 
 
+class ColumnSums(NamedTuple):
+    LINES: int  # p, rows that are read at once
+    BLOCK: int  # c, columns of a program
+
+
 @triton.jit(do_not_specialize=["programs"])
-def column_sums_kernel(
-    partial_ptr, sum_ptr, programs, columns,
-    LINES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`sum[c]` of `partial[p, c]` over p, in an order that the shape alone decides."""
-    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([LINES, BLOCK], tl.float32)
-    for first in range(0, programs, LINES):
-        line = first + tl.arange(0, LINES)
-        there = (line < programs)[:, None] & (column < columns)[None, :]
-        place = line.to(tl.int64)[:, None] * columns + column[None, :]  # [LINES, BLOCK]
-        total += tl.load(partial_ptr + place, mask=there, other=0.0)
-    tl.store(sum_ptr + column, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=column < columns)
+def column_sums_kernel(partial, out, programs, columns, S: tl.constexpr):
+    """`out[c]`, the sum of `partial[p, c]` over p in an order that the shape alone decides."""
+    LINES: tl.constexpr = S.LINES
+    BLOCK: tl.constexpr = S.BLOCK
+    column = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
+    total = tl.zeros([LINES, BLOCK], tl.float32)  # [p, c]
+    for first in range(0, programs, S.LINES):
+        line = first + tl.arange(0, S.LINES)
+        mask = (line < programs)[:, None] & (column < columns)[None, :]
+        place = line.to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(partial + place, mask=mask, other=0.0)  # [p, c]
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)
 
 
 def sum_columns(partial: Tensor, out: Tensor) -> None:
     """`out = partial.sum(0)` of float32 `partial [programs, ...]`, written in the dtype of `out`."""
     programs, columns = partial.shape[0], out.numel()
     block = 32 if columns >= 32 else power_of_two(columns)
-    column_sums_kernel[(triton.cdiv(columns, block),)](
-        partial, out, programs, columns, LINES=32, BLOCK=block, num_warps=4
-    )
+    kernel = bound(column_sums_kernel, ColumnSums(32, block), num_warps=4)
+    kernel(triton.cdiv(columns, block), partial, out, programs, columns)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from flashmix.op.call import Op, always, triton_refuses
 from flashmix.op.checks import check_floating, check_like, check_range, check_shape, check_tensor, dims
-from flashmix.op.choose import choose
-from flashmix.op.rowwise import Operator, portable, triton
-from flashmix.ops.gated_product.op import in_whole_vectors
+from flashmix.op.choose import Implementation
+from flashmix.ops.decay.call import GateCall
+from flashmix.ops.decay.portable import formula
 
-IMPLEMENTATIONS = (triton("flashmix.ops.decay.triton_gpu"), portable(__name__))
+IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.decay.triton_gpu", triton_refuses),
+    Implementation("portable", "flashmix.ops.decay.portable", always),
+)
+GATE = Op("gate", GateCall, IMPLEMENTATIONS, formula=formula)
 
 
 def softplus_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, impl: str = "auto") -> Tensor:
@@ -110,9 +111,7 @@ def write_strength(x: Tensor, *, negative_eigenvalues: bool = False, impl: str =
     check_tensor("x", x)
     check_floating("x", x)
     factor = 2.0 if negative_eigenvalues else 1.0
-    if choose("write_strength", IMPLEMENTATIONS, (x,), impl).name == "triton":
-        return _GATE(x, None, None, options=("write_strength", factor))[0]
-    return _formula(x, None, None, "write_strength", factor)
+    return GATE(GateCall(x, None, None, "write_strength", factor), impl, "write_strength")[0]
 
 
 def _gate(op: str, x: Tensor, A_log: Tensor, dt_bias: Tensor, factor: float, impl: str) -> Tensor:
@@ -127,35 +126,4 @@ def _gate(op: str, x: Tensor, A_log: Tensor, dt_bias: Tensor, factor: float, imp
     for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
         check_floating(name, value)
         check_like(name, value, "x", x, dtype=False)
-    if choose(op, IMPLEMENTATIONS, (x, A_log, dt_bias), impl).name == "triton":
-        return _GATE(x, A_log, dt_bias, options=(op, factor))[0]
-    return _formula(x, A_log, dt_bias, op, factor)
-
-
-def _formula(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, kind: str, factor: float) -> Tensor:
-    x = _at_least_float32(x)
-    if A_log is None or dt_bias is None:
-        return factor * _even(torch.sigmoid, x)
-    rate = _at_least_float32(A_log).exp()
-    rate = rate if dt_bias.dim() == 1 else rate[:, None]
-    if kind == "softplus_decay":
-        return _even(F.softplus, x + dt_bias) * -rate
-    return factor * _even(torch.sigmoid, rate * (x + dt_bias))
-
-
-def _even(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The same bits for an element wherever it lies, its gradient too."""
-    return function(x) if torch.compiler.is_compiling() else in_whole_vectors(function, x)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-_GATE = Operator(
-    "gate",
-    "flashmix.ops.decay.triton_gpu.Gate",
-    "Tensor x, Tensor? A_log, Tensor? dt_bias",
-    "str kind, float factor",
-    formula=_formula,
-)
+    return GATE(GateCall(x, A_log, dt_bias, op, factor), impl, op)[0]

@@ -5,24 +5,26 @@
     write_strength   g = factor s(x)           dx = factor s'(x) dg
 
 `s` is the sigmoid; `ddt_bias` is the sum of `dx` over rows. A row is all heads of a token.
+Tiles: `r` rows, `c` channels of a row.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.launch import bound
 from flashmix.gpu.rows import (
-    Rows,
+    Layout,
     as_rows,
     contiguous,
     exp_of_minus,
-    fill_with_zeros,
     power_of_two,
     programs_for,
     row_starts,
@@ -30,13 +32,46 @@ from flashmix.gpu.rows import (
     sigmoid_slope,
     sum_columns,
 )
-from flashmix.op.rowwise import Options, Tensors
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.decay.call import GateCall
 
 TILE, TILE_BACKWARD, WARPS, WIDEST_BLOCK = 2048, 1024, 4, 128
-PROGRAMS, STAGES = (
-    {2: 6, 4: 4},
-    3,
-)  # backward: programs that a multiprocessor holds at once (narrow, float32), tiles on their way
+# Backward: programs that a multiprocessor holds at once (narrow, float32), tiles on their way.
+PROGRAMS, STAGES = {2: 6, 4: 4}, 3
+
+
+class GateInputs(NamedTuple):
+    """x and the gradient `dg` (None in the forward) as `Rows`, the parameters, and the sizes that x and dg share."""
+
+    x: Any
+    A_log: Any
+    dt_bias: Any
+    dg: Any
+    sizes: Any
+
+
+class GateGradients(NamedTuple):
+    """Contiguous `x`; partial sums `[parts, WIDTH]` of the others, of A_log for each channel."""
+
+    x: Any
+    A_log: Any
+    dt_bias: Any
+
+
+class GateNumbers(NamedTuple):
+    count: Any  # rows
+    parts: Any  # backward: programs that share a block of columns
+    factor: Any
+
+
+class GateSpec(NamedTuple):
+    KIND: str
+    WIDTH: int
+    CHANNELS: int  # of a head
+    OUTER: int
+    ROWS: int  # r
+    BLOCK: int  # c
+    STAGES: int = 1
 
 
 @triton.jit
@@ -55,141 +90,136 @@ def softplus(z, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def parameters(A_ptr, bias_ptr, column, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+def parameters(inputs, column, S: tl.constexpr):
     """`e^{A_log}` and `dt_bias` of columns; nothing for those past the end."""
-    power = tl.load(A_ptr + column // CHANNELS, mask=column < WIDTH, other=0.0).to(tl.float32)
+    power = tl.load(inputs.A_log + column // S.CHANNELS, mask=column < S.WIDTH, other=0.0).to(tl.float32)  # [1, c]
     small = exp_of_minus(tl.abs(power), True)
-    return tl.where(power > 0, tl.div_rn(1.0, small), small), tl.load(
-        bias_ptr + column, mask=column < WIDTH, other=0.0
-    ).to(tl.float32)
+    bias = tl.load(inputs.dt_bias + column, mask=column < S.WIDTH, other=0.0).to(tl.float32)  # [1, c]
+    return tl.where(power > 0, tl.div_rn(1.0, small), small), bias
 
 
-@triton.jit(do_not_specialize=["count"])
-def gate_forward_kernel(
-    x_ptr, A_ptr, bias_ptr, g_ptr, count, sizes, x_at, factor,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, OUTER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = (row < count)[:, None] & (column < WIDTH)
-    start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
-    z = tl.load(x_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-    if KIND == "write_strength":
-        g = factor * sigmoid(z, PRECISE)
+@triton.jit(do_not_specialize=["n"])
+def gate_forward_kernel(inputs, g_ptr, n, S: tl.constexpr):
+    PRECISE: tl.constexpr = inputs.x.data.dtype.element_ty == tl.float32
+    blocks: tl.constexpr = (S.WIDTH + S.BLOCK - 1) // S.BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)[None, :]
+    mask = (row < n.count)[:, None] & (column < S.WIDTH)
+    start = row_starts(row, n.count, inputs.x.at, inputs.sizes, S)
+    z = tl.load(inputs.x.data + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)  # [r, c]
+    if S.KIND == "write_strength":
+        g = n.factor * sigmoid(z, PRECISE)
     else:
-        rate, bias = parameters(A_ptr, bias_ptr, column, WIDTH, CHANNELS)  # [1, BLOCK]
+        rate, bias = parameters(inputs, column, S)  # [1, c]
         z += bias
-        g = -rate * softplus(z, PRECISE) if KIND == "softplus_decay" else factor * sigmoid(rate * z, PRECISE)
-    tl.store(g_ptr + row[:, None] * WIDTH + column, g, mask=there)
+        g = -rate * softplus(z, PRECISE) if S.KIND == "softplus_decay" else n.factor * sigmoid(rate * z, PRECISE)
+    tl.store(g_ptr + row[:, None] * S.WIDTH + column, g, mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "parts"])
-def gate_backward_kernel(
-    x_ptr, A_ptr, bias_ptr, dg_ptr, dx_ptr, dA_ptr, dbias_ptr, count, parts, sizes, x_at, dg_at, factor,
-    KIND: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, OUTER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n"])
+def gate_backward_kernel(inputs, gradients, n, S: tl.constexpr):
     """Program p sums a block of columns over every `parts`-th tile of rows."""
-    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    part = tl.program_id(0) % parts
-    line = (tl.program_id(0) // parts).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ROWS: tl.constexpr = S.ROWS
+    BLOCK: tl.constexpr = S.BLOCK
+    PRECISE: tl.constexpr = inputs.x.data.dtype.element_ty == tl.float32
+    part = tl.program_id(0) % n.parts
+    line = (tl.program_id(0) // n.parts).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
     column = line[None, :]
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     dA = tl.zeros([ROWS, BLOCK], tl.float32)
-    if KIND != "write_strength":
-        rate, bias = parameters(A_ptr, bias_ptr, column, WIDTH, CHANNELS)  # [1, BLOCK]
-    for tile in tl.range(part, tl.cdiv(count, ROWS), parts, num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        there = (row < count)[:, None] & (column < WIDTH)
-        start = row_starts(row, count, sizes, x_at, WIDTH, OUTER)
-        z = tl.load(x_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        start = row_starts(row, count, sizes, dg_at, WIDTH, OUTER)
-        dg = tl.load(dg_ptr + start[:, None] + column, mask=there, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
-        if KIND == "write_strength":
-            dx = factor * sigmoid_slope(z, PRECISE) * dg
+    if S.KIND != "write_strength":
+        rate, bias = parameters(inputs, column, S)  # [1, c]
+    for tile in tl.range(part, tl.cdiv(n.count, S.ROWS), n.parts, num_stages=S.STAGES):
+        row = tl.cast(tile, tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+        mask = (row < n.count)[:, None] & (column < S.WIDTH)
+        start = row_starts(row, n.count, inputs.x.at, inputs.sizes, S)
+        z = tl.load(inputs.x.data + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)  # [r, c]
+        start = row_starts(row, n.count, inputs.dg.at, inputs.sizes, S)
+        dg = tl.load(inputs.dg.data + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)  # [r, c]
+        if S.KIND == "write_strength":
+            dx = n.factor * sigmoid_slope(z, PRECISE) * dg
         else:
             z += bias
-            if KIND == "softplus_decay":
+            if S.KIND == "softplus_decay":
                 dA -= softplus(z, PRECISE) * dg  # times the rate at the end
                 dx = -rate * sigmoid(z, PRECISE) * dg
             else:
-                dx = factor * sigmoid_slope(rate * z, PRECISE) * rate * dg
+                dx = n.factor * sigmoid_slope(rate * z, PRECISE) * rate * dg
                 dA += dx * z
             dbias += dx
-        if dx_ptr is not None:
-            tl.store(dx_ptr + row[:, None] * WIDTH + column, dx.to(dx_ptr.dtype.element_ty), mask=there)
-    place = part.to(tl.int64) * WIDTH + line
-    if dA_ptr is not None:
-        if KIND == "softplus_decay":
+        if gradients.x is not None:
+            tl.store(gradients.x + row[:, None] * S.WIDTH + column, dx.to(gradients.x.dtype.element_ty), mask=mask)
+    place = part.to(tl.int64) * S.WIDTH + line
+    if gradients.A_log is not None:
+        if S.KIND == "softplus_decay":
             dA *= rate
-        tl.store(dA_ptr + place, tl.sum(dA, 0), mask=line < WIDTH)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + place, tl.sum(dbias, 0), mask=line < WIDTH)
+        tl.store(gradients.A_log + place, tl.sum(dA, 0), mask=line < S.WIDTH)
+    if gradients.dt_bias is not None:
+        tl.store(gradients.dt_bias + place, tl.sum(dbias, 0), mask=line < S.WIDTH)
 
 
-class Gate:
-    """Inputs `x, A_log, dt_bias`; options `kind` and `factor` (the floor, or what a write strength reaches to)."""
-
-    @staticmethod
-    def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        x = inputs[0]
-        assert x is not None
-        return [torch.empty(x.shape, dtype=torch.float32, device=x.device)], []
-
-    @staticmethod
-    def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
-        (x, A_log, bias), (kind, factor) = inputs, options
-        if results[0].numel() == 0:
-            return
-        rows, channels = _tokens(bias, x)
-        width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
-        gate_forward_kernel[(triton.cdiv(rows.count, TILE // block) * triton.cdiv(width, block),)](
-            rows.tensors[0], contiguous(A_log), contiguous(bias), results[0], rows.count, rows.sizes, rows.strides[0], factor,
-            KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE // block, BLOCK=block,
-            num_warps=WARPS,
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(
-        gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
-    ) -> None:
-        (x, A_log, bias), (kind, factor), (dx, dA, dbias) = inputs, options, gradients
-        assert x is not None
-        if x.numel() == 0:
-            fill_with_zeros(gradients)
-            return
-        rows, channels = _tokens(bias, x, grads[0])
-        width, block = rows.tensors[0].shape[-1], _block(rows)  # type: ignore[union-attr]
-        blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.count, TILE_BACKWARD // block)
-        parts = min(tiles, max(1, programs_for(2**31 - 1, x.device, PROGRAMS[x.element_size()]) // blocks))
-        partials = [None if t is None else x.new_empty((parts, width), dtype=torch.float32) for t in (dA, dbias)]
-        gate_backward_kernel[(blocks * parts,)](
-            rows.tensors[0], contiguous(A_log), contiguous(bias), rows.tensors[1], dx, *partials, rows.count, parts, rows.sizes,
-            *rows.strides, factor,
-            KIND=kind, WIDTH=width, CHANNELS=channels, OUTER=rows.outer, ROWS=TILE_BACKWARD // block, BLOCK=block,
-            STAGES=STAGES, num_warps=WARPS,
-        )  # fmt: skip
-        if partials[0] is not None and dA is not None:
-            each = dA if channels == 1 else dA.new_empty(width, dtype=torch.float32)
-            sum_columns(partials[0], each)
-            if channels > 1:
-                dA.copy_(each.view(-1, channels).sum(1))
-        if partials[1] is not None and dbias is not None:
-            sum_columns(partials[1], dbias)
+def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
+    (g,) = outputs = call.results()
+    if g.numel() == 0:
+        return outputs, ()
+    rows = _tokens(call, call.x)
+    (x,) = rows.rows
+    width, block = _columns(rows)
+    spec = GateSpec(call.kind, width, call.channels, rows.outer, ROWS=TILE // block, BLOCK=block)
+    grid = triton.cdiv(rows.total, TILE // block) * triton.cdiv(width, block)
+    inputs = GateInputs(x, contiguous(call.A_log), contiguous(call.dt_bias), None, rows.sizes)
+    bound(gate_forward_kernel, spec, num_warps=WARPS)(grid, inputs, g, GateNumbers(rows.total, 1, call.factor))
+    return outputs, ()
 
 
-def _tokens(bias: Tensor | None, *tensors: Tensor | None) -> tuple[Rows, int]:
-    """The tensors as rows of all heads' channels (of single elements without a bias), and the channels of a head."""
-    if bias is None:
-        flat = [None if t is None else t.reshape(1) if t.dim() == 0 else t for t in tensors]
-        return as_rows(*flat), 1
-    if bias.dim() == 1:
-        return as_rows(*tensors), 1
-    return as_rows(*(None if t is None else t.flatten(-2) for t in tensors)), bias.shape[1]
+def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    found = {name: _empty(getattr(call, name)) for name in wanted}
+    if call.x.numel() == 0:
+        return {name: gradient.zero_() for name, gradient in found.items()}
+    rows = _tokens(call, call.x, *grads)
+    x, dg = rows.rows
+    width, block = _columns(rows)
+    blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.total, TILE_BACKWARD // block)
+    parts = min(tiles, max(1, programs_for(2**31 - 1, call.device, PROGRAMS[call.x.element_size()]) // blocks))
+    dA, dbias = (
+        torch.empty((parts, width), dtype=torch.float32, device=call.device) if name in found else None
+        for name in ("A_log", "dt_bias")
+    )
+    spec = GateSpec(
+        call.kind, width, call.channels, rows.outer, ROWS=TILE_BACKWARD // block, BLOCK=block, STAGES=STAGES
+    )
+    inputs = GateInputs(x, contiguous(call.A_log), contiguous(call.dt_bias), dg, rows.sizes)
+    gradients, numbers = GateGradients(found.get("x"), dA, dbias), GateNumbers(rows.total, parts, call.factor)
+    bound(gate_backward_kernel, spec, num_warps=WARPS)(blocks * parts, inputs, gradients, numbers)
+    if dA is not None:
+        _sum_rates(dA, found["A_log"], call.channels)
+    if dbias is not None:
+        sum_columns(dbias, found["dt_bias"])
+    return found
 
 
-def _block(rows: Rows) -> int:
-    return min(power_of_two(rows.tensors[0].shape[-1]), WIDEST_BLOCK)  # type: ignore[union-attr]
+def _sum_rates(partial: Tensor, out: Tensor, channels: int) -> None:
+    """The gradient of A_log: sums over programs, then over the channels of a head."""
+    if channels == 1:
+        sum_columns(partial, out)
+        return
+    each = partial.new_empty(partial.shape[1])
+    sum_columns(partial, each)
+    out.copy_(each.view(-1, channels).sum(1))
+
+
+def _tokens(call: GateCall, *tensors: Tensor | None) -> Layout:
+    """The tensors as rows of all heads' channels (of single elements without a bias)."""
+    if call.dt_bias is not None and call.dt_bias.dim() == 2:
+        return as_rows(*[None if t is None else t.flatten(-2) for t in tensors])
+    return as_rows(*[t if t is None or t.dim() else t.reshape(1) for t in tensors])
+
+
+def _columns(rows: Layout) -> tuple[int, int]:
+    """Channels of a row, and those of a tile."""
+    width = rows.rows[0].data.shape[-1]
+    return width, min(power_of_two(width), WIDEST_BLOCK)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

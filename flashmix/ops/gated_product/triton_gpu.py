@@ -1,141 +1,168 @@
-"""Gated products: `y = act(gate) up`, and `dgate = dy up act'(gate)`, `dup = dy act(gate)`, in one pass each."""
+"""Gated products: `y = act(gate) up`, and `dgate = dy up act'(gate)`, `dup = dy act(gate)`, in one pass each.
+
+Tiles: `r` rows, `c` channels of a row. Contiguous tensors (OUTER = 0) are one row of `n.width`; else there are `n.count` rows of WIDTH.
+"""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.gpu.rows import Rows, activation, activation_slope, as_rows, power_of_two, row_starts
-from flashmix.op.rowwise import Options, Tensors
+from flashmix.gpu.launch import Kernel, bound
+from flashmix.gpu.rows import Layout, activation, activation_slope, as_rows, power_of_two, row_starts
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.gated_product.call import GatedCall
 
 TILE, WARPS = 2048, 8  # elements of a program
 WIDEST_BLOCK = 1024  # of them in one row, where rows are not contiguous
 
 
+class GatedInputs(NamedTuple):
+    """Gate, up and the gradient `dy` (None in the forward) as `Rows`, and the sizes that they share."""
+
+    gate: Any
+    up: Any
+    dy: Any
+    sizes: Any
+
+
+class GatedNumbers(NamedTuple):
+    count: Any
+    width: Any
+
+
+class GatedSpec(NamedTuple):
+    ACTIVATION: str
+    WIDTH: int
+    OUTER: int
+    ROWS: int  # r
+    BLOCK: int  # c
+
+
 @triton.jit
-def places(
-    count, sizes, gate_at, up_at, other_at, width,
-    WIDTH: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Where a program's tile `[ROWS, BLOCK]` lies in gate, up, another tensor and a contiguous one, and what is there.
-
-    Contiguous tensors (OUTER = 0) are one row of `width`; else there are `count` rows of WIDTH.
-    """
-    if OUTER == 0:
-        column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        return column, column, column, column, column < width
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = (row < count)[:, None] & (column < WIDTH)
-    gate = row_starts(row, count, sizes, gate_at, WIDTH, OUTER)[:, None] + column
-    up = row_starts(row, count, sizes, up_at, WIDTH, OUTER)[:, None] + column
-    other = row_starts(row, count, sizes, other_at, WIDTH, OUTER)[:, None] + column
-    return gate, up, other, row[:, None] * WIDTH + column, there
+def places(n, S: tl.constexpr):
+    """The rows of a program's tile, their channels, and which of them exist; not for contiguous tensors."""
+    blocks: tl.constexpr = (S.WIDTH + S.BLOCK - 1) // S.BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)[None, :]
+    return row, column, (row < n.count)[:, None] & (column < S.WIDTH)
 
 
 @triton.jit
-def load(at, there):
-    """Float32 numbers; `there` is None where all of them are in the tensor, whatever its size: wide loads then."""
-    if there is None:
-        return tl.load(at).to(tl.float32)
+def load(ptr, mask):
+    """Float32 numbers; `mask` is None where all of them are in the tensor, whatever its size: wide loads then."""
+    if mask is None:
+        return tl.load(ptr).to(tl.float32)
     else:
-        return tl.load(at, mask=there, other=0.0).to(tl.float32)
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def multiply(gate_at, up_at, y_at, there, ACTIVATION: tl.constexpr):
-    kind: tl.constexpr = y_at.dtype.element_ty
-    y = activation(load(gate_at, there), ACTIVATION, kind == tl.float32) * load(up_at, there)  # [ROWS, BLOCK]
-    tl.store(y_at, y.to(kind), mask=there)
+def multiply(gate_ptr, up_ptr, y_ptr, mask, S: tl.constexpr):
+    """`y = act(gate) up` of a tile [r, c]."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    kind: tl.constexpr = y_ptr.dtype.element_ty
+    y = activation(load(gate_ptr, mask), ACTIVATION, kind == tl.float32) * load(up_ptr, mask)  # [r, c]
+    tl.store(y_ptr, y.to(kind), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "width"])
-def gated_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, count, sizes, gate_at, up_at, width,
-    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    gate, up, _, packed, there = places(count, sizes, gate_at, up_at, up_at, width, WIDTH, OUTER, ROWS, BLOCK)
-    if OUTER > 0:  # noqa: SIM114 (a constant and a number make no condition)
-        multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, there, ACTIVATION)
-    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:
-        multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, there, ACTIVATION)
+@triton.jit(do_not_specialize=["n"])
+def gated_forward_kernel(inputs, y, n, S: tl.constexpr):
+    if S.OUTER > 0:
+        row, column, mask = places(n, S)
+        gate = row_starts(row, n.count, inputs.gate.at, inputs.sizes, S)[:, None] + column
+        up = row_starts(row, n.count, inputs.up.at, inputs.sizes, S)[:, None] + column
+        packed = row[:, None] * S.WIDTH + column
+        multiply(inputs.gate.data + gate, inputs.up.data + up, y + packed, mask, S)
     else:
-        multiply(gate_ptr + gate, up_ptr + up, y_ptr + packed, None, ACTIVATION)
+        column = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)[None, :]
+        gate, up = inputs.gate.data + column, inputs.up.data + column
+        if (tl.program_id(0).to(tl.int64) + 1) * S.BLOCK > n.width:
+            multiply(gate, up, y + column, column < n.width, S)
+        else:
+            multiply(gate, up, y + column, None, S)
 
 
 @triton.jit
-def multiply_backward(gate_at, up_at, dy_at, dgate_ptr, dup_ptr, packed, there, ACTIVATION: tl.constexpr):
-    kind: tl.constexpr = gate_at.dtype.element_ty
-    gate, dy = load(gate_at, there), load(dy_at, there)  # [ROWS, BLOCK]
-    if dgate_ptr is not None:
-        dgate = dy * load(up_at, there) * activation_slope(gate, ACTIVATION, kind == tl.float32)
-    if dup_ptr is not None:
+def multiply_backward(pointers, gradients, packed, mask, S: tl.constexpr):
+    """The gradients of a tile [r, c], stored at `packed`; `pointers`: those of the tile in gate, up and dy."""
+    ACTIVATION: tl.constexpr = S.ACTIVATION
+    gate_ptr, up_ptr, dy_ptr = pointers
+    kind: tl.constexpr = gate_ptr.dtype.element_ty
+    gate, dy = load(gate_ptr, mask), load(dy_ptr, mask)  # [r, c]
+    if gradients.gate is not None:
+        dgate = dy * load(up_ptr, mask) * activation_slope(gate, ACTIVATION, kind == tl.float32)
+    if gradients.up is not None:
         dup = dy * activation(gate, ACTIVATION, kind == tl.float32)
-        tl.store(dup_ptr + packed, dup.to(kind), mask=there)
-    if dgate_ptr is not None:
-        tl.store(dgate_ptr + packed, dgate.to(kind), mask=there)
+        tl.store(gradients.up + packed, dup.to(kind), mask=mask)
+    if gradients.gate is not None:
+        tl.store(gradients.gate + packed, dgate.to(kind), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "width"])
-def gated_backward_kernel(
-    gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, count, sizes, gate_at, up_at, dy_at, width,
-    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    gate, up, dy, packed, there = places(count, sizes, gate_at, up_at, dy_at, width, WIDTH, OUTER, ROWS, BLOCK)
-    gate, up, dy = gate_ptr + gate, up_ptr + up, dy_ptr + dy
-    if OUTER > 0:  # noqa: SIM114 (a constant and a number make no condition)
-        multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, there, ACTIVATION)
-    elif (tl.program_id(0).to(tl.int64) + 1) * BLOCK > width:
-        multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, there, ACTIVATION)
+class GatedGradients(NamedTuple):
+    gate: Any
+    up: Any
+
+
+@triton.jit(do_not_specialize=["n"])
+def gated_backward_kernel(inputs, gradients, n, S: tl.constexpr):
+    if S.OUTER > 0:
+        row, column, mask = places(n, S)
+        gate = row_starts(row, n.count, inputs.gate.at, inputs.sizes, S)[:, None] + column
+        up = row_starts(row, n.count, inputs.up.at, inputs.sizes, S)[:, None] + column
+        dy = row_starts(row, n.count, inputs.dy.at, inputs.sizes, S)[:, None] + column
+        pointers = inputs.gate.data + gate, inputs.up.data + up, inputs.dy.data + dy
+        multiply_backward(pointers, gradients, row[:, None] * S.WIDTH + column, mask, S)
     else:
-        multiply_backward(gate, up, dy, dgate_ptr, dup_ptr, packed, None, ACTIVATION)
+        column = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)[None, :]
+        pointers = inputs.gate.data + column, inputs.up.data + column, inputs.dy.data + column
+        if (tl.program_id(0).to(tl.int64) + 1) * S.BLOCK > n.width:
+            multiply_backward(pointers, gradients, column, column < n.width, S)
+        else:
+            multiply_backward(pointers, gradients, column, None, S)
 
 
-class Gated:
-    """Inputs `gate, up`; option `activation`."""
-
-    @staticmethod
-    def allocate(inputs: Tensors, options: Options, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-        gate = inputs[0]
-        assert gate is not None
-        return [torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)], []
-
-    @staticmethod
-    def forward(results: list[Tensor], kept: list[Tensor], inputs: Tensors, options: Options) -> None:
-        if results[0].numel():
-            rows, grid, flags = _tiles(*inputs)
-            gated_forward_kernel[grid](
-                *rows.tensors, *results, rows.count, rows.sizes, *rows.strides, results[0].numel(), *options, **flags
-            )
-
-    @staticmethod
-    def backward(
-        gradients: list[Tensor | None], grads: Tensors, inputs: Tensors, kept: Sequence[Tensor], options: Options
-    ) -> None:
-        elements = next(t for t in gradients if t is not None).numel()
-        if elements:
-            rows, grid, flags = _tiles(*inputs, *grads)
-            gated_backward_kernel[grid](
-                *rows.tensors, *gradients, rows.count, rows.sizes, *rows.strides, elements, *options, **flags
-            )
+def forward(call: GatedCall, save: bool) -> tuple[Outputs, Outputs]:
+    (y,) = outputs = call.results()
+    if y.numel():
+        rows = as_rows(*_with_axes(call.gate, call.up))
+        gate, up = rows.rows
+        kernel, grid, numbers = _launch(gated_forward_kernel, call, rows)
+        kernel(grid, GatedInputs(gate, up, None, rows.sizes), y, numbers)
+    return outputs, ()
 
 
-def _tiles(*tensors: Tensor | None) -> tuple[Rows, tuple[int], dict[str, Any]]:
-    rows = as_rows(*(t if t is None or t.dim() else t.unsqueeze(0) for t in tensors))
-    present = next(t for t in rows.tensors if t is not None)
+def backward(call: GatedCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    found = {name: torch.empty(call.gate.shape, dtype=call.dtype, device=call.device) for name in wanted}
+    if call.gate.numel():
+        rows = as_rows(*_with_axes(call.gate, call.up, *grads))
+        gate, up, dy = rows.rows
+        kernel, grid, numbers = _launch(gated_backward_kernel, call, rows)
+        gradients = GatedGradients(found.get("gate"), found.get("up"))
+        kernel(grid, GatedInputs(gate, up, dy, rows.sizes), gradients, numbers)
+    return found
+
+
+def _with_axes(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, single numbers as one row of one."""
+    return [t if t is None or t.dim() else t.unsqueeze(0) for t in tensors]
+
+
+def _launch(kernel: Any, call: GatedCall, rows: Layout) -> tuple[Kernel, int, GatedNumbers]:
+    """The kernel for tensors that lie so, its programs, and its numbers."""
+    elements = call.gate.numel()
     if rows.outer == 0:
-        flags = {"WIDTH": 1, "ROWS": 1, "BLOCK": TILE}
-        programs = triton.cdiv(present.numel(), TILE)
+        spec = GatedSpec(call.activation, 1, 0, ROWS=1, BLOCK=TILE)
+        grid = triton.cdiv(elements, TILE)
     else:
-        width = present.shape[-1]
+        width = call.gate.shape[-1]
         block = min(power_of_two(width), WIDEST_BLOCK)
-        flags = {"WIDTH": width, "ROWS": TILE // block, "BLOCK": block}
-        programs = triton.cdiv(width, block) * triton.cdiv(rows.count, TILE // block)
-    return rows, (programs,), {**flags, "OUTER": rows.outer, "num_warps": WARPS}
+        spec = GatedSpec(call.activation, width, rows.outer, ROWS=TILE // block, BLOCK=block)
+        grid = triton.cdiv(width, block) * triton.cdiv(rows.total, TILE // block)
+    return bound(kernel, spec, num_warps=WARPS), grid, GatedNumbers(rows.total, elements)

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from flashmix.op.call import Op, always, triton_refuses
 from flashmix.op.checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
-from flashmix.op.choose import choose
-from flashmix.op.rowwise import portable, triton
-from flashmix.ops.gated_product.op import ACTIVATIONS
-from flashmix.ops.norm.operator import norm
-from flashmix.ops.norm.portable import NormOptions, normalise
+from flashmix.op.choose import Implementation
+from flashmix.ops.gated_product.portable import ACTIVATIONS
+from flashmix.ops.norm.call import NormCall
+from flashmix.ops.norm.portable import formula
 
-IMPLEMENTATIONS = (triton("flashmix.ops.norm.triton_gpu.rows"), portable("flashmix.ops.norm.portable"))
+IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.norm.triton_gpu", triton_refuses),
+    Implementation("portable", "flashmix.ops.norm.portable", always),
+)
+NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 
 
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[False] = False,
-    impl: str = "auto",
-) -> Tensor: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[True],
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -51,7 +30,7 @@ def rms_norm(
     residual: Tensor | None = None,
     return_residual: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Divides each row by its root mean square, then scales and gates it.
 
         h = x + residual
@@ -90,36 +69,10 @@ def rms_norm(
         2.0
     """
     _check(x, gate_activation, weight=weight, gate=gate, residual=residual)
-    y, h = _norm("rms_norm", impl, (x, residual, weight, None, gate), eps, 1, False, True, gate_activation)
-    return (y, h) if return_residual else y
+    call = _call(x, residual, weight, None, gate, eps=eps, groups=1, center=False, activation=gate_activation)
+    return _results("rms_norm", call, return_residual, impl)
 
 
-@overload
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[False] = False,
-    impl: str = "auto",
-) -> Tensor: ...
-@overload
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[True],
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -131,7 +84,7 @@ def layer_norm(
     residual: Tensor | None = None,
     return_residual: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Brings each row to mean 0 and variance 1, then scales, shifts and gates it.
 
         h = x + residual
@@ -167,40 +120,10 @@ def layer_norm(
         [[-1.0, 1.0]]
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
-    y, h = _norm("layer_norm", impl, (x, residual, weight, bias, gate), eps, 1, True, True, gate_activation)
-    return (y, h) if return_residual else y
+    call = _call(x, residual, weight, bias, gate, eps=eps, groups=1, center=True, activation=gate_activation)
+    return _results("layer_norm", call, return_residual, impl)
 
 
-@overload
-def group_norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    center: bool = True,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[False] = False,
-    impl: str = "auto",
-) -> Tensor: ...
-@overload
-def group_norm(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    center: bool = True,
-    gate: Tensor | None = None,
-    gate_activation: str = "silu",
-    residual: Tensor | None = None,
-    return_residual: Literal[True],
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
 def group_norm(
     x: Tensor,
     groups: int,
@@ -214,7 +137,7 @@ def group_norm(
     residual: Tensor | None = None,
     return_residual: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Normalises each of `groups` equal blocks of a row's channels by itself, then scales, shifts and gates the row.
 
         h = x + residual
@@ -258,8 +181,8 @@ def group_norm(
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
     check_multiple("D", x.shape[-1], "groups", groups)
-    y, h = _norm("group_norm", impl, (x, residual, weight, bias, gate), eps, groups, center, True, gate_activation)
-    return (y, h) if return_residual else y
+    call = _call(x, residual, weight, bias, gate, eps=eps, groups=groups, center=center, activation=gate_activation)
+    return _results("group_norm", call, return_residual, impl)
 
 
 def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
@@ -291,7 +214,8 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
         [0.6, 0.8]
     """
     _check(x, "silu")
-    return _norm("l2_norm", impl, (x, None, None, None, None), eps, 1, False, False, "silu")[0]
+    call = _call(x, None, None, None, None, eps=eps, groups=1, center=False, mean=False, activation="silu")
+    return NORM(call, impl, "l2_norm")[0]
 
 
 def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
@@ -308,26 +232,27 @@ def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
     check_choice("gate_activation", gate_activation, *ACTIVATIONS)
 
 
-def _norm(
-    op: str,
-    impl: str,
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+def _call(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    *,
     eps: float,
     groups: int,
     center: bool,
-    mean: bool,
     activation: str,
-) -> tuple[Tensor, Tensor]:
-    """`y` and `h` of `x, residual, weight, bias, gate`; `center`: the mean is taken off, `mean`: squares are averaged."""
-    x, residual, weight, bias, gate = tensors
-    if choose(op, IMPLEMENTATIONS, tensors, impl).name == "triton":
-        return norm(*tensors, (eps, groups, center, mean, activation, x.dtype))
-    h = x if residual is None else x + residual
-    if op == "layer_norm" and gate is None and all(t is None or t.dtype == x.dtype for t in tensors):
-        return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h  # as good in memory, and faster
-    width = x.shape[-1] // groups
-    options = NormOptions(eps, width if mean else 1, center, activation, x.dtype)
-    if groups == 1:
-        return normalise(h, weight, bias, gate, options), h
-    weight, bias, gate = (None if t is None else t.unflatten(-1, (groups, width)) for t in (weight, bias, gate))
-    return normalise(h.unflatten(-1, (groups, width)), weight, bias, gate, options).flatten(-2), h
+    mean: bool = True,
+) -> NormCall:
+    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
+    options = {"eps": eps, "groups": groups, "center": center, "mean": mean, "activation": activation}
+    return NormCall.make({**tensors, **options, "y_dtype": x.dtype, "sums": residual is not None})
+
+
+def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:
+    """`y`, or `(y, h)`."""
+    outputs = NORM(call, impl, name)
+    if not return_residual:
+        return outputs[0]
+    return outputs if call.sums else (outputs[0], call.x)

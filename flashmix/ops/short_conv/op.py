@@ -8,7 +8,7 @@ from flashmix.op.call import Op, always
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, dims
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
-from flashmix.ops.gated_product.op import ACTIVATIONS
+from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.short_conv.call import ShortConvCall, ShortConvQKVCall, triton_supports
 from flashmix.ops.short_conv.portable import formula
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import compute_dtype
 from flashmix.op.packing import Packing
-from flashmix.ops.gated_product.op import ACTIVATIONS
+from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.short_conv.call import Convolutions, ShortConvCall
 
 

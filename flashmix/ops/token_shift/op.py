@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from flashmix.op.call import Gradients, Op, always, triton_refuses
 from flashmix.op.checks import check_floating, check_like, check_shape, dims
-from flashmix.op.choose import choose
+from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
-from flashmix.op.rowwise import Operator, Options, Tensors, portable, triton
+from flashmix.ops.token_shift.call import ShiftCall
+from flashmix.ops.token_shift.portable import formula
 
-IMPLEMENTATIONS = (triton("flashmix.ops.token_shift.triton_gpu"), portable(__name__))
+
+def _shifted_back(call: ShiftCall, grads: Sequence[Tensor | None], wanted: Sequence[str], impl: str) -> Gradients:
+    """The gradients of `x` and the state: the same shift, the other way, of those of `y` and of the state after."""
+    d_y, d_last = (*grads, None)[:2]
+    if d_y is None:
+        assert d_last is not None
+        rows = d_last.shape[0] if call.packing is None else 1
+        d_y = d_last.new_zeros(rows, call.tokens, d_last.shape[2])
+    wants_state = "initial_state" in wanted
+    back = call.but(x=d_y, initial_state=d_last, reverse=not call.reverse, return_state=wants_state)
+    return dict(zip(("x", "initial_state"), SHIFT(back, impl), strict=False))
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.token_shift.triton_gpu", triton_refuses),
+    Implementation("portable", "flashmix.ops.token_shift.portable", always),
+)
+SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back)
 
 
 def token_shift(
@@ -55,46 +75,6 @@ def token_shift(
     if initial_state is not None:
         check_shape("initial_state", initial_state, count, 1, channels)
         check_like("initial_state", initial_state, "x", x)
-    if choose("token_shift", IMPLEMENTATIONS, (x, initial_state), impl).name == "triton":
-        cu_seqlens = None if packing is None else packing.cu_seqlens
-        y, *last = _SHIFT(x, initial_state, cu_seqlens, options=(count, tokens, False, return_state))
-        return y, last[0] if last else None
-    return _portable(x, initial_state, return_state, packing, count)
-
-
-def _portable(
-    x: Tensor, initial_state: Tensor | None, return_state: bool, packing: Packing | None, count: int
-) -> tuple[Tensor, Tensor | None]:
-    tokens, channels = x.shape[1:]
-    state = x.new_zeros(count, 1, channels) if initial_state is None else initial_state
-    if packing is None:
-        joined = torch.cat([state, x], dim=1)
-        return joined[:, :tokens], joined[:, tokens:].clone() if return_state else None
-    joined = torch.cat([x.new_zeros(1, 1, channels), x], dim=1)  # row t + 1 is token t
-    bounds, filled = packing.cu_seqlens.to(torch.int64), packing.lengths > 0
-    last = torch.where(filled[:, None, None], joined[0, bounds[1:]].unsqueeze(1), state)
-    # The states go before the sequences' first tokens, those of empty sequences into the last row, which is cut off.
-    first = torch.where(filled, bounds[:-1], tokens)
-    return joined.index_copy(1, first, state.transpose(0, 1))[:, :tokens], last if return_state else None
-
-
-def _shifted_back(grads: Tensors, inputs: Tensors, options: Options) -> Tensors:
-    """The gradients of `x` and the state: the same shift, the other way, of those of `y` and of the state after."""
-    _, _, cu_seqlens = inputs
-    count, tokens, reverse, _ = options
-    d_y, d_last = (*grads, None)[:2]
-    if d_y is None:
-        assert d_last is not None
-        d_y = d_last.new_zeros(count if cu_seqlens is None else 1, tokens, d_last.shape[2])
-    d_x, d_state = _SHIFT(d_y, d_last, cu_seqlens, options=(count, tokens, not reverse, True))
-    return d_x, d_state, None
-
-
-_SHIFT = Operator(
-    "token_shift",
-    "flashmix.ops.token_shift.triton_gpu.TokenShift",
-    "Tensor x, Tensor? initial_state, Tensor? cu_seqlens",
-    "SymInt count, SymInt tokens, bool reverse, bool return_state",
-    adjoint=_shifted_back,
-    forgets=("x", "initial_state"),
-)
+    call = ShiftCall(x, initial_state, packing, tokens, reverse=False, return_state=return_state)
+    outputs = SHIFT(call, impl)
+    return outputs[0], outputs[1] if return_state else None
