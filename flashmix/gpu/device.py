@@ -34,6 +34,7 @@ def constant_when_compiled(function: Answer) -> Answer:
     return function
 
 
+@lru_cache(maxsize=1)
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (the tests do, with TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """The gradient of each tensor field of the call, None where none is wanted; `dispatched`: None under torch.func."""
     names = op.call.names
-    needed = [name for name, need in zip(names, needs, strict=True) if need]
+    needed = list(compress(names, needs))
     if not needed or all(grad is None for grad in grads):
         return [None] * len(names)
     saved, given = ctx.saved_tensors, ctx.given  # once: checkpoints make them again
@@ -100,7 +101,7 @@ def gradients(
         found = _shared(op, ctx.shared, found, needed)
     if op.passes:
         found = {**found, **{name: grads[index] for name, index in op.passes.items()}}
-    return [found.get(name) if need else None for name, need in zip(names, needs, strict=True)]
+    return [found.get(name) if need else None for name, need in zip(names, needs, strict=False)]
 
 
 def _shared(op: Any, dtypes: dict[str, torch.dtype], found: dict[str, Any], needed: Sequence[str]) -> dict[str, Any]:

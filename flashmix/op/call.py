@@ -130,6 +130,7 @@ class Op:
         self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
         self.sharing, self.passes = (*self.shares, *self.shares.values()), dict(passes or {})
         self._modules = {implementation.name: implementation for implementation in implementations}
+        self._loaded: dict[str, Any] = {}
         inputs = self._describe()
         returns = "(Tensor[] outputs, Tensor[] kept)"
         if outputs is not None:
@@ -186,9 +187,11 @@ class Op:
         tensors = call.tensors()
         if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
             return autograd.transformed(self, call, chosen, asked or self.name)
-        if not only_data(tensors):
-            return self._outputs(self.operator(*self.flat(call), self._saves(call), chosen))
-        if self._saves(call):
+        data, gradient = only_data(tensors)
+        save = gradient and not self.writes and torch.is_grad_enabled()
+        if not data:
+            return self._outputs(self.operator(*self.flat(call), save, chosen))
+        if save:
             return autograd.run_eager(self, call, chosen)
         outputs = self.forward(call, False, chosen)[0]
         if self.writes:
@@ -201,15 +204,28 @@ class Op:
 
     def forward(self, call: Call, save: bool, impl: str) -> tuple[Outputs, Outputs]:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
-        with plainly(call.device):
-            return self._modules[impl].load().forward(call, save)
+        device = call.device
+        if plain(device):
+            return self.module(impl).forward(call, save)
+        with plainly(device):
+            return self.module(impl).forward(call, save)
+
+    def module(self, impl: str) -> Any:
+        """The module of an implementation, imported when it is first used."""
+        module = self._loaded.get(impl)
+        if module is None:
+            module = self._loaded[impl] = self._modules[impl].load()
+        return module
 
     def backward(
         self, call: Call, kept: Outputs, grads: Sequence[Tensor | None], wanted: Sequence[str], impl: str
     ) -> Gradients:
         """The gradients of the fields `wanted`, by an implementation."""
-        with plainly(next(g for g in grads if g is not None).device):
-            return self._modules[impl].load().backward(call, kept, grads, frozenset(wanted))
+        device = (kept[0] if kept else next(g for g in grads if g is not None)).device
+        if plain(device):
+            return self.module(impl).backward(call, kept, grads, frozenset(wanted))
+        with plainly(device):
+            return self.module(impl).backward(call, kept, grads, frozenset(wanted))
 
     # ---- the operator, as torch.compile and tensor subclasses see it -----------------------------------------------------
 
@@ -249,7 +265,7 @@ class Op:
 
     def _fake(self, *flat: Any) -> Any:
         call, (save, impl) = self.from_flat(flat)
-        keeps = getattr(self._modules[impl].load(), "keeps", None) if save else None
+        keeps = getattr(self.module(impl), "keeps", None) if save else None
         return self._returned(call.results(), keeps(call) if keeps else ())
 
     def _backward_dispatched(self, *flat: Any) -> list[Tensor]:
@@ -263,15 +279,26 @@ class Op:
         return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
 
 
-def only_data(tensors: Sequence[Tensor]) -> bool:
-    """True if no tensor is of a subclass (fake, functional, …) that must go through the dispatcher."""
-    return all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+def only_data(tensors: Sequence[Tensor]) -> tuple[bool, bool]:
+    """Whether no tensor is of a subclass (fake, functional, …) that must go through the dispatcher; whether one requires a gradient."""
+    data, gradient = True, False
+    for t in tensors:
+        data = data and (type(t) is Tensor or type(t) is torch.nn.Parameter)
+        gradient = gradient or t.requires_grad
+    return data, gradient
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:
     """Whether a forward-mode derivative is wanted of any tensor."""
     level = forward_ad._current_level
     return level >= 0 and any(forward_ad.unpack_dual(t, level=level).tangent is not None for t in tensors)
+
+
+def plain(device: torch.device) -> bool:
+    """Whether an implementation can run as things are: no autocast, and the device of its tensors is the current one."""
+    if torch.is_autocast_enabled(device.type):
+        return False
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 def plainly(device: torch.device) -> AbstractContextManager[object]:
