@@ -1,4 +1,4 @@
-"""What each public op can do, asked of the code: its signature, its checks and its implementations.
+"""The capabilities of each public op, asked of the code: its signature, its checks and its implementations.
 
 Each op is asked about tiny calls, which are checked as any call is and then not run (`flashmix.explain`).
 """

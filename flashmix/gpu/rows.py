@@ -1,4 +1,4 @@
-"""What the row-wise kernels share: where rows lie, activations and their slopes, sums over rows in a fixed order."""
+"""Helpers of the row-wise kernels: where rows lie, activations and their slopes, sums over rows in a fixed order."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     at: Any
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """Tensors of one shape `[..., D]` as rows: how many, and where row r of each begins.
 
     `outer` is 0 where all are contiguous: row r begins at `r D`. Else it is the number of outer axes, up to three: r is
@@ -37,13 +37,13 @@ class Layout(NamedTuple):
     rows: tuple[Any, ...]  # a `Rows` of each tensor, None where that is None
 
 
-def as_rows(*tensors: Tensor | None) -> Layout:
+def as_rows(*tensors: Tensor | None) -> RowLayout:
     """The rows of tensors of one shape; copies only those with a stride along the row, or with outer axes past three."""
     present = [t for t in tensors if t is not None]
     shape = present[0].shape
     if all(t.is_contiguous() for t in present):
         total = present[0].numel() // max(shape[-1], 1)
-        return Layout(total, 0, (), tuple([None if t is None else Rows(t, ()) for t in tensors]))
+        return RowLayout(total, 0, (), tuple([None if t is None else Rows(t, ()) for t in tensors]))
     tensors = tuple([None if t is None else inner_contiguous(t) for t in tensors])
     axes = _merged(shape[:-1], [t.stride()[:-1] for t in tensors if t is not None])
     if len(axes) > 3:
@@ -52,7 +52,7 @@ def as_rows(*tensors: Tensor | None) -> Layout:
     strides = iter(zip(*[steps for _, steps in axes], strict=True))
     rows = tuple([None if t is None else Rows(t, next(strides)) for t in tensors])
     total = present[0].numel() // max(shape[-1], 1)
-    return Layout(total, len(axes), tuple([size for size, _ in axes[1:]]), rows)
+    return RowLayout(total, len(axes), tuple([size for size, _ in axes[1:]]), rows)
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
@@ -88,7 +88,7 @@ def programs_for(tiles: int, device: torch.device, each: int) -> int:
 
 @triton.jit
 def row_starts(row, count, at, sizes, S: tl.constexpr):
-    """Offsets of int64 row numbers `row` in a tensor of strides `at`, see `Layout`; S has WIDTH and OUTER.
+    """Offsets of int64 row numbers `row` in a tensor of strides `at`, see `RowLayout`; S has WIDTH and OUTER.
 
     `count` says whether the quotients of row numbers need 64 bits.
     """

@@ -208,7 +208,8 @@ class TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.name = inputs[0].name
+        op, *_ = inputs
+        ctx.name = op.name
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

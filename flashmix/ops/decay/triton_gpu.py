@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashmix.gpu.launch import bound
 from flashmix.gpu.rows import (
-    Layout,
+    RowLayout,
     as_rows,
     contiguous,
     exp_of_minus,
@@ -208,14 +208,14 @@ def _sum_rates(partial: Tensor, out: Tensor, channels: int) -> None:
     out.copy_(each.view(-1, channels).sum(1))
 
 
-def _tokens(call: GateCall, *tensors: Tensor | None) -> Layout:
+def _tokens(call: GateCall, *tensors: Tensor | None) -> RowLayout:
     """The tensors as rows of all heads' channels (of single elements without a bias)."""
     if call.dt_bias is not None and call.dt_bias.dim() == 2:
         return as_rows(*[None if t is None else t.flatten(-2) for t in tensors])
     return as_rows(*[t if t is None or t.dim() else t.reshape(1) for t in tensors])
 
 
-def _columns(rows: Layout) -> tuple[int, int]:
+def _columns(rows: RowLayout) -> tuple[int, int]:
     """Channels of a row, and those of a tile."""
     width = rows.rows[0].data.shape[-1]
     return width, min(power_of_two(width), WIDEST_BLOCK)

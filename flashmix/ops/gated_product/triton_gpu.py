@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.launch import Kernel, bound
-from flashmix.gpu.rows import Layout, activation, activation_slope, as_rows, power_of_two, row_starts
+from flashmix.gpu.rows import RowLayout, activation, activation_slope, as_rows, power_of_two, row_starts
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.gated_product.call import GatedCall
 
@@ -154,7 +154,7 @@ def _with_axes(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or t.dim() else t.unsqueeze(0) for t in tensors]
 
 
-def _launch(kernel: Any, call: GatedCall, rows: Layout) -> tuple[Kernel, int, GatedNumbers]:
+def _launch(kernel: Any, call: GatedCall, rows: RowLayout) -> tuple[Kernel, int, GatedNumbers]:
     """The kernel for tensors that lie so, its programs, and its numbers."""
     elements = call.gate.numel()
     if rows.outer == 0:

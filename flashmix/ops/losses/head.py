@@ -1,4 +1,4 @@
-"""What the losses have in common before and after their calls: checks, the head's tensors as rows, reductions."""
+"""The common part of the losses before and after their calls: checks, the head's tensors as rows, reductions."""
 
 from __future__ import annotations
 

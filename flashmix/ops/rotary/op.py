@@ -29,10 +29,10 @@ def _turned_back(call: RotaryCall, grads: Sequence[Tensor | None], wanted: Seque
     """The gradient of a rotation is the rotation backwards."""
     if "cos" in wanted or "sin" in wanted:
         return of_formula(formula, call, grads, wanted)
-    names = [name for name, grad in zip(("q", "k"), grads, strict=False) if grad is not None]
-    given = [grad for grad in grads if grad is not None]
-    back = call.but(q=given[0], k=given[1] if len(given) > 1 else None, inverse=not call.inverse)
-    return dict(zip(names, ROTARY(back, impl), strict=True))
+    given = {name: grad for name, grad in zip(("q", "k"), grads, strict=False) if grad is not None}
+    first, *second = given.values()
+    back = call.but(q=first, k=second.pop() if second else None, inverse=not call.inverse)
+    return dict(zip(given, ROTARY(back, impl), strict=True))
 
 
 IMPLEMENTATIONS = (
@@ -147,7 +147,7 @@ def rotary(
     _check(cos, sin, x=x)
     packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
     places, start, axes = _places(positions, axes, packing, x, cos)
-    call = RotaryCall(x, None, cos, sin, places, packing, start, axes, interleaved, inverse)
+    call = RotaryCall(x, None, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
     return _run("rotary", call, inplace, impl)[0]
 
 
@@ -205,7 +205,7 @@ def rotary_qk(
     _check(cos, sin, q=q, k=k)
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
     places, start, axes = _places(positions, axes, packing, q, cos)
-    call = RotaryCall(q, k, cos, sin, places, packing, start, axes, interleaved, inverse)
+    call = RotaryCall(q, k, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
     q_out, k_out = _run("rotary_qk", call, inplace, impl)
     return q_out, k_out
 

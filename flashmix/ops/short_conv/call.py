@@ -62,7 +62,8 @@ class Convolutions(Call):
     @property
     def sequences(self) -> int:
         """N: the sequences of the batch, or the packed ones."""
-        return self.inputs[0].shape[0] if self.packing is None else self.packing.count
+        q, *_ = self.inputs
+        return q.shape[0] if self.packing is None else self.packing.count
 
     def results(self) -> Outputs:
         outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]

@@ -161,7 +161,7 @@ def _check_qkv(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Packing | None,
 ) -> Packing | None:
-    q = inputs[0]
+    q, *_ = inputs
     batch, tokens, _ = dims("q", q, "B T DQ")
     check_floating("q", q)
     _, width = dims("q_weight", weights[0], "DQ W")

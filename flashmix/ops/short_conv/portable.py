@@ -22,7 +22,7 @@ def forward(call: Convolutions, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def formula(call: Convolutions) -> Outputs:
-    layout = Layout(call.width, call.packing)
+    layout = PaddedLayout(call.width, call.packing)
     return _joined(call, [_formula(part, layout) for part in call.parts])
 
 
@@ -51,18 +51,18 @@ def _joined(call: Convolutions, found: Sequence[tuple[Tensor, Tensor]]) -> Outpu
     return *outputs, states[0] if len(states) == 1 else torch.cat(states, dim=2)
 
 
-def layout_of(call: Convolutions) -> Layout:
+def layout_of(call: Convolutions) -> PaddedLayout:
     """The layout of the call's tokens; that of a packed batch is made once."""
     width, packing = call.width, call.packing
     if packing is None:
-        return Layout(width, None)
+        return PaddedLayout(width, None)
     # Of a packing of its own: the caller's keeps the layout, which must not keep the caller's.
     return packing.table(
-        ("short_conv.layout", width), lambda: Layout(width, Packing.unchecked(packing.cu_seqlens, packing.total))
+        ("short_conv.layout", width), lambda: PaddedLayout(width, Packing.unchecked(packing.cu_seqlens, packing.total))
     )
 
 
-class Layout:
+class PaddedLayout:
     """Lays every sequence out with the W - 1 inputs before it, so that one convolution without bounds serves all cases.
 
     In a packed row this moves a token by W - 1 rows for its own and each earlier sequence. Rows are gathered, not
@@ -126,7 +126,7 @@ class Layout:
         return self.edges[self.past :] - self.past
 
 
-def _formula(call: ShortConvCall, layout: Layout) -> tuple[Tensor, Tensor]:
+def _formula(call: ShortConvCall, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
     """`y` and the state after it, as autograd and compilers see them."""
     wide = compute_dtype(call.x, call.weight, call.bias)
     laid = layout.lay_out(call.x, call.initial_state)
@@ -139,7 +139,7 @@ def _formula(call: ShortConvCall, layout: Layout) -> tuple[Tensor, Tensor]:
     return y.to(call.x.dtype), layout.ends(laid)
 
 
-def _forward(call: ShortConvCall, layout: Layout) -> tuple[Tensor, Tensor]:
+def _forward(call: ShortConvCall, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
     """`_formula` with fewer passes over memory; autograd cannot differentiate it."""
     wide = compute_dtype(call.x, call.weight, call.bias)
     laid = layout.lay_out(call.x, call.initial_state)
@@ -159,7 +159,7 @@ def _convolve(laid: Tensor, taps: Sequence[Tensor], bias: Tensor | None) -> Tens
 
 
 def _backward(
-    call: ShortConvCall, layout: Layout, flow: Tensor | None, d_end: Tensor | None, wanted: Collection[str]
+    call: ShortConvCall, layout: PaddedLayout, flow: Tensor | None, d_end: Tensor | None, wanted: Collection[str]
 ) -> Gradients:
     """The gradients of one part, from those of its output and of the state after it.
 

@@ -93,9 +93,9 @@ def tanh_and_slope(x, PRECISE: tl.constexpr):
 @triton.jit
 def scores(row, logits, column, mask):
     """The scores z at these columns of the row at `row`, float32, and the slope of the cap; anything where masked."""
-    z = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)  # [columns]
     if logits.bias is not None:
-        z += tl.load(logits.bias + column, mask=mask, other=0.0).to(tl.float32)
+        z += tl.load(logits.bias + column, mask=mask, other=0.0).to(tl.float32)  # [columns]
     z *= logits.scale
     slope = 1.0
     if logits.softcap is not None:

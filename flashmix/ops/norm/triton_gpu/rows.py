@@ -54,10 +54,12 @@ def norm_forward_kernel(inputs, results, n, S: tl.constexpr):
     y = h * scale[:, None]
     shared = (row % S.GROUPS)[:, None] * S.WIDTH + column if S.GROUPS > 1 else column
     inside = column < S.WIDTH
-    if inputs.weight is not None:  # [1 or r, c]
-        y *= tl.load(inputs.weight + shared, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    if inputs.bias is not None:  # [1 or r, c]
-        y += tl.load(inputs.bias + shared, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if inputs.weight is not None:
+        weight = tl.load(inputs.weight + shared, mask=inside, other=0.0, eviction_policy="evict_last")  # [1 or r, c]
+        y *= weight.to(tl.float32)
+    if inputs.bias is not None:
+        bias = tl.load(inputs.bias + shared, mask=inside, other=0.0, eviction_policy="evict_last")  # [1 or r, c]
+        y += bias.to(tl.float32)
     if inputs.gate is not None:
         y *= activation(gate, ACTIVATION, inputs.gate.data.dtype.element_ty == tl.float32)
     tl.store(results.y + packed, y.to(results.y.dtype.element_ty), mask=mask)
@@ -101,7 +103,8 @@ def norm_backward_kernel(saved, gradients, count, S: tl.constexpr):
             gate = tl.load(saved.gate.data + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)  # [r, c]
         scale = tl.load(saved.scale + row, mask=token < tokens, other=0.0)[:, None]  # [r, 1]
         if S.CENTER:
-            n = tl.where(mask, n - tl.load(saved.mean + row, mask=token < tokens, other=0.0)[:, None], 0.0)
+            mean = tl.load(saved.mean + row, mask=token < tokens, other=0.0)[:, None]  # [r, 1]
+            n = tl.where(mask, n - mean, 0.0)
         n *= scale
         if saved.gate is not None:
             if gradients.gate is not None:  # dgate = dy (n weight + bias) act'(gate)

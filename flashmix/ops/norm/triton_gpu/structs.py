@@ -1,4 +1,4 @@
-"""What the norm kernels take: structs of tensors, and the load of `h` that they share.
+"""Parameters of the norm kernels: structs of tensors, and the load of `h` that they share.
 
 Tiles: `r` rows (a row is a group of channels), `c` channels of a row.
 """
@@ -80,9 +80,10 @@ def load_sum(inputs, h_ptr, x_at, residual_at, mask, EVICT: tl.constexpr):
     EVICT: what the caches throw away first. Lines that are read and kept for long ("evict_last") leave room where others are
     written: 3 to 5 % of a forward on an H200.
     """
-    h = tl.load(inputs.x.data + x_at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    h = tl.load(inputs.x.data + x_at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)  # [r, c]
     if inputs.residual is not None:
-        h += tl.load(inputs.residual.data + residual_at, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        residual = tl.load(inputs.residual.data + residual_at, mask=mask, other=0.0, eviction_policy=EVICT)  # [r, c]
+        h += residual.to(tl.float32)
         if h_ptr is not None:
             h = h.to(h_ptr.dtype.element_ty).to(tl.float32)
     return h

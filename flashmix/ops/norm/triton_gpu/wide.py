@@ -65,7 +65,7 @@ def norm_forward_wide_kernel(inputs, results, n, S: tl.constexpr):
 
 @triton.jit
 def load_normalised(h_ptr, place, mask, scale, mean):
-    h = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)  # [t or r, c]
     return tl.where(mask, (h - mean) * scale, 0.0)
 
 
@@ -148,7 +148,7 @@ def norm_weights_backward_kernel(saved, gradients, count, parts, S: tl.constexpr
         mask = (token < tokens) & (channel < S.GROUPS * S.WIDTH)[None, :]
         row = token * S.GROUPS + group  # [t, c]
         scale = tl.load(saved.scale + row, mask=mask, other=0.0)  # [t, c]
-        mean = tl.load(saved.mean + row, mask=mask, other=0.0) if S.CENTER else 0.0
+        mean = tl.load(saved.mean + row, mask=mask, other=0.0) if S.CENTER else 0.0  # [t, c]
         start = row_starts(row, count, saved.h.at, saved.sizes, S)
         n = load_normalised(saved.h.data, start + column, mask, scale, mean)  # [t, c]
         start = row_starts(row, count, saved.dy.at, saved.sizes, S)

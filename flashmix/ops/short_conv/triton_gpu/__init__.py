@@ -33,7 +33,7 @@ SHORT = 64  # sequences of fewer tokens share a program
 
 
 @dataclass(frozen=True)
-class Tile:
+class ConvTile:
     """Channels of a program and its warps, rows that it loads at once, programs a multiprocessor; most registers a thread, or 0."""
 
     block: int
@@ -46,14 +46,14 @@ class Tile:
 # Of widths and bytes of a number up to the first two: tiles forward, backward, and backward where a program's rows may belong
 # to several sequences, which is more code a row: few rows at once.
 TABLE = (
-    (4, 2, Tile(512, 4, 4, 32), Tile(512, 4, 4, 4, 128), Tile(256, 2, 2, 6)),
-    (4, 4, Tile(512, 4, 4, 32), Tile(512, 4, 4, 3), Tile(256, 2, 2, 6)),
-    (8, 4, Tile(256, 4, 4, 32), Tile(128, 4, 4, 16), Tile(128, 4, 1, 16)),
+    (4, 2, ConvTile(512, 4, 4, 32), ConvTile(512, 4, 4, 4, 128), ConvTile(256, 2, 2, 6)),
+    (4, 4, ConvTile(512, 4, 4, 32), ConvTile(512, 4, 4, 3), ConvTile(256, 2, 2, 6)),
+    (8, 4, ConvTile(256, 4, 4, 32), ConvTile(128, 4, 4, 16), ConvTile(128, 4, 1, 16)),
 )
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConvPlan:
     """How a pass over a call is cut into programs."""
 
     spec: ConvSpec
@@ -73,12 +73,13 @@ class Plan:
 
 def strides_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The strides of batch and token; those of axes with one entry, which say nothing, are 0."""
-    batch, tokens, _ = tensors[0].shape
+    first, *_ = tensors
+    batch, tokens, _ = first.shape
     along_batch = tuple([t.stride(0) if batch > 1 else 0 for t in tensors])
     return along_batch, tuple([t.stride(1) if tokens > 1 else 0 for t in tensors])
 
 
-def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None) -> Plan:
+def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None) -> ConvPlan:
     """The programs of a pass that reads `rows`, the call's inputs first; `dbias`: of the backward, whether it sums that of the bias."""
     batch, tokens, _ = rows[0][0].shape
     channels, device, packed = call.channels, call.device, call.packing is not None
@@ -103,7 +104,7 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
     )  # fmt: skip
     jobs, units = sequences * triton.cdiv(length, span), tuple([size // align for size in channels])
     n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
-    return Plan(spec, n, max(1, tile.warps * block // tile.block), tile.registers)
+    return ConvPlan(spec, n, max(1, tile.warps * block // tile.block), tile.registers)
 
 
 def _spans(programs: int, each: int, rows: int) -> int:
@@ -179,7 +180,7 @@ def gradients_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _sum_weights(
-    p: Plan, channels: Sequence[int], partial: Tensor, dweight: Outputs | None, dbias: Outputs | None
+    p: ConvPlan, channels: Sequence[int], partial: Tensor, dweight: Outputs | None, dbias: Outputs | None
 ) -> None:
     width, block = p.spec.WIDTH, min(64, p.spec.BLOCK)
     blocks = sum(triton.cdiv(size, block) for size in channels)

@@ -73,8 +73,9 @@ def final_gradient(dfinal, row, seq, asked, limit, block, c, n, S: tl.constexpr)
     if S.MODE == FOLDED:
         end = (seq + 1) * n.tokens
     elif S.MODE == PACKED:
-        end = tl.load(c.starts + seq + 1, mask=asked & (seq >= 0) & (seq < n.count), other=0).to(tl.int64)
-    return load_state(dfinal, seq, S.WIDTH - 1 - (end - row), asked, block, n, S).to(tl.float32)
+        mask = asked & (seq >= 0) & (seq < n.count)
+        end = tl.load(c.starts + seq + 1, mask=mask, other=0).to(tl.int64)  # []
+    return load_state(dfinal, seq, S.WIDTH - 1 - (end - row), asked, block, n, S).to(tl.float32)  # [d]
 
 
 @triton.jit(do_not_specialize=["x", "dy", "n"])
@@ -97,13 +98,13 @@ def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr
         later, ids = later + (tl.zeros([BLOCK], tl.float32),), ids + (span.seq * 0 - 2,)
     # The rows of its own, and the W - 1 after them, which say what the last of them are to get.
     stop, seen = span.start + span.end, tl.minimum(span.start + span.end + WIDTH - 1, span.limit)
-    xs_coming = load_group(tape, span.start, seen, span, block, c, n, S, "evict_last")
-    dys_coming = load_group(flow, span.start, seen, span, block, c, n, S, "evict_last").rows
+    xs_coming = load_group(tape, span.start, seen, span, block, c, n, S, "evict_last")  # GROUP times [d]
+    dys_coming = load_group(flow, span.start, seen, span, block, c, n, S, "evict_last").rows  # GROUP times [d]
     for done in range(0, span.end + WIDTH - 1, GROUP):
         xs, dys = xs_coming, dys_coming
         coming = span.start + done + GROUP  # loaded while this group is at work
-        xs_coming = load_group(tape, coming, seen, span, block, c, n, S, "evict_last")
-        dys_coming = load_group(flow, coming, seen, span, block, c, n, S, "evict_last").rows
+        xs_coming = load_group(tape, coming, seen, span, block, c, n, S, "evict_last")  # GROUP times [d]
+        dys_coming = load_group(flow, coming, seen, span, block, c, n, S, "evict_last").rows  # GROUP times [d]
         here = (span.seq * n.tokens + span.start + done - (WIDTH - 1)) * block.size * S.ALIGN
         for i in tl.static_range(GROUP):
             seq = xs.ids[i]
@@ -178,7 +179,7 @@ def short_conv_state_backward_kernel(x, dy, c, dstate, dfinal, n, S: tl.constexp
     start, end = bounds_of(seq, c, n, S)
     past, gradients = (), ()
     for k in tl.static_range(WIDTH - 1):
-        old = load_state(c.state, seq, k, True, block, n, S)
+        old = load_state(c.state, seq, k, True, block, n, S)  # [d]
         past, gradients = past + (old.to(tl.float32),), gradients + (tl.zeros([BLOCK], tl.float32),)
     for p in tl.static_range(WIDTH - 1):
         mask = block.inside & (start + p < end)
@@ -196,5 +197,5 @@ def short_conv_state_backward_kernel(x, dy, c, dstate, dfinal, n, S: tl.constexp
     for j in tl.static_range(WIDTH - 1):
         found = gradients[j]
         if dfinal is not None:
-            found += load_state(dfinal, seq, j - (end - start), True, block, n, S).to(tl.float32)
+            found += load_state(dfinal, seq, j - (end - start), True, block, n, S).to(tl.float32)  # [d]
         store_state(dstate, found, seq, j, block, n, S)

@@ -144,8 +144,8 @@ def place_of(row, seq, limit, c, n, S: tl.constexpr):
         seq = tl.where(row < limit, row // n.tokens, -1)
         position = row - seq * n.tokens
     elif S.MODE == PACKED:
-        seq = tl.load(c.sequence + row, mask=(row >= 0) & (row < limit), other=-1).to(tl.int64)
-        position = row - tl.load(c.starts + seq, mask=seq >= 0, other=0).to(tl.int64)
+        seq = tl.load(c.sequence + row, mask=(row >= 0) & (row < limit), other=-1).to(tl.int64)  # []
+        position = row - tl.load(c.starts + seq, mask=seq >= 0, other=0).to(tl.int64)  # []
     return seq, position
 
 
@@ -253,7 +253,8 @@ def inputs_before(tape, row, seq, position, block, c, n, S: tl.constexpr):
         where = offset_of(tape, row - back, seq, position - back, S)
         value = tl.load(tape.x + where + block.d, mask=block.inside & seen, other=0.0)  # [d]
         if c.state is not None:
-            value = tl.where(seen, value, load_state(c.state, seq, position + k, position < back, block, n, S))
+            old = load_state(c.state, seq, position + k, position < back, block, n, S)  # [d]
+            value = tl.where(seen, value, old)
         past = past + (value.to(tl.float32),)
     return past
 
@@ -268,7 +269,7 @@ def begin(past, seq, position, block, c, n, S: tl.constexpr):
         for k in tl.static_range(WIDTH - 1):
             old = tl.zeros_like(past[k])
             if c.state is not None:
-                old = load_state(c.state, seq, k, position == 0, block, n, S).to(tl.float32)
+                old = load_state(c.state, seq, k, position == 0, block, n, S).to(tl.float32)  # [d]
             fresh = fresh + (tl.where(position == 0, old, past[k]),)
     return fresh
 
@@ -312,12 +313,11 @@ def short_conv_forward_kernel(x, residual, c, y, final, n, S: tl.constexpr):
         span = span_of(job, c, n, S)
         past = inputs_before(tape, span.start, span.seq, span.position, block, c, n, S)
         stop = span.start + span.end
-        coming = load_group(tape, span.start, stop, span, block, c, n, S, EVICT)
+        coming = load_group(tape, span.start, stop, span, block, c, n, S, EVICT)  # GROUP times [d]
         for done in range(0, span.end, GROUP):
             group = coming
-            coming = load_group(
-                tape, span.start + done + GROUP, stop, span, block, c, n, S, EVICT
-            )  # while this is at work
+            after = span.start + done + GROUP  # loaded while this group is at work
+            coming = load_group(tape, after, stop, span, block, c, n, S, EVICT)  # GROUP times [d]
             here = (span.seq * n.tokens + span.start + done) * block.size * S.ALIGN
             for i in tl.static_range(GROUP):
                 row, seq, position = span.start + done + i, group.ids[i], group.positions[i]
