@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmix.gpu import device as gpu
-from flashmix.ops.attention.call import Score
+from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.table import parts, tiles_for
 from flashmix.ops.attention.triton_gpu.tiles import bounded
 
@@ -73,18 +72,15 @@ class Call:
     seed: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
-    score: Score
+    score: AttentionCall
     target: gpu.Target
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, features: Sequence[Tensor | None], boundaries: Sequence[Tensor | None],
-        score: Score,
-    ) -> Call:  # fmt: skip
-        q, k, v = (aligned(x) for x in (q, k, v))
-        sink, slopes, _, seed = (None if x is None else x.contiguous() for x in features)
-        cu_q, cu_k = (None if x is None else x.contiguous() for x in boundaries)
-        return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, score, gpu.target(q.device))
+    def of(cls, call: AttentionCall) -> Call:
+        q, k, v = (aligned(x) for x in (call.q, call.k, call.v))
+        sink, slopes, seed = (None if x is None else x.contiguous() for x in (call.sink, call.alibi_slopes, call.seed))
+        cu_q, cu_k = (None if p is None else p.cu_seqlens.contiguous() for p in (call.packing, call.packing_k))
+        return cls(q, k, v, sink, slopes, seed, cu_q, cu_k, call, gpu.target(q.device))
 
     @property
     def batch(self) -> int:

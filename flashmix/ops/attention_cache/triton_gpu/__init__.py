@@ -18,11 +18,12 @@ from torch import Tensor
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.call import Score
+from flashmix.op.call import Outputs
 from flashmix.ops.attention.triton_gpu.launch import LOG2_E as LOG2E
 from flashmix.ops.attention.triton_gpu.launch import UNBOUNDED, aligned, packed_blocks, steps_of
 from flashmix.ops.attention.triton_gpu.table import parts
 from flashmix.ops.attention.triton_gpu.tiles import LN_2, LOG2_E, LOWEST, accumulated, find_sequence, product, tanh
+from flashmix.ops.attention_cache.call import AttentionCacheCall
 from flashmix.ops.attention_cache.triton_gpu.append import Held, cache_append, halvings, sequence_of
 
 Features = tuple[Tensor | None, Tensor | None]  # sink, slopes
@@ -288,7 +289,7 @@ class Plan:
     split: bool
 
 
-def plan(q: Tensor, held: Held, features: Features, packed: bool, score: Score) -> Plan:
+def plan(q: Tensor, held: Held, features: Features, packed: bool, score: AttentionCacheCall) -> Plan:
     """The plan of a call. A tile has one row for each new token and query head of a key head, 16 to 64 of them."""
     keys, values, page_table, _ = held
     exact, size = q.dtype == torch.float32, q.element_size()
@@ -323,43 +324,21 @@ def plan(q: Tensor, held: Held, features: Features, packed: bool, score: Score) 
     return Plan(form, heads, pages, piece if split else max(capacity, 1), pieces if split else 1, split)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    held: Held,
-    features: Features,
-    cu_seqlens: Tensor | None,
-    score: Score,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCacheCall, save: bool) -> tuple[Outputs, Outputs]:
     """`o [B, T, HQ, V]` and `lse` `[B, HQ, T]`, packed `[HQ, total]`, or `[0]` where it is not wanted."""
-    keys, values, page_table, lengths = held
-    batch, tokens, heads_q, _ = q.shape
-    q, page_table = aligned(q), page_table.contiguous()
-    o = q.new_empty(batch, tokens, heads_q, values.shape[3])
-    shape = (0,) if not return_lse else (batch, heads_q, tokens) if cu_seqlens is None else (heads_q, tokens)
-    lse = q.new_empty(shape, dtype=torch.float32)
-    with gpu.on(q.device):
-        if k is not None and v is not None and k.numel() > 0:
-            cache_append(k, v, (keys, values, page_table, lengths), cu_seqlens)
-        if o.numel() > 0 and lengths.numel() > 0:
-            made = plan(q, held, features, cu_seqlens is not None, score)
-            _attend(
-                q,
-                (keys, values, page_table, lengths),
-                features,
-                cu_seqlens,
-                score,
-                made,
-                o,
-                lse if return_lse else None,
-            )
-    return o, lse
+    q, held = aligned(call.q), (call.keys, call.values, call.page_table.contiguous(), call.lengths)
+    features, cu_seqlens = (call.sink, call.alibi_slopes), None if call.packing is None else call.packing.cu_seqlens
+    o, lse = call.results()
+    if call.k is not None and call.v is not None and call.k.numel() > 0:
+        cache_append(call.k, call.v, held, cu_seqlens)
+    if o.numel() > 0 and call.lengths.numel() > 0:
+        made = plan(q, held, features, call.packed, call)
+        _attend(q, held, features, cu_seqlens, call, made, o, lse if call.return_lse else None)
+    return (o, lse), ()
 
 
 def _attend(
-    q: Tensor, held: Held, features: Features, cu_seqlens: Tensor | None, score: Score, made: Plan, o: Tensor,
+    q: Tensor, held: Held, features: Features, cu_seqlens: Tensor | None, score: AttentionCacheCall, made: Plan, o: Tensor,
     lse: Tensor | None,
 ) -> None:  # fmt: skip
     keys, values, page_table, lengths = held
