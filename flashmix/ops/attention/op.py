@@ -103,9 +103,22 @@ def softmax_attention(
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
     q, k, v = autocast(q, k, v)  # type: ignore[assignment]
     call = AttentionCall(
-        q, k, v, sink, alibi_slopes, log_decay, seed, packing, packing_k,
-        scale=scale, left=left, right=right, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sink,
+        alibi_slopes,
+        log_decay,
+        seed,
+        packing,
+        packing_k,
+        scale=scale,
+        left=left,
+        right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+    )
     o, *rest = ATTENTION(call, impl)
     return o, rest[0] if return_lse else None
 

@@ -159,9 +159,21 @@ def attention_with_cache(
         else:
             q, k = rotary_qk(q, k, *rotary, positions=positions, interleaved=interleaved)
     call = AttentionCacheCall(
-        q, k, v, cache.keys, cache.values, cache.page_table, cache.lengths, sink, alibi_slopes, packing,
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale), left=left, softcap=softcap, return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cache.keys,
+        cache.values,
+        cache.page_table,
+        cache.lengths,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        packing=packing,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        left=left,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
     o, lse = ATTENTION_CACHE(call, impl)
     return o, lse if return_lse else None
 

@@ -89,9 +89,11 @@ def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None],
     workspace = Workspace()
     for part in parts(call):
         scratch.restart()
-        d_o_blocks, *rows = (to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta))))
+        d_o_blocks, shares, tops, deltas = (
+            to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta)))
+        )
         tiles = ScoreTiles(call, part, dtype, workspace)
-        sums = _Gradients(tiles, to_keys(call.v, part, dtype), d_o_blocks.mul_(rows[0]), *rows[1:])
+        sums = _Gradients(tiles, to_keys(call.v, part, dtype), d_o_blocks.mul_(shares), tops, deltas)
         sums.add_all(d_slopes is not None, d_decay is not None)
         sums.write_qkv(found["q"], found["k"], found["v"])
         if d_slopes is not None:
