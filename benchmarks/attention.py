@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashmix import softmax_attention
 from flashmix.gpu import device as gpu
 from flashmix.gpu.arch import triton_version
-from flashmix.ops.attention.call import Score
+from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention_cache import KVCache, attention_with_cache
 from flashmix.ops.rotary.op import rotary_table
 
@@ -201,25 +201,27 @@ CANDIDATES = {
 
 def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Callable[[], Any]:
     """One launch of a phase with these tiles at 4 x tokens x 16, causal."""
-    from flashmix.ops.attention.triton_gpu import backward_keys, launch
-    from flashmix.ops.attention.triton_gpu.backward_queries import attention_backward_queries
+    from flashmix.ops.attention.triton_gpu import backward_keys, spec
+    from flashmix.ops.attention.triton_gpu.backward_queries import QueryResults, launch_queries
     from flashmix.ops.attention.triton_gpu.forward import attention_forward
-    from flashmix.ops.attention.triton_gpu.table import Tiles
+    from flashmix.ops.attention.triton_gpu.table import AttentionConfig
 
     torch.manual_seed(0)
     q, k, v, flow = tensors((dim, tokens, 4, 16 if dim < 256 else 8, True))
-    call = launch.Call.of(q, k, v, (None,) * 4, (None, None), Score(dim**-0.5, None, 0))
+    nothing = dict.fromkeys(("sink", "alibi_slopes", "log_decay", "seed", "packing", "packing_k", "left", "softcap"))
+    call = AttentionCall(q, k, v, scale=dim**-0.5, right=0, dropout_p=0.0, return_lse=False, **nothing)
     level, delta = (torch.zeros(call.rows, device="cuda") for _ in range(2))
+    x = spec.BackwardInputs(q, k, v, flow, level, None, delta, None, decay=None, seed=None, table=None)
 
     def run() -> None:
-        with mock.patch.object(launch, "tiles_for", lambda *about: Tiles(*tiles)):
+        with mock.patch.object(spec, "config_for", lambda *about: AttentionConfig(*tiles)):
             if phase == "forward":
-                attention_forward(call, (None, None))
+                attention_forward(call, *spec.spec_of(call, phase), (None, None))
             elif phase in ("keys", "keys alone", "values"):
                 with mock.patch.object(backward_keys, "phases_of_keys", lambda *about: (phase,)):
-                    backward_keys.attention_backward_keys(call, flow, (level, None, delta), None, None)
+                    backward_keys.attention_backward_keys(call, x)
             else:
-                attention_backward_queries(call, flow, (level, None, delta), (None, None), None)
+                launch_queries(phase, call, x, QueryResults(torch.empty_like(q), None, None))
 
     return run
 

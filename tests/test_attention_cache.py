@@ -11,6 +11,8 @@ from torch import Tensor
 from flashmix import Packing, explain
 from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention_cache import KVCache, attention_with_cache
+from flashmix.ops.attention_cache.call import AttentionCacheCall
+from flashmix.ops.attention_cache.op import ATTENTION_CACHE
 from flashmix.ops.rotary.op import rotary, rotary_table
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deterministic_only")
@@ -216,8 +218,10 @@ def test_opcheck_and_explain() -> None:
     cache = new_cache("paged")
     assert explain(attention_with_cache, q, cache, k, v).choice == "portable"
     held = (cache.keys, cache.values, cache.page_table, cache.lengths)
-    scalars = (0.3, 5, None, True, "portable")
-    torch.library.opcheck(torch.ops.flashmix.attention_with_cache, (q, k, v, *held, None, None, None, *scalars))
+    call = AttentionCacheCall(
+        q, k, v, *held, sink=None, alibi_slopes=None, packing=None, scale=0.3, left=5, softcap=None, return_lse=True
+    )
+    torch.library.opcheck(ATTENTION_CACHE.operator, (*ATTENTION_CACHE.flat(call), False, "portable"))
 
 
 def test_compiled_is_eager() -> None:

@@ -12,8 +12,10 @@ from budget import assert_within_budget
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flashmix import explain
+from flashmix import Packing, explain
 from flashmix.ops.attention import definition, softmax_attention
+from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.op import ATTENTION
 from flashmix.ops.attention.portable.dropout import dropout_factor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,11 +170,8 @@ def test_rows_outside_all_sequences_are_zero() -> None:
     """Boundaries that only the device knows are not checked; they never read or write outside a tensor."""
     q = torch.randn(1, 9, 2, 8, requires_grad=True)
     for ends in ([0, 3, 5], [0, 3, 99], [4, 2, 6], [-5, 3, 9]):
-        boundaries = torch.tensor(ends)
-        scalars = (0.3, None, 0, None, 0.0, "portable")
-        o, lse, _ = torch.ops.flashmix.softmax_attention(
-            q, q, q, None, None, None, None, boundaries, boundaries, *scalars
-        )
+        packing = Packing.unchecked(torch.tensor(ends), 9)
+        o, lse = ATTENTION(operator_call({"q": q, "k": q, "v": q}, packing=packing, packing_k=packing), "portable")
         (d_q,) = torch.autograd.grad(o.sum(), q)
         outside = torch.ones(9, dtype=torch.bool)
         for start, end in pairwise(ends):
@@ -323,6 +322,13 @@ def test_explain_names_the_reason() -> None:
     )
 
 
+def operator_call(tensors: dict[str, Tensor], **options: Any) -> AttentionCall:
+    """A causal call with these tensors, past the checks of the public function."""
+    fields = dict.fromkeys(("sink", "alibi_slopes", "log_decay", "seed", "packing", "packing_k", "left", "softcap"))
+    given = {"scale": 0.3, "right": 0, "dropout_p": 0.0, "return_lse": True}
+    return AttentionCall(**{**fields, **given, **tensors, **options})
+
+
 OPERATOR = [
     Case(
         "everything", **EVERYTHING, batch=1, tokens=5, tokens_k=7, heads=4, dim=3, dim_v=2, window=(3, 0), dropout_p=0.4
@@ -335,13 +341,12 @@ OPERATOR = [
 def test_opcheck(case: Case) -> None:
     call = make_call(case, torch.float32)
     tensors = {name: tensor.requires_grad_() for name, tensor in call.tensors.items()}
-    features = [tensors.get(name) for name in ("sink", "alibi_slopes", "log_decay")]
+    options = {"left": None if case.window is None else case.window[0], "softcap": case.softcap}
+    if call.packing is not None:
+        options |= dict(zip(("packing", "packing_k"), call.packing, strict=True))
     seed = torch.tensor(7) if case.dropout_p else None
-    boundaries = [None, None] if call.packing is None else [packing.cu_seqlens for packing in call.packing]
-    left = None if case.window is None else case.window[0]
-    scalars = (0.3, left, 0, case.softcap, case.dropout_p, "portable")
-    operator = torch.ops.flashmix.softmax_attention
-    torch.library.opcheck(operator, (tensors["q"], tensors["k"], tensors["v"], *features, seed, *boundaries, *scalars))
+    made = operator_call(tensors, seed=seed, dropout_p=case.dropout_p, **options)
+    torch.library.opcheck(ATTENTION.operator, (*ATTENTION.flat(made), True, "portable"))
 
 
 @pytest.mark.parametrize("case", [Case("plain", tokens=40), OPERATOR[1], Case("all", **EVERYTHING, tokens=40)], ids=str)

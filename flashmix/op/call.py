@@ -97,6 +97,7 @@ class Op:
         keeps(call) -> tuple of empty tensors like `kept` (absent: nothing is kept)
         backward(call, kept, grads, wanted) -> {name: gradient} of at least the fields `wanted`; `grads` has an entry for each
             output, None where it has no gradient; `kept` begins with the outputs that `keeps_outputs` names.
+    An implementation with a `formula` of its own needs none of these.
 
     Args:
         name: of the operator `flashmix::name`.
@@ -179,7 +180,10 @@ class Op:
 
     def __call__(self, call: Any, impl: str = "auto", asked: str | None = None) -> Outputs:
         """The outputs of a checked call; `asked` is the public function that `explain` and errors name."""
-        chosen = choose(asked or self.name, self.implementations, call, impl).name
+        implementation = choose(asked or self.name, self.implementations, call, impl)
+        if implementation.formula is not None:
+            return implementation.formula(call)
+        chosen = implementation.name
         if torch.compiler.is_compiling():
             if chosen == "portable" and self.formula is not None:
                 return self.formula(call)

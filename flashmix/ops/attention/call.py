@@ -1,64 +1,125 @@
-"""The static facts of one attention call: what an implementation looks at before it accepts."""
+"""One call of softmax attention, and who can run it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from flashmix.gpu import device as gpu
+from flashmix.op.call import Call, Outputs
+from flashmix.op.dtypes import state_dtype
+from flashmix.op.packing import Packing
+
+MOST_CHANNELS_BACKWARD = 256
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Shapes, dtype and features of a `softmax_attention` call; nothing that only the device knows."""
+class AttentionCall(Call):
+    """Queries `q [B, Tq, HQ, K]` over keys `k [B, Tk, H, K]` and values `v [B, Tk, H, V]`.
 
-    batch: int
-    tokens_q: int
-    tokens_k: int
-    heads_q: int
-    heads: int
-    dim_qk: int
-    dim_v: int
-    dtype: torch.dtype
-    device: str
-    score: Score
-    sink: bool
-    alibi: bool
-    decay: bool
-    packed: bool
-    lse: bool
-    gradient: bool
-
-
-@dataclass(frozen=True)
-class Score:
-    """How one score becomes one probability.
-
-    Query `i` stands at position `i + Tk - Tq` and sees the keys from `left` before to `right` after it (None: all of
-    them); causal attention is `right = 0`.
+    Query `i` of a sequence stands at position `i + Tk - Tq` and sees the keys from `left` before to `right` after it (None: all of
+    them); causal attention is `right = 0`. `seed`: the random number that dropout is a function of.
     """
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    alibi_slopes: Tensor | None
+    log_decay: Tensor | None
+    seed: Tensor | None
+    packing: Packing | None
+    packing_k: Packing | None
     scale: float
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
+    left: int | None
+    right: int | None
+    softcap: float | None
+    dropout_p: float
+    return_lse: bool
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens_q(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def tokens_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def heads_q(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.heads_q // self.heads
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """The shape of what each row of scores has one of."""
+        return self.batch, self.heads_q, self.tokens_q
+
+    @property
+    def packed(self) -> bool:
+        return self.packing is not None
+
+    @property
+    def gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+
+    def results(self) -> Outputs:
+        """`o [B, Tq, HQ, V]`, and with `return_lse` `lse [B, HQ, Tq]`, packed `[HQ, Tq]`."""
+        q = self.q
+        o = torch.empty(*q.shape[:3], self.v.shape[3], dtype=q.dtype, device=q.device)
+        if not self.return_lse:
+            return (o,)
+        shape = self.rows[1:] if self.packed else self.rows
+        return o, torch.empty(shape, dtype=state_dtype(q.dtype), device=q.device)
+
+    def row_statistics(self) -> Outputs:
+        """Empty tensors `[B, HQ, Tq]` for the largest score m of each row and the sum l of its exponentials, kept for backward."""
+        q = self.q
+        return tuple([torch.empty(self.rows, dtype=state_dtype(q.dtype), device=q.device) for _ in range(2)])
 
 
-@dataclass(frozen=True)
-class CacheProblem:
-    """Static facts of an `attention_with_cache` call."""
+def triton_supports(call: AttentionCall) -> str | None:
+    channels = max(call.q.shape[3], call.v.shape[3])
+    if call.gradient and channels > MOST_CHANNELS_BACKWARD:
+        return f"its backward takes head dims up to {MOST_CHANNELS_BACKWARD}, got {channels}"
+    return gpu.refuses(call.device, call.dtype)
 
-    sequences: int
-    pages: int
-    page_size: int
-    tokens: int
-    heads_q: int
-    heads: int
-    dim_qk: int
-    dim_v: int
-    dtype: torch.dtype
-    device: str
-    score: Score
-    packed: bool
-    appends: bool
-    lse: bool
+
+def sdpa_supports(call: AttentionCall) -> str | None:
+    extras = {
+        "a window": call.left is not None or call.right not in (None, 0),
+        "softcap": call.softcap is not None,
+        "dropout": call.dropout_p > 0,
+        "a sink": call.sink is not None,
+        "ALiBi": call.alibi_slopes is not None,
+        "log_decay": call.log_decay is not None,
+        "packed sequences": call.packed,
+        "return_lse": call.return_lse,
+    }
+    for extra, wanted in extras.items():
+        if wanted:
+            return f"torch's scaled_dot_product_attention does not take {extra}"
+    dim_qk, dim_v, device = call.q.shape[3], call.v.shape[3], call.device.type
+    if dim_qk != dim_v:
+        return f"torch holds [Tq, Tk] scores when the head dims differ, got {dim_qk} and {dim_v}"
+    if call.right == 0 and call.tokens_q not in (1, call.tokens_k):
+        return "torch aligns the causal mask to the first key, not to the last"
+    if min(call.batch, call.tokens_q, call.tokens_k) == 0:
+        return "the inputs are empty"
+    if device != "cpu" and call.gradient:
+        return f"torch's backward on {device} is not deterministic"
+    return None

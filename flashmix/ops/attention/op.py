@@ -1,16 +1,25 @@
-"""The public op `softmax_attention`: its documentation and checks."""
+"""Exact softmax attention."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Op, always
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_range, check_shape, dims
+from flashmix.op.choose import Implementation
+from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing, as_packing
-from flashmix.ops.attention.call import Problem, Score
-from flashmix.ops.attention.engine import attend
+from flashmix.ops.attention import sdpa
+from flashmix.ops.attention.call import AttentionCall, sdpa_supports, triton_supports
 
 Window = tuple[int | None, int | None]
+IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.attention.triton_gpu", triton_supports),
+    Implementation("sdpa", "flashmix.ops.attention.sdpa", sdpa_supports, sdpa.formula),
+    Implementation("portable", "flashmix.ops.attention.portable", always),
+)
+ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,))
 
 
 def softmax_attention(
@@ -81,44 +90,41 @@ def softmax_attention(
         >>> o.shape, lse.shape
         (torch.Size([2, 5, 8, 24]), torch.Size([2, 8, 5]))
     """
-    batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v = _check_qkv(q, k, v)
+    _check_qkv(q, k, v)
     left, right = check_window(window)
     if causal:
         right = 0
-    check_features(q, sink, alibi_slopes, log_decay, (batch, tokens_k, heads_q), right)
+    check_features(q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right)
     check_softcap(softcap)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
-
-    q, k, v = _autocast(q, k, v)
-    score = Score(dim_qk**-0.5 if scale is None else float(scale), left, right, softcap, dropout_p)
-    differentiable = (x for x in (q, k, v, sink, alibi_slopes, log_decay) if x is not None)
-    problem = Problem(
-        batch=batch,
-        tokens_q=tokens_q,
-        tokens_k=tokens_k,
-        heads_q=heads_q,
-        heads=heads,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
-        dtype=q.dtype,
-        device=q.device.type,
-        score=score,
-        sink=sink is not None,
-        alibi=alibi_slopes is not None,
-        decay=log_decay is not None,
-        packed=packing is not None,
-        lse=return_lse,
-        gradient=torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
-    )
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
-    boundaries = (packing.cu_seqlens if packing else None, packing_k.cu_seqlens if packing_k else None)
-    return attend(problem, q, k, v, (sink, alibi_slopes, log_decay, seed), boundaries, impl)
+    q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        sink,
+        alibi_slopes,
+        log_decay,
+        seed,
+        packing,
+        packing_k,
+        scale=scale,
+        left=left,
+        right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+    )
+    o, *rest = ATTENTION(call, impl)
+    return o, rest[0] if return_lse else None
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    batch, tokens_q, heads_q, dim_qk = dims("q", q, "B Tq HQ K")
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, _, heads_q, dim_qk = dims("q", q, "B Tq HQ K")
     _, tokens_k, heads, _ = dims("k", k, "B Tk H K")
     *_, dim_v = dims("v", v, "B Tk H V")
     check_shape("k", k, batch, tokens_k, heads, dim_qk)
@@ -130,7 +136,6 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     check_dtype("q", q, torch.float16, torch.bfloat16, torch.float32, torch.float64)
     check_like("k", k, "q", q)
     check_like("v", v, "q", q)
-    return batch, tokens_q, heads_q, dim_qk, tokens_k, heads, dim_v
 
 
 def check_window(window: Window | None) -> Window:
@@ -185,17 +190,10 @@ def _check_packing(
             raise ValueError("cu_seqlens_k must come with cu_seqlens, the boundaries of the queries, got None")
         return None, None
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
-    packing_k = as_packing(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, k.shape[0], k.shape[1], k.device)
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens:  # one packing, whose tables serve both sides
+        cu_seqlens_k = packing if q.shape[1] == k.shape[1] else cu_seqlens
+    packing_k = as_packing(cu_seqlens_k, k.shape[0], k.shape[1], k.device)
     assert packing is not None and packing_k is not None
     if packing.count != packing_k.count:
         raise ValueError(f"cu_seqlens_k must have shape [{packing.count + 1}], got [{packing_k.count + 1}]")
     return packing, packing_k
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in autocast's dtype, where autocast is on (float64 stays, as in torch's own operators)."""
-    device = q.device.type
-    if q.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)

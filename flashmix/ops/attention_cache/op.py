@@ -7,13 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Op, always
 from flashmix.op.checks import check_dtype, check_like, check_multiple, check_range, check_shape, check_tensor, dims
+from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
-from flashmix.ops.attention.call import CacheProblem, Score
 from flashmix.ops.attention.op import check_features, check_softcap, check_window
-from flashmix.ops.attention_cache.engine import attend
+from flashmix.ops.attention_cache.call import AttentionCacheCall, triton_supports
 from flashmix.ops.rotary.op import rotary as rotate
 from flashmix.ops.rotary.op import rotary_qk
+
+IMPLEMENTATIONS = (
+    Implementation("triton", "flashmix.ops.attention_cache.triton_gpu", triton_supports),
+    Implementation("portable", "flashmix.ops.attention_cache.portable", always),
+)
+ATTENTION_CACHE = Op("attention_with_cache", AttentionCacheCall, IMPLEMENTATIONS, outputs=2)
 
 
 @dataclass
@@ -141,7 +148,7 @@ def attention_with_cache(
     left, _ = check_window(window)
     check_features(q, sink, alibi_slopes, None, (1, 0, q.shape[2]), 0)
     check_softcap(softcap)
-    inputs = (q, k, v, cache.keys, cache.values, sink, alibi_slopes)
+    inputs = (q, k, v, cache.keys, cache.values, sink, alibi_slopes, *(rotary or ()))
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise RuntimeError("attention_with_cache has no gradient: call it under torch.no_grad(), or softmax_attention")
 
@@ -151,24 +158,24 @@ def attention_with_cache(
             q = rotate(q, *rotary, positions=positions, interleaved=interleaved)
         else:
             q, k = rotary_qk(q, k, *rotary, positions=positions, interleaved=interleaved)
-    problem = CacheProblem(
-        sequences=cache.lengths.shape[0],
-        pages=cache.keys.shape[0],
-        page_size=cache.keys.shape[1],
-        tokens=q.shape[1],
-        heads_q=q.shape[2],
-        heads=cache.keys.shape[2],
-        dim_qk=q.shape[3],
-        dim_v=cache.values.shape[3],
-        dtype=q.dtype,
-        device=q.device.type,
-        score=Score(q.shape[3] ** -0.5 if scale is None else float(scale), left, 0, softcap),
-        packed=packing is not None,
-        appends=k is not None,
-        lse=return_lse,
+    call = AttentionCacheCall(
+        q,
+        k,
+        v,
+        cache.keys,
+        cache.values,
+        cache.page_table,
+        cache.lengths,
+        sink=sink,
+        alibi_slopes=alibi_slopes,
+        packing=packing,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        left=left,
+        softcap=softcap,
+        return_lse=return_lse,
     )
-    held = (cache.keys, cache.values, cache.page_table, cache.lengths)
-    return attend(problem, q, k, v, held, (sink, alibi_slopes), packing.cu_seqlens if packing else None, impl)
+    o, lse = ATTENTION_CACHE(call, impl)
+    return o, lse if return_lse else None
 
 
 def _check(

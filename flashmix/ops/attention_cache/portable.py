@@ -11,66 +11,64 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from flashmix.ops.attention.call import Score
+from flashmix.op.call import Outputs
+from flashmix.op.dtypes import state_dtype
 from flashmix.ops.attention.op import softmax_attention
+from flashmix.ops.attention_cache.call import AttentionCacheCall
 
 
-def attend(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    held: tuple[Tensor, Tensor, Tensor, Tensor],
-    features: tuple[Tensor | None, Tensor | None],
-    cu_seqlens: Tensor | None,
-    score: Score,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(call: AttentionCacheCall, save: bool) -> tuple[Outputs, Outputs]:
     """`o [B, T, HQ, V]` and `lse` `[B, HQ, T]`, packed `[HQ, total]`, or `[0]` where it is not wanted."""
-    keys, values, page_table, lengths = held
+    q, keys, values, lengths = call.q, call.keys, call.values, call.lengths
     batch, tokens, heads, _ = q.shape
-    ends = [n * tokens for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    ends = [n * tokens for n in range(batch + 1)] if call.packing is None else call.packing.cu_seqlens.tolist()
     counts = [end - start for start, end in pairwise(ends)]
-    after = [length + count * (k is not None) for length, count in zip(lengths.tolist(), counts, strict=True)]
-    pages = page_table.tolist()
+    after = [length + count * (call.k is not None) for length, count in zip(lengths.tolist(), counts, strict=True)]
+    pages = call.page_table.tolist()
     _check_room(after, counts, pages, keys)
-    if k is not None and v is not None:
-        new_k, new_v = k.flatten(0, 1), v.flatten(0, 1)
-        for n, (end, count) in enumerate(zip(after, counts, strict=True)):
-            first = ends[n]
-            for page, slots in _spans(end - count, end, keys.shape[1], pages[n]):
-                new = slice(first, first + slots.stop - slots.start)
-                keys[page, slots], values[page, slots] = new_k[new], new_v[new]
-                first = new.stop
+    if call.k is not None and call.v is not None:
+        _append(call, ends, after, pages)
         lengths += torch.tensor(counts, device=lengths.device)
 
     rows = q.flatten(0, 1)
     o = q.new_zeros(batch * tokens, heads, values.shape[3])
-    lse = torch.zeros(batch * tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    lse = lse.to(q.device) if return_lse else lse[:0]
+    lse = torch.zeros(batch * tokens, heads, dtype=state_dtype(q.dtype))
+    lse = lse.to(q.device) if call.return_lse else lse[:0]
     for n, (end, count) in enumerate(zip(after, counts, strict=True)):
         if count == 0:
             continue
-        start = 0 if score.left is None else max(0, end - count - score.left)
+        start = 0 if call.left is None else max(0, end - count - call.left)
         found, found_lse = softmax_attention(
             rows[None, ends[n] : ends[n + 1]],
             _gather(keys, pages[n], start, end),
             _gather(values, pages[n], start, end),
             causal=count > 1,
-            scale=score.scale,
-            window=None if score.left is None or count == 1 else (score.left, 0),
-            softcap=score.softcap,
-            sink=features[0],
-            alibi_slopes=features[1],
-            return_lse=return_lse,
+            scale=call.scale,
+            window=None if call.left is None or count == 1 else (call.left, 0),
+            softcap=call.softcap,
+            sink=call.sink,
+            alibi_slopes=call.alibi_slopes,
+            return_lse=call.return_lse,
         )
         o[ends[n] : ends[n + 1]] = found[0]
         if found_lse is not None:
             lse[ends[n] : ends[n + 1]] = found_lse[0].t()
     o = o.view(batch, tokens, heads, values.shape[3])
-    if not return_lse:
-        return o, lse.flatten()
+    if not call.return_lse:
+        return (o, lse.flatten()), ()
     lse = lse.view(batch, tokens, heads).transpose(1, 2).contiguous()
-    return o, lse if cu_seqlens is None else lse[0].clone()
+    return (o, lse[0].clone() if call.packed else lse), ()
+
+
+def _append(call: AttentionCacheCall, ends: list[int], after: list[int], pages: list[list[int]]) -> None:
+    """Writes the new keys and values: tokens `ends[n] ..` of the batch come last of the `after[n]` tokens of sequence n."""
+    assert call.k is not None and call.v is not None
+    k, v = call.k.flatten(0, 1), call.v.flatten(0, 1)
+    for n, (first, last) in enumerate(pairwise(ends)):
+        for page, slots in _spans(after[n] - (last - first), after[n], call.page_size, pages[n]):
+            new = slice(first, first + slots.stop - slots.start)
+            call.keys[page, slots], call.values[page, slots] = k[new], v[new]
+            first = new.stop
 
 
 def _check_room(after: list[int], counts: list[int], pages: list[list[int]], keys: Tensor) -> None:

@@ -16,71 +16,65 @@ Packed sequences are walked one after the other; their boundaries are read on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from flashmix.op.call import Gradients, Outputs
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.scratch import scratch
-from flashmix.ops.attention.call import Score
+from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.portable.blocks import parts, to_keys, to_row_blocks, write_row_blocks
 from flashmix.ops.attention.portable.tiles import (
     LOG2_E,
     STRONGEST_DECAY,
-    Features,
-    Tile,
-    Tiles,
+    ScoreTile,
+    ScoreTiles,
     Workspace,
     units_of_products,
 )
 
-Boundaries = tuple[Tensor | None, Tensor | None]
+
+def keeps(call: AttentionCall) -> Outputs:
+    return call.row_statistics()
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, features: Features, boundaries: Boundaries, score: Score
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and for backward m and l, each `[B,HQ,Tq]`."""
-    dtype = _compute_dtype(q)
+def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
+    """`o`, with `return_lse` lse, and for backward m and l."""
+    q, k, v, dtype = call.q, call.k, call.v, state_dtype(call.dtype)
     batch, tokens, heads_q, _ = q.shape
-    o = _new_like(q, boundaries, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
+    o = _new_like(q, call, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
     # the lowest number, not -inf: the difference of two of them is 0
     lowest = torch.finfo(dtype).min
     top = torch.full((batch, tokens, heads_q, 1), lowest, dtype=dtype, device=q.device)
     total = torch.zeros_like(top)
     start: tuple[Tensor, Tensor] | None = None
-    if features[0] is not None:
-        sink = features[0].to(dtype) * LOG2_E
+    if call.sink is not None:
+        sink = call.sink.to(dtype) * LOG2_E
         start = sink.clamp(min=lowest), torch.exp2(sink - sink.clamp(min=lowest))
         top, total = (x[:, None].expand_as(top).clone() for x in start)
     workspace = Workspace()
-    for part in parts(q, k, boundaries, score):
+    for part in parts(call):
         scratch.restart()
-        tiles = Tiles(q, k, features, part, score, dtype, workspace)
+        tiles = ScoreTiles(call, part, dtype, workspace)
         for x, blocks in zip((o, top, total), _attend(tiles, to_keys(v, part, dtype), start), strict=True):
             write_row_blocks(x, blocks, part)
     top, total = (x[..., 0].transpose(1, 2).contiguous() for x in (top, total))
+    kept = (top, total) if save else ()
+    if not call.return_lse:
+        return (o,), kept
     # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
     lse = top / LOG2_E + (total - 1).log1p_()
-    return o, lse if boundaries[0] is None else lse[0].clone(), [top, total]
+    return (o, lse[0].clone() if call.packed else lse), kept
 
 
-def backward(
-    d_o: Tensor | None,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    kept: list[Tensor],
-    features: Features,
-    boundaries: Boundaries,
-    score: Score,
-) -> list[Tensor]:
-    """Gradients of q, k, v and of each of sink, alibi_slopes, log_decay that is given."""
-    dtype = _compute_dtype(q)
-    sink, slopes, log_decay, _ = features
-    top, total = (x.transpose(1, 2) for x in kept)
+def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    """The gradients of q, k, v, and of sink, slopes and decay where wanted."""
+    q, k, dtype = call.q, call.k, state_dtype(call.dtype)
+    o, top, total = kept
+    top, total = (x.transpose(1, 2) for x in (top, total))
+    d_o, d_lse = grads if call.return_lse else (*grads, None)
     d_o = torch.zeros_like(o) if d_o is None else d_o
     delta = torch.einsum("bthd,bthd->bth", d_o.to(dtype), o.to(dtype))
     if d_lse is not None:
@@ -88,43 +82,46 @@ def backward(
     share = total.reciprocal().masked_fill_(total == 0, 0)
     delta = delta * share
 
-    d_q, d_k, d_v = (_new_like(x, boundaries, x.shape, min(q.shape[1], k.shape[1])) for x in (q, k, v))
-    d_slopes = None if slopes is None else torch.zeros(slopes.shape, dtype=torch.float64, device=q.device)
-    d_decay = None if log_decay is None else torch.zeros(log_decay.shape, dtype=torch.float64, device=q.device)
+    fewest = min(q.shape[1], k.shape[1])
+    found = {name: _new_like(x, call, x.shape, fewest) for name, x in (("q", q), ("k", k), ("v", call.v))}
+    d_slopes = _float64_zeros(call.alibi_slopes) if "alibi_slopes" in wanted else None
+    d_decay = _float64_zeros(call.log_decay) if "log_decay" in wanted else None
     workspace = Workspace()
-    for part in parts(q, k, boundaries, score):
+    for part in parts(call):
         scratch.restart()
-        d_o_blocks, *rows = (to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta))))
-        tiles = Tiles(q, k, features, part, score, dtype, workspace)
-        sums = _Gradients(tiles, to_keys(v, part, dtype), d_o_blocks.mul_(rows[0]), *rows[1:])
-        sums.add_all(slopes is not None, log_decay is not None)
-        sums.write_qkv(d_q, d_k, d_v)
+        d_o_blocks, shares, tops, deltas = (
+            to_row_blocks(x, part, dtype) for x in (d_o, *(y[..., None] for y in (share, top, delta)))
+        )
+        tiles = ScoreTiles(call, part, dtype, workspace)
+        sums = _Gradients(tiles, to_keys(call.v, part, dtype), d_o_blocks.mul_(shares), tops, deltas)
+        sums.add_all(d_slopes is not None, d_decay is not None)
+        sums.write_qkv(found["q"], found["k"], found["v"])
         if d_slopes is not None:
             d_slopes[part.query_heads].add_(sums.of_slopes())
         if d_decay is not None:
             part.at_keys_by_query_head(d_decay).copy_(sums.of_decay())
 
-    gradients = [d_q, d_k, d_v]
-    if sink is not None:
+    sink, slopes, log_decay = call.sink, call.alibi_slopes, call.log_decay
+    if sink is not None and "sink" in wanted:
         at_sink = torch.exp2(sink.double() * LOG2_E - top) * delta  # float64: one rounding would bias a whole head
-        gradients.append(at_sink.sum((0, 1)).neg_().to(sink.dtype))
+        found["sink"] = at_sink.sum((0, 1)).neg_().to(sink.dtype)
     if slopes is not None and d_slopes is not None:
-        gradients.append(d_slopes.to(slopes.dtype))
+        found["alibi_slopes"] = d_slopes.to(slopes.dtype)
     if log_decay is not None and d_decay is not None:
-        gradients.append(d_decay.masked_fill_(log_decay < STRONGEST_DECAY, 0).to(log_decay.dtype))
-    return gradients
+        found["log_decay"] = d_decay.masked_fill_(log_decay < STRONGEST_DECAY, 0).to(log_decay.dtype)
+    return found
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def _float64_zeros(x: Tensor | None) -> Tensor | None:
+    return None if x is None else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
 
 
-def _new_like(x: Tensor, boundaries: Boundaries, shape: Sequence[int], tokens: int) -> Tensor:
+def _new_like(x: Tensor, call: AttentionCall, shape: Sequence[int], tokens: int) -> Tensor:
     """A tensor for results: zeros, unless the parts of a batch will fill it whole."""
-    return x.new_empty(shape) if boundaries[0] is None and tokens else x.new_zeros(shape)
+    return x.new_zeros(shape) if call.packed or not tokens else x.new_empty(shape)
 
 
-def _attend(tiles: Tiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(tiles: ScoreTiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
     """o `[pairs, blocks, R * rows, V]`, and m and l, `[pairs, blocks, R * rows, 1]`; `start`: what a sink begins them with."""
     o = scratch.tile(v, *tiles.q.shape[:3], v.shape[2])
     tops, totals = (scratch.tile(v, *tiles.q.shape[:3], 1) for _ in range(2))
@@ -134,8 +131,8 @@ def _attend(tiles: Tiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tup
         (top, total), mixed = begin, None
         for tile in tiles.of_block(block):
             scores = tiles.products(tile)
-            if tiles.score.softcap is not None:
-                tiles.softcap_(scores).mul_(tiles.score.softcap * LOG2_E)
+            if tiles.call.softcap is not None:
+                tiles.softcap_(scores).mul_(tiles.call.softcap * LOG2_E)
             tiles.add_biases_(scores, tile)
             largest = scores.amax(-1, keepdim=True)
             new_top = largest.clamp_(min=lowest) if top is None else torch.maximum(top, largest)
@@ -175,7 +172,7 @@ def _zeros_by_channel(x: Tensor) -> Tensor:
 class _Gradients:
     """The sums over all tiles of one part that make up the gradients."""
 
-    def __init__(self, tiles: Tiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
+    def __init__(self, tiles: ScoreTiles, v: Tensor, d_o: Tensor, top: Tensor, delta: Tensor) -> None:
         self.tiles, self.v, self.d_o, self.top, self.delta = tiles, v, d_o, top, delta
         self.d_q = torch.empty_like(tiles.q)
         self.d_k, self.d_v = _zeros_by_channel(tiles.k), _zeros_by_channel(v)
@@ -205,16 +202,16 @@ class _Gradients:
                     d_q.baddbmm_(d_scores, tiles.k[:, tile.keys])
             self.d_q[:, block] = 0 if d_q is None else d_q
 
-    def _probabilities(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    def _probabilities(self, tile: ScoreTile) -> tuple[Tensor, Tensor | None]:
         """`l p` of a tile, and `tanh(scores / softcap)` where there is a softcap."""
         tiles = self.tiles
         scores, squashed = tiles.products(tile), None
-        if tiles.score.softcap is not None:
+        if tiles.call.softcap is not None:
             squashed = tiles.softcap_(scores)
-            scores = squashed * (tiles.score.softcap * LOG2_E)
+            scores = squashed * (tiles.call.softcap * LOG2_E)
         return tiles.add_biases_(scores, tile).sub_(self.top[:, tile.block]).exp2_(), squashed
 
-    def _d_scores(self, tile: Tile, p: Tensor) -> Tensor:
+    def _d_scores(self, tile: ScoreTile, p: Tensor) -> Tensor:
         """`p (do' v^T - delta)` of a tile, after adding to `d_v`."""
         tiles, d_o = self.tiles, self.d_o[:, tile.block]
         d_p = tiles.product("d_p", d_o, self.v[:, tile.keys].transpose(1, 2))
@@ -226,7 +223,7 @@ class _Gradients:
         self.d_v[:, :, tile.keys].add_(tiles.product("d_v", d_o.transpose(1, 2), kept))
         return d_p.sub_(self.delta[:, tile.block]).mul_(p)
 
-    def _add_decay(self, tile: Tile, d_scores: Tensor) -> None:
+    def _add_decay(self, tile: ScoreTile, d_scores: Tensor) -> None:
         """The decay's running sum is added to a row of scores and subtracted from a column."""
         by_head, rows = self.tiles.by_head(d_scores), self.tiles.part.rows
         self.d_scores_of_rows[:, :, tile.block * rows : (tile.block + 1) * rows].add_(by_head.sum(3))
@@ -234,9 +231,9 @@ class _Gradients:
 
     def write_qkv(self, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> None:
         """Writes the gradients of q, k, v into the part of `[B, T, H, D]`."""
-        part, score = self.tiles.part, self.tiles.score
-        write_row_blocks(d_q, self.d_q.mul_(score.scale), part)
-        self.d_k.div_(units_of_products(score))  # which are in `tiles.q`, beside `scale`
+        part, call = self.tiles.part, self.tiles.call
+        write_row_blocks(d_q, self.d_q.mul_(call.scale), part)
+        self.d_k.div_(units_of_products(call))  # which are in `tiles.q`, beside `scale`
         for target, found in ((part.at_keys(d_k), self.d_k), (part.at_keys(d_v), self.d_v)):
             found = found.unflatten(0, part.count)
             target.copy_(found[..., : part.tokens_k].permute(0, 3, 1, 2))

@@ -1,4 +1,4 @@
-"""What `portable.py` works on at a time: some heads of some sequences, their queries in blocks of rows.
+"""Parts of a call that plain PyTorch works on at a time: some heads of some sequences, their queries in blocks of rows.
 
 The sizes of blocks and pieces never depend on the number of tokens or on the batch, and every block is padded to its
 full size, so that the bits of a row depend on nothing but the row and its keys.
@@ -13,8 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashmix.op.packing import Packing
 from flashmix.op.scratch import scratch
-from flashmix.ops.attention.call import Score
+from flashmix.ops.attention.call import AttentionCall
 
 ROWS = 128  # queries of a block
 WINDOW_ROWS = 64  # the same under a window of at most KEYS: less of a tile lies outside it
@@ -68,21 +69,18 @@ class Part:
         return per_head[self.query_heads].view(-1, self.group, 1, 1).repeat(self.count[0], 1, 1, 1)
 
 
-def parts(q: Tensor, k: Tensor, boundaries: tuple[Tensor | None, Tensor | None], score: Score) -> Iterator[Part]:
+def parts(call: AttentionCall) -> Iterator[Part]:
     """All parts of the batch, or of each packed sequence; none for sequences without queries or without keys.
 
     Boundaries that leave the tensors, or decrease, are cut off.
     """
-    batch, heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
-    ends_q, ends_k = (
-        [0, x.shape[1]] if ends is None else ends.clamp(0, x.shape[1]).tolist()
-        for x, ends in zip((q, k), boundaries, strict=True)
-    )
+    batch, heads, group = call.batch, call.heads, call.group
+    ends_q, ends_k = _boundaries(call.packing, call.tokens_q), _boundaries(call.packing_k, call.tokens_k)
     for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         if start_q >= end_q or start_k >= end_k:
             continue
         of_q, of_k = slice(start_q, end_q), slice(start_k, end_k)
-        rows, keys = _rows(end_q - start_q, end_k - start_k, score), min(KEYS, round_up(end_k - start_k, ROWS))
+        rows, keys = _rows(end_q - start_q, end_k - start_k, call), min(KEYS, round_up(end_k - start_k, ROWS))
         pairs = max(1, TILE_AREA // (group * rows * keys))
         sequences, heads_at_once = max(1, pairs // heads), min(pairs, heads)
         for n in range(0, batch, sequences):
@@ -91,10 +89,14 @@ def parts(q: Tensor, k: Tensor, boundaries: tuple[Tensor | None, Tensor | None],
                 yield Part(of_n, of_h, of_q, of_k, group, rows)
 
 
-def _rows(tokens_q: int, tokens_k: int, score: Score) -> int:
+def _boundaries(packing: Packing | None, tokens: int) -> list[int]:
+    return [0, tokens] if packing is None else packing.cu_seqlens.clamp(0, tokens).tolist()
+
+
+def _rows(tokens_q: int, tokens_k: int, call: AttentionCall) -> int:
     if tokens_q <= FEW_ROWS < tokens_k:
         return FEW_ROWS
-    narrow = score.left is not None and score.right is not None and score.left + score.right <= KEYS
+    narrow = call.left is not None and call.right is not None and call.left + call.right <= KEYS
     return WINDOW_ROWS if narrow else ROWS
 
 

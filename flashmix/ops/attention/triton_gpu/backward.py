@@ -13,92 +13,156 @@ float32, whose units are natural, that would cost digits where scores are large.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.launch import bound
+from flashmix.gpu.rows import power_of_two
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.backward_keys import attention_backward_keys
-from flashmix.ops.attention.triton_gpu.backward_queries import attention_backward_queries, attention_delta
-from flashmix.ops.attention.triton_gpu.launch import Call, aligned
-from flashmix.ops.attention.triton_gpu.table import parts
-from flashmix.ops.attention.triton_gpu.tiles import LOG2_E, load_head, padded_tokens
+from flashmix.ops.attention.triton_gpu.backward_queries import QueryResults, launch_queries
+from flashmix.ops.attention.triton_gpu.decay import running_sums, sums_of_gradients
+from flashmix.ops.attention.triton_gpu.scores import LOG2_E
+from flashmix.ops.attention.triton_gpu.spec import BackwardInputs, Channels, aligned, channels
+from flashmix.ops.attention.triton_gpu.tiles import HeadRows, load_head, padded_tokens
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "rows"])
-def attention_backward_rows_kernel(
-    o, d_o, d_lse, top, total, sink, level, share, delta, d_sink, tokens, heads, rows, DV: tl.constexpr, V1: tl.constexpr,
-    V2: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """delta, what is taken off a row's scores, 1 / l (rows padded to 16 bytes) and the sink's gradient, `[B, HQ, Tq]` each."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    head, token = row % heads, row // heads
-    batch, token = token // tokens, token % tokens
-    inside = row < rows
-    found = tl.zeros([ROWS], tl.float32)
-    if d_o is not None and not EXACT:
-        first = tl.program_id(0).to(tl.int64) * ROWS
-        # o, dO: [ROWS, V], in two parts
-        o_1, o_2 = load_head(o, None, None, None, first, rows, DV, DV, 0, V1, V2, ROWS, True, None)
-        d_1, d_2 = load_head(d_o, None, None, None, first, rows, DV, DV, 0, V1, V2, ROWS, True, None)
+class RowInputs(NamedTuple):
+    o: Any  # [B, Tq, HQ, V]
+    d_o: Any
+    d_lse: Any  # [B, HQ, Tq], as m and l
+    top: Any
+    total: Any
+    sink: Any
+
+
+class RowResults(NamedTuple):
+    """`[B, HQ, Tq]` each, rows padded to 16 bytes but for `d_sink`."""
+
+    level: Any  # taken off a row's scores: m + log2 l, in float32 m
+    share: Any  # float32: 1 / l and dlse
+    delta: Any
+    d_sink: Any
+
+
+class RowNumbers(NamedTuple):
+    tokens: Any
+    heads: Any
+    rows: Any  # B Tq HQ
+
+
+class RowSpec(NamedTuple):
+    V: Channels
+    ROWS: int
+    EXACT: bool
+
+
+@triton.jit(do_not_specialize=["n"])
+def attention_backward_rows_kernel(x, out, n, S: tl.constexpr):
+    """delta, what is taken off a row's scores, 1 / l and the sink's gradient of ROWS rows."""
+    V: tl.constexpr = S.V
+    row = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+    head, token = row % n.heads, row // n.heads
+    batch, token = token // n.tokens, token % n.tokens
+    inside = row < n.rows
+    # found_i = do_i . o_i
+    found = tl.full([S.ROWS], 0.0, tl.float32)
+    if x.d_o is not None and not S.EXACT:
+        first = tl.program_id(0).to(tl.int64) * S.ROWS
+        o = HeadRows((x.o, V.ALL), n.rows, (None, None), None)
+        d_o = HeadRows((x.d_o, V.ALL), n.rows, (None, None), None)
+        o_1, o_2 = load_head(o, first, V, S.ROWS, True, S)  # [ROWS, V]
+        d_1, d_2 = load_head(d_o, first, V, S.ROWS, True, S)  # [ROWS, V]
         found = tl.sum(o_1.to(tl.float32) * d_1.to(tl.float32), 1)
-        if V2 > 0:
+        if V.SECOND > 0:
             found += tl.sum(o_2.to(tl.float32) * d_2.to(tl.float32), 1)
-    at = (batch * heads + head) * tokens + token
-    flow = tl.zeros([ROWS], tl.float32)
-    if d_lse is not None:
-        flow = tl.load(d_lse + at, mask=inside, other=0.0)
-    m = tl.load(top + at, mask=inside, other=0.0)
-    l = tl.load(total + at, mask=inside, other=1.0)
+    at = (batch * n.heads + head) * n.tokens + token
+    flow = tl.full([S.ROWS], 0.0, tl.float32)
+    if x.d_lse is not None:
+        flow = tl.load(x.d_lse + at, mask=inside, other=0.0)  # [ROWS]
+    m = tl.load(x.top + at, mask=inside, other=0.0)  # [ROWS]
+    l = tl.load(x.total + at, mask=inside, other=1.0)  # [ROWS]
     found = tl.where(l == 0, 0.0, found)
     flow = tl.where(l == 0, 0.0, flow)
-    padded = (batch * heads + head) * padded_tokens(tokens) + token
-    if EXACT:
-        tl.store(level + padded, m, mask=inside)
-        tl.store(share + padded, tl.where(l == 0, 0.0, tl.div_rn(1.0, tl.where(l == 0, 1.0, l))), mask=inside)
-        tl.store(share + rows // tokens * padded_tokens(tokens) + padded, flow, mask=inside)
+    padded = (batch * n.heads + head) * padded_tokens(n.tokens) + token
+    if S.EXACT:
+        tl.store(out.level + padded, m, mask=inside)
+        tl.store(out.share + padded, tl.where(l == 0, 0.0, tl.div_rn(1.0, tl.where(l == 0, 1.0, l))), mask=inside)
+        tl.store(out.share + n.rows // n.tokens * padded_tokens(n.tokens) + padded, flow, mask=inside)
     else:
-        tl.store(level + padded, tl.where(l == 0, float("inf"), m + tl.log2(l)), mask=inside)
-        tl.store(delta + padded, found - flow, mask=inside)
-        if sink is not None:
-            at_sink = tl.load(sink + head).to(tl.float32) * LOG2_E
-            tl.store(d_sink + at, tl.where(l == 0, 0.0, -tl.exp2(at_sink - m) / l * (found - flow)), mask=inside)
-
-
-def attention_backward(
-    x: Call, d_o: Tensor | None, d_lse: Tensor | None, o: Tensor, kept: list[Tensor], decay: Tensor | None
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and of sink and slopes where given; with `decay` the sums of dS by row and by key."""
-    q, v = x.q, x.v
-    padded = (*x.rows[:2], triton.cdiv(x.tokens_q, 4) * 4)
-    level, delta = (q.new_empty(padded, dtype=torch.float32) for _ in range(2))
-    share = q.new_empty(2, *padded, dtype=torch.float32) if q.dtype == torch.float32 else None
-    d_sink, d_slopes, at_rows = (
-        q.new_empty(x.rows, dtype=torch.float32) if wanted else None
-        for wanted in (x.sink is not None and q.dtype != torch.float32, x.slopes is not None, decay is not None)
-    )
-    d_lse = None if d_lse is None else d_lse.contiguous()
-    rows = x.batch * x.heads_q * x.tokens_q
-    if rows > 0:
-        first, second = parts(v.shape[3])
-        many = max(1, 4096 // triton.next_power_of_2(v.shape[3]))
-        attention_backward_rows_kernel[(triton.cdiv(rows, many),)](
-            o, None if d_o is None else d_o.contiguous(), d_lse, *kept, x.sink, level, share, delta, d_sink,
-            x.tokens_q, x.heads_q, rows, v.shape[3], first, second, many, share is not None, num_warps=4,
-        )  # fmt: skip
-    d_o = torch.zeros_like(o) if d_o is None else d_o
-    d_o = aligned(d_o)
-    at_keys = None if decay is None else q.new_empty(x.batch, x.heads_q, x.tokens_k, dtype=torch.float32)
-    stats = (level, share, delta)
-    if share is not None:
-        attention_delta(x, d_o, stats, decay)
+        # level = m + log2 l;  delta = do . o - dlse;  dsink_i = -2^(sink - m) / l delta_i
+        tl.store(out.level + padded, tl.where(l == 0, float("inf"), m + tl.log2(l)), mask=inside)
+        tl.store(out.delta + padded, found - flow, mask=inside)
         if x.sink is not None:
-            d_sink = -(x.sink.float()[:, None] - level).exp() * share[0] * (delta - share[1])
-            d_sink = d_sink[..., : x.tokens_q]
-    d_k, d_v = attention_backward_keys(x, d_o, stats, at_keys, decay)
-    d_q = attention_backward_queries(x, d_o, stats, (d_slopes, at_rows), decay)
-    gradients = [d_q, d_k, d_v]
-    for feature, found in ((x.sink, d_sink), (x.slopes, d_slopes)):
-        if feature is not None and found is not None:
-            gradients.append(found.sum((0, 2), dtype=torch.float64).to(feature.dtype))
-    return gradients, at_rows, at_keys
+            at_sink = tl.load(x.sink + head).to(tl.float32) * LOG2_E
+            d_sink = tl.where(l == 0, 0.0, -tl.exp2(at_sink - m) / l * (found - flow))
+            tl.store(out.d_sink + at, d_sink, mask=inside)
+
+
+def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d_lse: Tensor | None) -> Gradients:
+    """The gradients of q, k, v, and of sink, slopes and decay where given, of a call as `spec.laid_out` makes it."""
+    o, top, total = kept
+    exact, decay = call.dtype == torch.float32, call.log_decay is not None
+    rows = _row_statistics(call, RowInputs(o, d_o, d_lse, top, total, call.sink), exact)
+    d_o = aligned(torch.zeros_like(o) if d_o is None else d_o)
+    decay_sums, _ = running_sums(call)
+    x = BackwardInputs(
+        call.q,
+        call.k,
+        call.v,
+        d_o,
+        rows.level,
+        rows.share,
+        rows.delta,
+        call.alibi_slopes,
+        decay=decay_sums,
+        seed=call.seed,
+        table=None,
+    )
+    d_sink = rows.d_sink
+    if exact:
+        launch_queries("delta", call, x, QueryResults(None, None, None))
+        if call.sink is not None:
+            share, flow = rows.share
+            d_sink = -(call.sink.float()[:, None] - rows.level).exp() * share * (rows.delta - flow)
+            d_sink = d_sink[..., : call.tokens_q]
+    found = {"q": call.q.new_empty(call.q.shape)}
+    found["k"], found["v"], at_keys = attention_backward_keys(call, x)
+    d_slopes = _float32(call, call.rows) if call.alibi_slopes is not None else None
+    at_rows = _float32(call, call.rows) if decay else None
+    launch_queries("queries", call, x, QueryResults(found["q"], d_slopes, at_rows))
+    for name, feature, gradient in (
+        ("sink", call.sink, d_sink),
+        ("alibi_slopes", call.alibi_slopes, d_slopes),
+    ):
+        if feature is not None and gradient is not None:
+            found[name] = gradient.sum((0, 2), dtype=torch.float64).to(feature.dtype)
+    if at_rows is not None and at_keys is not None:
+        found["log_decay"] = sums_of_gradients(call, at_rows, at_keys)
+    return found
+
+
+def _row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:
+    """What each row of scores needs; delta is empty in float32 (`exact`)."""
+    padded = (*call.rows[:2], triton.cdiv(call.tokens_q, 4) * 4)
+    level, delta = (_float32(call, padded) for _ in range(2))
+    share = _float32(call, (2, *padded)) if exact else None
+    d_sink = _float32(call, call.rows) if call.sink is not None and not exact else None
+    out = RowResults(level, share, delta, d_sink)
+    n = RowNumbers(call.tokens_q, call.heads_q, call.batch * call.heads_q * call.tokens_q)
+    dim_v = call.v.shape[3]
+    spec = RowSpec(channels(dim_v), max(1, 4096 // power_of_two(dim_v)), exact)
+    x = x._replace(
+        d_o=None if x.d_o is None else x.d_o.contiguous(), d_lse=None if x.d_lse is None else x.d_lse.contiguous()
+    )
+    bound(attention_backward_rows_kernel, spec, num_warps=4)(triton.cdiv(n.rows, spec.ROWS), x, out, n)
+    return out
+
+
+def _float32(call: AttentionCall, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=call.device)

@@ -4,254 +4,301 @@ In units of log 2 (float32: natural, with e for 2), with the running maximum m a
 
     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m') + p v
     o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
+
+Tiles: BM queries, BN keys, K channels of q and k, V of v; K and V in one part or two (`Channels`).
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.triton_gpu.launch import Call, Sums, descriptors, packed_blocks
-from flashmix.ops.attention.triton_gpu.tiles import (
+from flashmix.op.call import Outputs
+from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.triton_gpu.decay import Sums
+from flashmix.ops.attention.triton_gpu.packed import blocks_of
+from flashmix.ops.attention.triton_gpu.scores import (
     LOWEST,
-    accumulated,
     bias_of_rows,
     biased,
+    decay_between,
     dropout_keeps,
     dropout_rows,
+    expanded,
     exponential,
-    find_place,
-    find_sequence,
     in_units,
-    keys_of_rows,
-    load_decay,
-    load_head,
-    load_rows,
     log_sum,
-    padded_tokens,
-    product,
-    store_rows,
     tanh,
     times,
     visible,
 )
+from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, descriptors, numbers_of
+from flashmix.ops.attention.triton_gpu.tiles import (
+    HeadRows,
+    accumulated,
+    find_queries,
+    head_of,
+    keys_of_rows,
+    load_decay,
+    load_head,
+    padded_tokens,
+    product,
+    result_rows,
+    store_rows,
+)
+
+
+class ForwardInputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    sink: Any
+    alibi_slopes: Any
+    decay: Any  # the gates' running sums, and what is left of them to the end of each tile of keys, see `decay.running_sums`
+    decay_tiles: Any
+    seed: Any
+    table: Any
+
+
+class ForwardResults(NamedTuple):
+    o: Any  # [B, Tq, HQ, V]
+    lse: Any  # [B, HQ, Tq], as m and l
+    top: Any
+    total: Any
+
+
+class QueryRows(NamedTuple):
+    """What is known of BM queries of a head."""
+
+    position: Any  # [BM, 1]
+    hashes: Any  # of dropout, [BM, 1]
+    slope: Any
+    gates: Any  # addresses of both parts of G of the sequence's first key
+    gates_to_end: Any  # and of what is left of G to the end of a tile
+    decay: Any  # G at the rows in two parts, [BM, 1]
+    reference: Any  # position of the first row, and G there
+    decay_ref: Any
+    bias: Any  # from the reference to each row, [BM]
 
 
 @triton.jit
-def _divided(acc, l, keep_scale, C: tl.constexpr):
+def divided(acc, l, keep_scale, S: tl.constexpr):
     """`keep_scale a / l`; in float32 rounded once, where the GPU's own division is right to 2 units in the last place."""
-    if C.EXACT:
+    if S.EXACT:
         return tl.div_rn(acc * keep_scale, tl.broadcast_to(l[:, None], acc.shape))
     else:
         return acc * (keep_scale / l)[:, None]
 
 
 @triton.jit
-def _way(decay_ref, decay_end, distance, slope, C: tl.constexpr):
+def bias_of_way(decay_ref, decay_end, distance, slope, S: tl.constexpr):
     """What the way from the end of a tile (G there, in two parts) over `distance` positions takes off a score."""
     bias = 0.0
-    if C.DECAY:
-        bias += (decay_ref[0] - decay_end[0]) + (decay_ref[1] - decay_end[1])
-    if C.ALIBI:
+    if S.DECAY:
+        bias += decay_between(decay_ref, decay_end)
+    if S.ALIBI:
         bias -= slope * distance.to(tl.float32)
     return bias
 
 
 @triton.jit
-def _attend(state, low, high, q, q_2, keys, values, place, rows, numbers, MASK: tl.constexpr, C: tl.constexpr):
+def attend(state, low, high, q, k, v, rows, n, MASK: tl.constexpr, S: tl.constexpr):
     """Takes the keys from `low` to `high` into `state`: `(a, a_2, m, l)`."""
+    QK: tl.constexpr = S.QK
+    V: tl.constexpr = S.V
     acc, acc_2, m, l = state
-    k, k_desc, k_desc_2, stride_k = keys
-    v, v_desc, v_desc_2, stride_v = values
-    position, of_row, decay_q, high_g, low_g, tile_g, decay_ref, reference, row_bias = rows
-    tokens_k, scale, softcap, left, right, slope, threshold = numbers
     # Unless MASK a bias is in two: from each key to the first row, and from there to each row, from which m is counted here.
     # If nothing but the scale comes between (BEGUN), the first, divided by it, is what the sum q k^T starts from, and then an
     # element costs no more than without a bias.
-    BY_TILE: tl.constexpr = not MASK and C.CAUSAL and (C.DECAY or C.ALIBI)
-    BEGUN: tl.constexpr = BY_TILE and C.SCALED
-    RAW: tl.constexpr = C.SCALED and (BEGUN or not (C.DECAY or C.ALIBI))
-    falls, end_high, end_low, share = 0.0, 0.0, 0.0, 1.0
+    BY_TILE: tl.constexpr = not MASK and S.CAUSAL and (S.DECAY or S.ALIBI)
+    BEGUN: tl.constexpr = BY_TILE and S.SCALED
+    RAW: tl.constexpr = S.SCALED and (BEGUN or not (S.DECAY or S.ALIBI))
+    falls, end_high, end_low, share, row_bias = 0.0, 0.0, 0.0, 1.0, rows.bias
     if BY_TILE:
         row_bias = tl.where(low < high, row_bias, 0.0)
         m -= row_bias
     if BEGUN:
-        share = 1.0 / scale
-    if C.ALIBI and BY_TILE:
-        falls = slope * share * (tl.arange(0, C.BN) - (C.BN - 1)).to(tl.float32)
-    if C.DECAY and BY_TILE:  # loaded a tile ahead
-        end_high, end_low = load_decay(high_g, low_g, low + C.BN - 1, tokens_k, True)
-        to_end = tl.load(tile_g + low + tl.arange(0, C.BN))
-    for start in tl.range(low, high, C.BN, num_stages=C.MASKED_STAGES if MASK else C.STAGES):
-        keys_here = start + tl.arange(0, C.BN)
+        share = 1.0 / n.scale
+    if S.ALIBI and BY_TILE:
+        falls = rows.slope * share * (tl.arange(0, S.BN) - (S.BN - 1)).to(tl.float32)
+    if S.DECAY and BY_TILE:  # loaded a tile ahead
+        end_high, end_low = load_decay(rows.gates, low + S.BN - 1, k.tokens, True)
+        to_end = tl.load(rows.gates_to_end + low + tl.arange(0, S.BN))  # [BN]
+    for start in tl.range(low, high, S.BN, num_stages=S.MASKED_STAGES if MASK else S.STAGES):
+        keys_here = start + tl.arange(0, S.BN)
         key = keys_here[None, :]
         decay_k = (0.0, 0.0)
-        if C.DECAY and MASK:
-            high_k, low_k = load_decay(high_g, low_g, keys_here, tokens_k, True)
-            decay_k = (high_k[None, :], low_k[None, :])
+        if S.DECAY and MASK:
+            decay_k = expanded(load_decay(rows.gates, keys_here, k.tokens, True), 0)  # [1, BN]
         bias = falls
         begin = None
         if BY_TILE:
-            bias += share * _way(decay_ref, (end_high, end_low), reference - start - (C.BN - 1), slope, C)
-        if C.DECAY and BY_TILE:
+            distance = rows.reference - start - (S.BN - 1)
+            bias += share * bias_of_way(rows.decay_ref, (end_high, end_low), distance, rows.slope, S)
+        if S.DECAY and BY_TILE:
             bias += to_end
         if BEGUN:
-            begin = tl.broadcast_to(bias[None, :], [C.BM, C.BN])  # type: ignore[index]
-        # k, v: [BN, K], [BN, V], in two parts
-        k_1, k_2 = load_head(k, k_desc, k_desc_2, place, start, tokens_k, stride_k, C.D, 0, C.D1, C.D2, C.BN, MASK, C)
-        s = product(q, q_2, k_1, k_2, C.D2, C, begin)
-        if C.DECAY and BY_TILE:
-            more = start + C.BN < high
-            end_high = tl.load(high_g + start + (2 * C.BN - 1), mask=more, other=end_high)
-            end_low = tl.load(low_g + start + (2 * C.BN - 1), mask=more, other=end_low)
-            to_end = tl.load(tile_g + start + C.BN + tl.arange(0, C.BN), mask=more, other=to_end)
+            begin = tl.broadcast_to(bias[None, :], [S.BM, S.BN])  # type: ignore[index]
+        # s = q k^T
+        s = product(q, load_head(k, start, QK, S.BN, MASK, S), QK.SECOND, S, begin)  # k: [BN, K]; s: [BM, BN]
+        if S.DECAY and BY_TILE:
+            more = start + S.BN < high
+            high_g, low_g = rows.gates
+            end_high = tl.load(high_g + start + (2 * S.BN - 1), mask=more, other=end_high)
+            end_low = tl.load(low_g + start + (2 * S.BN - 1), mask=more, other=end_low)
+            to_end = tl.load(rows.gates_to_end + start + S.BN + tl.arange(0, S.BN), mask=more, other=to_end)  # [BN]
+        # m' = max(m, max_j s_j);  p_j = 2^(s_j - m')
         if RAW:
             if MASK:
-                s = tl.where(visible(position, key, tokens_k, left, right, C), s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale)
-            p = tl.exp2(s * scale - m_new[:, None])
+                s = tl.where(visible(rows.position, key, k.tokens, n, S), s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1) * n.scale)
+            p = tl.exp2(s * n.scale - m_new[:, None])
         else:
-            x = times(s, scale, C)
-            if C.SOFTCAP:
-                x = times(tanh(x, C), softcap, C)
+            x = times(s, n.scale, S)
+            if S.SOFTCAP:
+                x = times(tanh(x, S), n.softcap, S)
             if MASK:
-                x = biased(x, position, key, slope, decay_q, decay_k, C)
-                x = tl.where(visible(position, key, tokens_k, left, right, C), x, -float("inf"))
+                x = biased(x, rows.position, key, rows.slope, rows.decay, decay_k, S)
+                x = tl.where(visible(rows.position, key, k.tokens, n, S), x, -float("inf"))
             elif BY_TILE:
                 x += bias[None, :]  # type: ignore[index]
-            elif C.ALIBI:
-                x -= slope * tl.abs(position.to(tl.float32) - key.to(tl.float32))
+            elif S.ALIBI:
+                x -= rows.slope * tl.abs(rows.position.to(tl.float32) - key.to(tl.float32))
             m_new = tl.maximum(m, tl.max(x, 1))
-            p = exponential(x - m_new[:, None], C)
-        shrink = exponential(m - m_new, C)
+            p = exponential(x - m_new[:, None], S)
+        # l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m') + p v
+        shrink = exponential(m - m_new, S)
         l = l * shrink + tl.sum(p, 1)
-        if C.DROPOUT:
-            p = tl.where(dropout_keeps(of_row, key, threshold), p, 0.0)
+        if S.DROPOUT:
+            p = tl.where(dropout_keeps(rows.hashes, key, n.threshold), p, 0.0)
         acc = acc * shrink[:, None]
-        if C.V2 > 0:
+        if V.SECOND > 0:
             acc_2 = acc_2 * shrink[:, None]
-        v_1, v_2 = load_head(v, v_desc, v_desc_2, place, start, tokens_k, stride_v, C.DV, 0, C.V1, C.V2, C.BN, MASK, C)
+        v_1, v_2 = load_head(v, start, V, S.BN, MASK, S)  # [BN, V]
         p = p.to(v_1.dtype)
-        acc = accumulated(acc, p, v_1, C)
-        if C.V2 > 0:
-            acc_2 = accumulated(acc_2, p, v_2, C)
+        acc = accumulated(acc, p, v_1, S)
+        if V.SECOND > 0:
+            acc_2 = accumulated(acc_2, p, v_2, S)
         m = m_new
     if BY_TILE:
         m += row_bias
     return acc, acc_2, m, l
 
 
-@with_sound_ptxas
-@triton.jit(
-    do_not_specialize=["tokens_q", "tokens_k", "heads_q", "group", "batches", "blocks", "at_once", "left", "right",
-                       "threshold", "sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
-)  # fmt: skip
-def attention_forward_kernel(
-    q, k, v, k_desc, k_desc_2, v_desc, v_desc_2, o, lse, top, total, sink, slopes, decay, tiles, seed, table,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh,
-    tokens_q, tokens_k, heads_q, group, batches, blocks, at_once,
-    scale, softcap, left, right, threshold, keep_scale, C: tl.constexpr,
-):  # fmt: skip
-    """o `[B, Tq, HQ, V]`, lse, m and l `[B, HQ, Tq]` of BM queries of a head."""
-    bh, block = find_place(tl.program_id(0), blocks, batches * heads_q, at_once)
-    batch, head = bh // heads_q, bh % heads_q
-    start_q, start_k, len_q, len_k = tokens_q * 0, tokens_k * 0, tokens_q, tokens_k
-    if C.PACKED:
-        _, start_q, len_q, start_k, len_k, block = find_sequence(block, table)
-        blocks = tl.cdiv(len_q, C.BM)
-    if C.CAUSAL:
-        block = blocks - 1 - block  # the heaviest first
-    first = block * C.BM
-    if first < 0 or first >= len_q:
-        return
-    head_k = head // group
-    q += batch.to(tl.int64) * sqb * C.UNIT + head.to(tl.int64) * sqh * C.UNIT + start_q.to(tl.int64) * sqt * C.UNIT
-    k += batch.to(tl.int64) * skb * C.UNIT + head_k.to(tl.int64) * skh * C.UNIT + start_k.to(tl.int64) * skt * C.UNIT
-    v += batch.to(tl.int64) * svb * C.UNIT + head_k.to(tl.int64) * svh * C.UNIT + start_k.to(tl.int64) * svt * C.UNIT
-    row = bh.to(tl.int64) * tokens_q + start_q  # of lse `[B, HQ, Tq]`
-
-    index = first + tl.arange(0, C.BM)
-    shift = len_k - len_q
-    m = tl.full([C.BM], LOWEST, tl.float32)
-    l = tl.full([C.BM], 0.0, tl.float32)
+@triton.jit
+def query_rows(x, at, n, S: tl.constexpr):
+    """What is known of the queries of a block."""
+    index = at.first + tl.arange(0, S.BM)
+    shift = at.tokens_k - at.tokens_q
     slope = 0.0
-    if C.ALIBI:
-        slope = in_units(tl.load(slopes + head), C)
-    of_row = 0
-    if C.DROPOUT:
-        of_row = dropout_rows(seed, head, batch * tokens_q + start_q + index)[:, None]
-    decay_q, decay_ref, high_g, low_g, tile_g = (0.0, 0.0), (0.0, 0.0), decay, decay, tiles
+    if S.ALIBI:
+        slope = in_units(tl.load(x.alibi_slopes + at.head), S)
+    hashes = 0
+    if S.DROPOUT:
+        hashes = dropout_rows(x.seed, at.head, at.batch * n.tokens_q + at.start_q + index)[:, None]
+    decay_q, decay_ref, gates, gates_to_end = (0.0, 0.0), (0.0, 0.0), (0, 0), 0
     position = index + shift
-    row_bias = m * 0.0
-    if C.DECAY:
-        high_g = decay + bh.to(tl.int64) * tokens_k + start_k
-        low_g = high_g + (batches * heads_q).to(tl.int64) * tokens_k
-        tile_g = tiles + bh.to(tl.int64) * padded_tokens(tokens_k) + start_k
-        high_q, low_q = load_decay(high_g, low_g, position, len_k, True)
-        decay_ref = load_decay(high_g, low_g, first + shift, len_k, True)
-        row_bias = bias_of_rows(position, first + shift, slope, (high_q, low_q), decay_ref, C)
-        decay_q = (high_q[:, None], low_q[:, None])
-    elif C.ALIBI:
-        row_bias = bias_of_rows(position, first + shift, slope, decay_q, decay_ref, C)
+    bias = tl.full([S.BM], LOWEST, tl.float32) * 0.0
+    if S.DECAY:
+        high_g = x.decay + at.bh.to(tl.int64) * n.tokens_k + at.start_k
+        gates = (high_g, high_g + (n.batches * n.heads_q).to(tl.int64) * n.tokens_k)
+        gates_to_end = x.decay_tiles + at.bh.to(tl.int64) * padded_tokens(n.tokens_k) + at.start_k
+        decay_q = load_decay(gates, position, at.tokens_k, True)  # [BM]
+        decay_ref = load_decay(gates, at.first + shift, at.tokens_k, True)
+        bias = bias_of_rows(position, at.first + shift, slope, decay_q, decay_ref, S)
+        decay_q = expanded(decay_q, 1)
+    elif S.ALIBI:
+        bias = bias_of_rows(position, at.first + shift, slope, decay_q, decay_ref, S)
+    return QueryRows(
+        position[:, None],
+        hashes,
+        slope,
+        gates,
+        gates_to_end,
+        decay_q,
+        reference=at.first + shift,
+        decay_ref=decay_ref,
+        bias=bias,
+    )
 
-    q_1 = load_rows(q, first, len_q, sqt * C.UNIT, C.D, 0, C.D1, C.BM, True)  # [BM, K]
-    q_2 = q_1
-    if C.D2 > 0:
-        q_2 = load_rows(q, first, len_q, sqt * C.UNIT, C.D, C.D1, C.D2, C.BM, True)
-    acc = tl.full([C.BM, C.V1], 0.0, tl.float32)
-    acc_2 = tl.full([C.BM, C.V2], 0.0, tl.float32) if C.V2 > 0 else m
+
+@with_sound_ptxas
+@triton.jit(do_not_specialize=["n"])
+def attention_forward_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, n, S: tl.constexpr):
+    """o, lse, m and l of BM queries of a head; `k_tiles` to `v_rest` are TMA descriptors of both parts of k and v."""
+    QK: tl.constexpr = S.QK
+    V: tl.constexpr = S.V
+    at = find_queries(x.table, n, S)
+    if at.first < 0 or at.first >= at.tokens_q:
+        return
+    place, place_k = (at.batch, at.head, at.start_q), (at.batch, at.head_k, at.start_k)
+    q = HeadRows(head_of(x.q, n.q_at, place, S), at.tokens_q, (None, None), place)
+    k = HeadRows(head_of(x.k, n.k_at, place_k, S), at.tokens_k, (k_tiles, k_rest), place_k)
+    v = HeadRows(head_of(x.v, n.v_at, place_k, S), at.tokens_k, (v_tiles, v_rest), place_k)
+    rows = query_rows(x, at, n, S)
+
+    q = load_head(q, at.first, QK, S.BM, True, S)  # [BM, K]
+    m = tl.full([S.BM], LOWEST, tl.float32)
+    l = tl.full([S.BM], 0.0, tl.float32)
+    acc = tl.full([S.BM, V.FIRST], 0.0, tl.float32)
+    acc_2 = tl.full([S.BM, V.SECOND], 0.0, tl.float32) if V.SECOND > 0 else m
     state = (acc, acc_2, m, l)
-    keys, values = (k, k_desc, k_desc_2, skt * C.UNIT), (v, v_desc, v_desc_2, svt * C.UNIT)
-    rows = (position[:, None], of_row, decay_q, high_g, low_g, tile_g, decay_ref, first + shift, row_bias)
-    numbers = (len_k, scale, softcap, left, right, slope, threshold)
-    place = (batch, head_k, start_k)
-    low, inner, outer, high = keys_of_rows(first + shift, len_k, left, right, C)
-    if C.LEFT:
-        state = _attend(state, low, tl.minimum(inner, high), q_1, q_2, keys, values, place, rows, numbers, True, C)
-    state = _attend(state, inner, outer, q_1, q_2, keys, values, place, rows, numbers, False, C)
-    state = _attend(state, outer, high, q_1, q_2, keys, values, place, rows, numbers, True, C)
+    low, inner, outer, high = keys_of_rows(rows.reference, at.tokens_k, n, S)
+    if S.LEFT:
+        state = attend(state, low, tl.minimum(inner, high), q, k, v, rows, n, MASK=True, S=S)
+    state = attend(state, inner, outer, q, k, v, rows, n, MASK=False, S=S)
+    state = attend(state, outer, high, q, k, v, rows, n, MASK=True, S=S)
     acc, acc_2, m, l = state
 
-    if C.SINK:
-        at_sink = in_units(tl.load(sink + head), C)
+    # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
+    if S.SINK:
+        at_sink = in_units(tl.load(x.sink + at.head), S)
         top_key, m = m, tl.maximum(m, at_sink)
-        shrink = exponential(top_key - m, C)
-        l = l * shrink + exponential(at_sink - m, C)
+        shrink = exponential(top_key - m, S)
+        l = l * shrink + exponential(at_sink - m, S)
         acc = acc * shrink[:, None]
-        if C.V2 > 0:
+        if V.SECOND > 0:
             acc_2 = acc_2 * shrink[:, None]
+    # o = a / l;  lse = m + log l
     divisor = tl.where(l == 0, 1.0, l)
-    o += (batch.to(tl.int64) * tokens_q + start_q) * heads_q * C.DV + head * C.DV
-    store_rows(o, _divided(acc, divisor, keep_scale, C), first, len_q, heads_q * C.DV, C.DV, 0, C.V1, C.BM)
-    if C.V2 > 0:
-        store_rows(o, _divided(acc_2, divisor, keep_scale, C), first, len_q, heads_q * C.DV, C.DV, C.V1, C.V2, C.BM)
-    inside = index < len_q
-    tl.store(lse + row + index, log_sum(m, l, C), mask=inside)
-    tl.store(top + row + index, m, mask=inside)
-    tl.store(total + row + index, l, mask=inside)
+    o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
+    store_rows(o, divided(acc, divisor, n.keep_scale, S), at.first, at.tokens_q, 0, V.FIRST, V, S.BM)
+    if V.SECOND > 0:
+        o_2 = divided(acc_2, divisor, n.keep_scale, S)
+        store_rows(o, o_2, at.first, at.tokens_q, V.FIRST, V.SECOND, V, S.BM)
+    index = at.first + tl.arange(0, S.BM)
+    inside = index < at.tokens_q
+    row = at.bh.to(tl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
+    tl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
+    tl.store(out.top + row + index, m, mask=inside)
+    tl.store(out.total + row + index, l, mask=inside)
 
 
-def attention_forward(x: Call, decay: Sums) -> tuple[Tensor, Tensor, list[Tensor]]:
+def attention_forward(
+    call: AttentionCall, spec: AttentionSpec, options: dict[str, int], decay: Sums
+) -> tuple[Tensor, Tensor, Outputs]:
     """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each.
 
     `decay`: the gates' running sums, see `decay.running_sums`.
     """
-    q, k, v = x.q, x.k, x.v
-    o = q.new_empty(x.batch, x.tokens_q, x.heads_q, v.shape[3])
-    top, total = (q.new_empty(x.rows, dtype=torch.float32) for _ in range(2))
-    lse = q.new_empty(x.rows if x.cu_q is None else x.rows[1:], dtype=torch.float32)
-    form, launch = x.form("forward", decay[0] is not None)
-    blocks, table = packed_blocks(x.cu_q, x.tokens_q, form.BM, x.cu_k, x.tokens_k)
-    programs = blocks * x.batch * x.heads_q
-    if programs > 0:
-        attention_forward_kernel[(programs,)](
-            q, k, v, *descriptors(k, form, form.BN, form.D1, form.D2), *descriptors(v, form, form.BN, form.V1, form.V2),
-            o, lse, top, total, x.sink, x.slopes, *decay, x.seed, table, *x.strides(form, q, k, v),
-            x.tokens_q, x.tokens_k, x.heads_q, x.group, x.batch, blocks, x.at_once(form), *x.numbers(form),
-            form, **launch,
-        )  # fmt: skip
-    return o, lse, [top, total]
+    q, k, v = call.q, call.k, call.v
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    top, total = call.row_statistics()
+    lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
+    blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+    bound(attention_forward_kernel, spec, **options)(
+        blocks * call.batch * call.heads_q,
+        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, *decay, seed=call.seed, table=table),
+        ForwardResults(o, lse, top, total),
+        *descriptors(k, spec, spec.BN, spec.QK),
+        *descriptors(v, spec, spec.BN, spec.V),
+        numbers_of(call, spec, blocks),
+    )
+    return o, lse, (top, total)

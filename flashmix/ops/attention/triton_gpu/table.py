@@ -12,7 +12,7 @@ import torch
 from flashmix.gpu import device as gpu
 
 
-class Tiles(NamedTuple):
+class AttentionConfig(NamedTuple):
     """Queries and keys of a tile, warps, stages of the loop over whole tiles; with a bias of scores the most registers a thread."""
 
     BM: int
@@ -73,7 +73,9 @@ def phases_of_keys(channels: int, dtype: torch.dtype, target: gpu.Target) -> tup
     return ("keys alone", "values") if hopper and channels > SEPARATE_CHANNELS else ("keys",)
 
 
-def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: gpu.Target, gated: bool = False) -> Tiles:
+def config_for(
+    phase: str, channels: int, dtype: torch.dtype, target: gpu.Target, gated: bool = False
+) -> AttentionConfig:
     """The table's row for a head of `channels` (the larger of q's and v's); `gated`: with a forget gate."""
     phase = "queries" if phase == "delta" else phase
     if dtype == torch.float32:
@@ -84,7 +86,7 @@ def tiles_for(phase: str, channels: int, dtype: torch.dtype, target: gpu.Target,
         table = AMPERE if target.capability[0] < 9 else HOPPER if target.capability[0] == 9 else BLACKWELL
         if gated and table is HOPPER:
             table = HOPPER | HOPPER_GATED
-    return next(Tiles(*tiles) for most, tiles in table[phase].items() if channels <= most)
+    return next(AttentionConfig(*config) for most, config in table[phase].items() if channels <= most)
 
 
 def parts(channels: int) -> tuple[int, int]:
