@@ -32,7 +32,12 @@ OPERANDS = r"(tensors|inputs|operands|features|given|near_\w+)"
 
 OP_FILES = {"__init__", "definition", "op", "call", "portable", "triton_gpu", "gluon_hopper", "native"}
 # What an op's folder holds besides: files, and folders that are ops themselves.
-OP_EXTRAS = {"recurrence": {"segments", "step"}, "losses": {"head", "parallel"}, "rotary": {"scaling"}}
+OP_EXTRAS = {
+    "recurrence": {"segments", "step"},
+    "attention": {"sdpa"},
+    "losses": {"head", "parallel"},
+    "rotary": {"scaling"},
+}
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper", "native"}
 
 

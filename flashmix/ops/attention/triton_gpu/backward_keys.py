@@ -147,7 +147,7 @@ def walk_queries(state, low, high, keys, head, n, MASK: tl.constexpr, EDGE: tl.c
         if S.WITH_K:
             q_1, q_2 = q
             d_p = product(keys.v, d_o, V.SECOND, S)  # [BN, BM]
-            delta = load_numbers(x.delta, index, tokens_q, 0.0, True)[None, :]  # without a mask it spills
+            delta = load_numbers(x.delta, index, tokens_q, 0.0, True)[None, :]  # [1, BM]; without a mask it spills
             flow = delta
             if S.EXACT:
                 flow = load_numbers(x.flow, index, tokens_q, 0.0, EDGE)[None, :]  # [1, BM]
@@ -177,7 +177,7 @@ def head_statistics(x, at, head, n, S: tl.constexpr):
         high_g = x.decay + row * n.tokens_k + at.start_k
         gates = (high_g, high_g + rows_of_all * n.tokens_k)
         decay_k = load_decay(gates, index, at.tokens_k, True)  # [BN]
-        decay_ref = load_decay(gates, reference, at.tokens_k, True)
+        decay_ref = load_decay(gates, reference, at.tokens_k, True)  # []
     if S.DECAY or S.ALIBI:
         key_bias = bias_of_keys(index, reference, slope, decay_k, decay_ref, S)[:, None]
     if S.DECAY:

@@ -155,7 +155,7 @@ def query_tile(x, at, n, S: tl.constexpr):
         high_g = x.decay + at.bh.to(tl.int64) * n.tokens_k + at.start_k
         gates = (high_g, high_g + (n.batches * n.heads_q).to(tl.int64) * n.tokens_k)
         decay_q = load_decay(gates, position, at.tokens_k, True)  # [BM]
-        decay_ref = load_decay(gates, at.first + shift, at.tokens_k, True)
+        decay_ref = load_decay(gates, at.first + shift, at.tokens_k, True)  # []
     if S.DECAY or S.ALIBI:
         bias = bias_of_rows(position, at.first + shift, slope, decay_q, decay_ref, S)[:, None]
     if S.DECAY:

@@ -30,7 +30,7 @@ PIECE = 1024
 Sums = tuple[Tensor | None, Tensor | None]  # see `running_sums`
 
 
-class GateNumbers(NamedTuple):
+class ForgetNumbers(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     heads: Any  # of queries
@@ -40,7 +40,7 @@ class GateNumbers(NamedTuple):
     factor: Any  # of what is left of G to the end of a tile
 
 
-class GateSpec(NamedTuple):
+class ForgetSpec(NamedTuple):
     PACKED: bool
     PIECE: int
     TILE: int  # of the forward kernel, 0 without one
@@ -81,7 +81,7 @@ def gates_of(gates, at, batch, head, start):
 def load_gates(gates, at, tokens, S: tl.constexpr):
     """Gates in units of scores, float64."""
     address, token_at = gates
-    gate = tl.load(address + at.to(tl.int64) * token_at, mask=at < tokens, other=0.0).to(tl.float64)
+    gate = tl.load(address + at.to(tl.int64) * token_at, mask=at < tokens, other=0.0).to(tl.float64)  # [len(at)]
     gate = tl.maximum(gate, STRONGEST_DECAY)
     if not S.EXACT:
         gate *= LOG2_E
@@ -94,7 +94,8 @@ def decay_totals_kernel(gates, totals, table, n, S: tl.constexpr):
     x = find_piece(table, n, S)
     gates = gates_of(gates, n.at, x.batch, x.head, x.start)
     at = x.piece * S.PIECE + tl.arange(0, S.PIECE)
-    tl.store(totals + tl.program_id(0), tl.sum(load_gates(gates, at, x.tokens, S), 0))
+    g = load_gates(gates, at, x.tokens, S)  # [PIECE]
+    tl.store(totals + tl.program_id(0), tl.sum(g, 0))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -110,7 +111,8 @@ def decay_sums_kernel(gates, totals, sums, tiles, table, n, S: tl.constexpr):
     totals += x.slot.to(tl.int64) * n.heads + x.head
     for earlier in range(0, x.piece, 128):
         number = earlier + tl.arange(0, 128)
-        before += tl.sum(tl.load(totals + number.to(tl.int64) * n.heads, mask=number < x.piece, other=0.0), 0)
+        total = tl.load(totals + number.to(tl.int64) * n.heads, mask=number < x.piece, other=0.0)  # [len(number)]
+        before += tl.sum(total, 0)
     # G_t = before + sum_{s <= t} g_s, rounded, and what rounding left
     at = x.piece * S.PIECE + tl.arange(0, S.PIECE)
     inside = tl.cumsum(load_gates(gates, at, x.tokens, S), 0)  # [PIECE]
@@ -193,8 +195,8 @@ def running_sums(call: AttentionCall, spec: AttentionSpec | None = None) -> Sums
     pieces, table = blocks_of(call.packing_k, tokens, PIECE)
     programs = pieces * call.batch * heads
     totals = torch.empty(programs, dtype=torch.float64, device=device)
-    n = GateNumbers(call.tokens_q, tokens, heads, call.batch, pieces, gates.stride(), factor)
-    S = GateSpec(call.packed, PIECE, 0, exact)
+    n = ForgetNumbers(call.tokens_q, tokens, heads, call.batch, pieces, gates.stride(), factor)
+    S = ForgetSpec(call.packed, PIECE, 0, exact)
     bound(decay_totals_kernel, S, num_warps=4)(programs, gates, totals, table, n)
     if spec is not None:
         S = S._replace(TILE=spec.BN)
@@ -213,6 +215,6 @@ def sums_of_gradients(call: AttentionCall, at_rows: Tensor, at_keys: Tensor) -> 
     programs = (count + 1 if call.packed else call.batch) * call.heads_q
     cu_q, cu_k = (None if p is None else p.cu_seqlens.contiguous() for p in (call.packing, call.packing_k))
     n = GradientNumbers(call.tokens_q, call.tokens_k, call.heads_q, count, gates.stride())
-    S = GateSpec(call.packed, PIECE, 0, call.dtype == torch.float32)
+    S = ForgetSpec(call.packed, PIECE, 0, call.dtype == torch.float32)
     bound(decay_gradient_kernel, S, num_warps=4)(programs, gates, at_rows, at_keys, gradient, cu_q, cu_k, n)
     return gradient

@@ -129,7 +129,7 @@ def attend(state, low, high, q, k, v, rows, n, MASK: tl.constexpr, S: tl.constex
     if S.ALIBI and BY_TILE:
         falls = rows.slope * share * (tl.arange(0, S.BN) - (S.BN - 1)).to(tl.float32)
     if S.DECAY and BY_TILE:  # loaded a tile ahead
-        end_high, end_low = load_decay(rows.gates, low + S.BN - 1, k.tokens, True)
+        end_high, end_low = load_decay(rows.gates, low + S.BN - 1, k.tokens, True)  # []
         to_end = tl.load(rows.gates_to_end + low + tl.arange(0, S.BN))  # [BN]
     for start in tl.range(low, high, S.BN, num_stages=S.MASKED_STAGES if MASK else S.STAGES):
         keys_here = start + tl.arange(0, S.BN)
@@ -151,8 +151,8 @@ def attend(state, low, high, q, k, v, rows, n, MASK: tl.constexpr, S: tl.constex
         if S.DECAY and BY_TILE:
             more = start + S.BN < high
             high_g, low_g = rows.gates
-            end_high = tl.load(high_g + start + (2 * S.BN - 1), mask=more, other=end_high)
-            end_low = tl.load(low_g + start + (2 * S.BN - 1), mask=more, other=end_low)
+            end_high = tl.load(high_g + start + (2 * S.BN - 1), mask=more, other=end_high)  # []
+            end_low = tl.load(low_g + start + (2 * S.BN - 1), mask=more, other=end_low)  # []
             to_end = tl.load(rows.gates_to_end + start + S.BN + tl.arange(0, S.BN), mask=more, other=to_end)  # [BN]
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m')
         if RAW:
@@ -211,7 +211,7 @@ def query_rows(x, at, n, S: tl.constexpr):
         gates = (high_g, high_g + (n.batches * n.heads_q).to(tl.int64) * n.tokens_k)
         gates_to_end = x.decay_tiles + at.bh.to(tl.int64) * padded_tokens(n.tokens_k) + at.start_k
         decay_q = load_decay(gates, position, at.tokens_k, True)  # [BM]
-        decay_ref = load_decay(gates, at.first + shift, at.tokens_k, True)
+        decay_ref = load_decay(gates, at.first + shift, at.tokens_k, True)  # []
         bias = bias_of_rows(position, at.first + shift, slope, decay_q, decay_ref, S)
         decay_q = expanded(decay_q, 1)
     elif S.ALIBI:

@@ -1,4 +1,4 @@
-"""What the kernels of attention are compiled for, the numbers they are launched with, and tensors as they take them."""
+"""The spec of the kernels of attention, the numbers they are launched with, and tensors as they take them."""
 
 # mypy: allow-untyped-defs
 from __future__ import annotations

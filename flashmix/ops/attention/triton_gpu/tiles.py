@@ -106,16 +106,16 @@ def load_head(x, start, C: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
     tile, rest = x.descriptors
     if tile is not None and not (MASK and S.PACKED):
         batch, head, first = x.place
-        a = tile.load([batch, head, first + start, 0]).reshape([ROWS, C.FIRST])
+        a = tile.load([batch, head, first + start, 0]).reshape([ROWS, C.FIRST])  # [ROWS, FIRST]
         if C.SECOND > 0:
-            b = rest.load([batch, head, first + start, C.FIRST]).reshape([ROWS, C.SECOND])
+            b = rest.load([batch, head, first + start, C.FIRST]).reshape([ROWS, C.SECOND])  # [ROWS, SECOND]
             return a, b
         else:
             return a, a
     else:
-        a = load_rows(x, start, 0, C.FIRST, C.ALL, ROWS, MASK)
+        a = load_rows(x, start, 0, C.FIRST, C.ALL, ROWS, MASK)  # [ROWS, FIRST]
         if C.SECOND > 0:
-            b = load_rows(x, start, C.FIRST, C.SECOND, C.ALL, ROWS, MASK)
+            b = load_rows(x, start, C.FIRST, C.SECOND, C.ALL, ROWS, MASK)  # [ROWS, SECOND]
             return a, b
         else:
             return a, a
@@ -167,7 +167,7 @@ def load_decay(gates, at, tokens, MASK: tl.constexpr):
     high, low = gates
     if MASK:
         at = tl.minimum(tl.maximum(at, 0), tokens - 1)
-        return tl.load(high + at, mask=at >= 0, other=0.0), tl.load(low + at, mask=at >= 0, other=0.0)
+        return tl.load(high + at, mask=at >= 0, other=0.0), tl.load(low + at, mask=at >= 0, other=0.0)  # [len(at)] each
     else:
         return tl.load(high + at), tl.load(low + at)
 

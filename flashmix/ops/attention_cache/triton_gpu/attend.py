@@ -138,7 +138,7 @@ def find_keys(key, start, inside, page_table, n, S: tl.constexpr):
     if S.PAGES == CONTIGUOUS:
         return tl.full([S.BN], 0, tl.int64) + load_page(page_table, 0, n.pages), key
     elif S.PAGES == WHOLE_TILES:
-        page = tl.full([S.BN], 0, tl.int64) + load_page(page_table, start // n.page_size, n.pages)
+        page = tl.full([S.BN], 0, tl.int64) + load_page(page_table, start // n.page_size, n.pages)  # [BN]
         return page, start % n.page_size + tl.arange(0, S.BN)
     else:
         page = tl.load(page_table + key // n.page_size, mask=inside, other=0).to(tl.int64)  # [BN]
@@ -160,7 +160,7 @@ def walk_cache(state, low, high, q, rows, cached, n, S: tl.constexpr):
         k_1 = load_cached(keys, page, slot, inside, n.keys_at, 0, QK.FIRST, QK, S=S)  # [BN, K]
         k_2 = k_1
         if QK.SECOND > 0:
-            k_2 = load_cached(keys, page, slot, inside, n.keys_at, QK.FIRST, QK.SECOND, QK, S=S)
+            k_2 = load_cached(keys, page, slot, inside, n.keys_at, QK.FIRST, QK.SECOND, QK, S=S)  # [BN, K]
         x = product(q, (k_1, k_2), QK.SECOND, S) * n.scale  # [BM, BN]
         if S.SOFTCAP:
             x = tanh(x, S) * n.softcap
@@ -181,7 +181,7 @@ def walk_cache(state, low, high, q, rows, cached, n, S: tl.constexpr):
         p = p.to(v_1.dtype)
         acc = accumulated(acc * shrink[:, None], p, v_1, S)
         if V.SECOND > 0:
-            v_2 = load_cached(values, page, slot, inside, n.values_at, V.FIRST, V.SECOND, V, S=S)
+            v_2 = load_cached(values, page, slot, inside, n.values_at, V.FIRST, V.SECOND, V, S=S)  # [BN, V]
             acc_2 = accumulated(acc_2 * shrink[:, None], p, v_2, S)
         m = m_new
     return acc, acc_2, m, l
@@ -258,7 +258,7 @@ def cache_attend_kernel(x, out, n, S: tl.constexpr):
     q_1 = load_queries(q, token, rows, n.q_at, 0, S.QK.FIRST, S)  # [BM, K]
     q_2 = q_1
     if S.QK.SECOND > 0:
-        q_2 = load_queries(q, token, rows, n.q_at, S.QK.FIRST, S.QK.SECOND, S)
+        q_2 = load_queries(q, token, rows, n.q_at, S.QK.FIRST, S.QK.SECOND, S)  # [BM, K]
     acc = tl.full([S.BM, S.V.FIRST], 0.0, tl.float32)
     acc_2 = tl.full([S.BM, S.V.SECOND], 0.0, tl.float32) if S.V.SECOND > 0 else m
     _, _, keys_head = n.keys_at

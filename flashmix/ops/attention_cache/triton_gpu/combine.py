@@ -72,7 +72,8 @@ def cache_combine_kernel(x, o, lse, n, S: tl.constexpr):
         top = tl.maximum(top, at_sink)
     for begin in range(first, last, S.MANY):
         part = begin + tl.arange(0, S.MANY)
-        top = tl.maximum(top, tl.max(tl.load(x.levels + 2 * (at + part), mask=part < last, other=-3.0e38), 0))
+        level = tl.load(x.levels + 2 * (at + part), mask=part < last, other=-3.0e38)  # [MANY]
+        top = tl.maximum(top, tl.max(level, 0))
     # l = 2^(sink - m) + sum_p 2^(m_p - m) l_p;  a = sum_p 2^(m_p - m) a_p
     total = tl.zeros([1], tl.float32)
     if x.sink is not None:
@@ -83,7 +84,8 @@ def cache_combine_kernel(x, o, lse, n, S: tl.constexpr):
         part = begin + tl.arange(0, S.MANY)
         here = part < last
         weight = tl.exp2(tl.load(x.levels + 2 * (at + part), mask=here, other=-float("inf")) - top)  # [MANY]
-        total += tl.sum(weight * tl.load(x.levels + 2 * (at + part) + 1, mask=here, other=0.0), 0)
+        share = tl.load(x.levels + 2 * (at + part) + 1, mask=here, other=0.0)  # [MANY]
+        total += tl.sum(weight * share, 0)
         where = x.mixed + (at + part)[:, None] * S.DV + columns[None, :]
         tile = tl.load(where, mask=here[:, None] & (columns < S.DV)[None, :], other=0.0)  # [MANY, V]
         acc += tl.sum(tile * weight[:, None], 0)
