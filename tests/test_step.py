@@ -13,7 +13,7 @@ from step_cases import CASES, RULES, StepCase, expected_history, make_history, m
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence.call import Operands
+from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.step.engine import IMPLEMENTATIONS, _recurrent_step
 from flashmix.ops.recurrence.step.portable.token import step as portable_step
 
@@ -218,13 +218,13 @@ def test_a_state_in_bfloat16_over_many_tokens() -> None:
     assert rms < 4 * torch.finfo(torch.bfloat16).eps
 
 
-def operands(rule: str, gate: str, states: bool, dtype: torch.dtype) -> Operands:
+def operands(rule: str, gate: str, states: bool, dtype: torch.dtype) -> RecurrenceCall:
     case = Case("", rule, gate, T=1, states=states)
     x = recurrence_inputs(case, dtype)
     if rule == "untied":
         x |= {"a": -x["erase"], "b": x["write"]}
-    order = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
-    return Operands(*(x.get(name) for name in order), None)  # type: ignore[arg-type]
+    names = ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")
+    return RecurrenceCall(**{name: x.get(name) for name in names}, scale=0.3)  # type: ignore[arg-type]
 
 
 @pytest.mark.interpreted
@@ -236,11 +236,11 @@ def test_interpreted_step_to_a_new_state(rule: str, gate: str, states: bool) -> 
     from flashmix.ops.recurrence.step.triton_gpu import step
 
     for before in (False, True):
-        x = operands(rule, gate, states, torch.float32)
+        x = operands(rule, gate, states, torch.float32).but(read_before=before)
         start = None if x.initial_state is None else x.initial_state.clone()
-        exact = portable_step(operands(rule, gate, states, torch.float64), 0.3, before, torch.float64)
-        plain = portable_step(x, 0.3, before, torch.float32)
-        for name, got, reference, baseline in zip(("o", "state"), step(x, 0.3, before), exact, plain, strict=True):
+        wide = operands(rule, gate, states, torch.float64).but(read_before=before)
+        exact, plain = portable_step(wide, torch.float64), portable_step(x, torch.float32)
+        for name, got, reference, baseline in zip(("o", "state"), step(x), exact, plain, strict=True):
             assert_within_budget(name, got, reference, baseline, steps=STAGES)
         assert start is None or torch.equal(x.initial_state, start)  # type: ignore[arg-type]
 
@@ -249,13 +249,11 @@ def test_interpreted_step_to_a_new_state(rule: str, gate: str, states: bool) -> 
 def test_interpreted_step_with_a_decay_of_the_value_axis() -> None:
     from flashmix.ops.recurrence.step.triton_gpu import step
 
-    def values(dtype: torch.dtype) -> Operands:
+    def values(dtype: torch.dtype) -> RecurrenceCall:
         x = operands("linear", "none", True, dtype)
-        return replace(x, g=-x.v.abs(), value_gate=True)
+        return replace(x, log_decay=-x.v.abs(), value_decay=True, scale=1.0)
 
-    exact = portable_step(values(torch.float64), 1.0, False, torch.float64)
-    plain = portable_step(values(torch.float32), 1.0, False, torch.float32)
-    for name, got, reference, baseline in zip(
-        ("o", "state"), step(values(torch.float32), 1.0, False), exact, plain, strict=True
-    ):
+    exact = portable_step(values(torch.float64), torch.float64)
+    plain = portable_step(values(torch.float32), torch.float32)
+    for name, got, reference, baseline in zip(("o", "state"), step(values(torch.float32)), exact, plain, strict=True):
         assert_within_budget(name, got, reference, baseline, steps=STAGES)

@@ -90,5 +90,5 @@ def test_the_step_to_a_new_state_compiles(rule: str) -> None:
 
     for gate, states in (("token", True), ("channel", False)):
         with recording((9, 0)) as found:
-            step(operands(rule, gate, states, torch.bfloat16), 1.0, False)
+            step(operands(rule, gate, states, torch.bfloat16))
         assert_fits(found, 1)

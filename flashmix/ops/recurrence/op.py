@@ -36,7 +36,7 @@ def _native_supports(call: RecurrenceCall) -> str | None:
     return missing()
 
 
-IMPLEMENTATIONS = (
+IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
     Implementation("triton", "flashmix.ops.recurrence.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.recurrence.native", _native_supports),
     Implementation("portable", "flashmix.ops.recurrence.portable", always),

@@ -57,7 +57,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         "dq": call.q, "dk": call.k, "dv": call.v, "da": call.a, "db": call.b, "dbeta": call.beta,
         "dg": call.log_decay if "log_decay" in wanted else None, "d_initial_state": call.initial_state,
     }  # fmt: skip
-    shapes = dict.fromkeys(("dq", "dk", "da", "db"), keys)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("dq", "dk", "da", "db"), keys)
     shapes |= {"dg": keys if call.decay is Decay.CHANNEL else keys[:3]}
     found = {n: _empty(*shapes.get(n, t.shape)) for n, t in given.items() if t is not None}
     d_o, d_state = grads

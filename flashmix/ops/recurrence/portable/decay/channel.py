@@ -83,7 +83,7 @@ class ChannelDecay(Swept):
                 decayed = tile.view(chunks, C // (2 * h), kinds, h, K)
                 torch.mul(halves(x, h, which), factor, out=decayed.transpose(1, 2))
                 parts.append(decayed.view(-1, kinds * h, K))
-            yield h, *parts
+            yield h, parts[0], parts[1]
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         chunks, R, C, K = X.shape

@@ -22,9 +22,9 @@ def step_in_place(tensors: Tensors, scale: float, read_before: bool, minus_a: bo
     outputs: list[Tensor] = []
     tokens, kept = v.shape[1], 0 if history is None else history.shape[1]
     for t in range(tokens):
-        part = (None if x is None else x[:, t : t + 1] for x in (q, k, v, a, b, beta))
-        decay = g if g is None or g.dim() == 1 else g[:, t : t + 1]
-        call = RecurrenceCall(*part, decay, S, scale=scale, read_before=read_before)  # type: ignore[arg-type]
+        part = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": beta, "log_decay": g}
+        part = {n: x if x is None or x.dim() == 1 else x[:, t : t + 1] for n, x in part.items()}
+        call = RecurrenceCall(**part, initial_state=S, scale=scale, read_before=read_before)  # type: ignore[arg-type]
         o, S = step(call, wide)
         outputs.append(o.masked_fill(~live[:, None, None, None], 0))
         if history is not None and t >= tokens - kept:
