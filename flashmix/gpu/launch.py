@@ -19,6 +19,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashmix.gpu import device as gpu
+
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
 
@@ -46,13 +48,13 @@ class Kernel:
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, grid: int, *structs: Any) -> None:
-        """Launches `grid` programs; none if it is 0."""
+    def __call__(self, grid: int, *structs: Any) -> Any:
+        """Launches `grid` programs, none if it is 0; returns the compiled code where there is one."""
         if grid == 0:
-            return
+            return None
         if not DIRECT or not self._loose:
             self.kernel[(grid,)](*structs, self.spec, **self.options)
-            return
+            return None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         kinds: list[Any] = [device]
         values = [_lowered(x, loose, kinds) for x, loose in zip(structs, self._loose, strict=False)]
@@ -61,7 +63,7 @@ class Kernel:
         if made is None:
             made = self._compiled(grid, structs)
             if made is None:  # a test records launches
-                return
+                return None
             self._made[key] = made
         stream = torch._C._cuda_getCurrentRawStream(device)
         runtime = triton.knobs.runtime
@@ -74,11 +76,55 @@ class Kernel:
         made.run(
             grid, 1, 1, stream, made.function, made.packed_metadata, metadata, enter, leave, *values, None
         )  # fmt: skip
+        return made
+
+    def prepare(self, grid: int, structs: Sequence[Any], *numbers: Any) -> PreparedLaunch:
+        """A launch with this grid and these last structs, to be made again and again with other tensors for its first `structs`."""
+        return PreparedLaunch(self, grid, structs, numbers)
 
     def _compiled(self, grid: int, structs: Sequence[Any]) -> Any:
         """The code for arguments of this kind."""
         like = [_stand_in(x, loose) for x, loose in zip(structs, self._loose, strict=False)]
         return self.kernel.run(*like, self.spec, grid=(grid,), warmup=True, **self.options)
+
+
+class PreparedLaunch:
+    """A launch whose grid and numbers stay; a call hands over the tensors, one tuple for each of its first `structs`, and launches.
+
+    The tensors of later calls must be like those of the first: the same dtypes, the same ones None, and where the kernel is specialised
+    for their alignment, aligned as they were. The first call is an ordinary launch, later ones hand its code new addresses.
+    """
+
+    def __init__(self, kernel: Kernel, grid: int, structs: Sequence[Any], numbers: Sequence[Any]) -> None:
+        self.kernel, self.grid, self.structs, self.numbers = kernel, grid, structs, numbers
+        self._launch: Any = None
+
+    def __call__(self, device: torch.device, *tensors: tuple[Tensor | None, ...]) -> None:
+        runtime = triton.knobs.runtime
+        if (
+            self._launch is None
+            or device.index != torch.cuda.current_device()
+            or runtime.launch_enter_hook.calls
+            or runtime.launch_exit_hook.calls
+        ):
+            with gpu.on(device):
+                named = [struct(*given) for struct, given in zip(self.structs, tensors, strict=True)]
+                self._keep(self.kernel(self.grid, *named, *self.numbers))
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        addresses = []
+        for given in tensors:  # at every call: a nested comprehension takes longer
+            addresses.append(tuple([None if t is None else t.data_ptr() for t in given]))
+        self._launch(self.grid, 1, 1, stream, *self._code, *addresses, *self._rest)
+
+    def _keep(self, made: Any) -> None:
+        """Keeps the driver's function and its arguments, unless the code takes memory of its own for each launch."""
+        if made is None or made.run.global_scratch_size or made.run.profile_scratch_size:
+            return
+        flags = (made.run.launch_cooperative_grid, made.run.launch_pdl)
+        self._code = (made.function, *flags, None, None, made.packed_metadata, None, None, None)
+        self._rest = (*[_lowered(x, (True, True), []) for x in self.numbers], None)
+        self._launch = made.run.launch  # last: another thread may be looking
 
 
 def _lowered(value: Any, loose: tuple[bool, bool], kinds: list[Any]) -> Any:
