@@ -26,8 +26,9 @@ from torch import Tensor
 
 import flashmix
 from flashmix.ops.delta_net_step import triton_gpu as delta_net
-from flashmix.ops.recurrence.call import DeltaNetOptions
+from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.recurrence.step import triton_gpu as step
+from flashmix.ops.recurrence.step.call import StepCall
 
 HEADS, WIDTH = 32, 4
 Calls = list[Callable[[], Any]]  # the same call on sets of tensors that take turns
@@ -215,32 +216,18 @@ def candidates(kind: str, D: int, dtype: torch.dtype) -> list[tuple[str, Any]]:
 
 def direct_calls(kind: str, B: int, D: int, dtype: torch.dtype) -> Calls:
     """Calls that go past what the ops remember, so that a candidate's tile is taken."""
+    count = sets(B * HEADS * D * D * dtype.itemsize)
     if kind == "layer":
-        names = (
-            "qkv",
-            "strength",
-            "state",
-            "conv_state",
-            "conv_weight",
-            None,
-            "decay",
-            "A_log",
-            "dt_bias",
-            "norm_weight",
-            "gate",
-            None,
-        )
-        found = [
-            tuple(None if n is None else x[n] for n in names)
-            for x in (layer_tensors(B, D, dtype) for _ in range(sets(B * HEADS * D * D * dtype.itemsize)))
-        ]
-        made: Any = delta_net.prepare(found[0], DeltaNetOptions(HEADS))
+        none: dict[str, Any] = dict.fromkeys(DeltaNetStepCall.names)
+        options = {"heads": HEADS, "lower": None, "negative_eigenvalues": False, "gate_activation": "silu", "eps": 1e-6}
+        found = [DeltaNetStepCall(**none | layer_tensors(B, D, dtype), **options) for _ in range(count)]
+        made: Any = delta_net.prepare.__wrapped__(found[0])
     else:
-        each = [step_tensors(B, D, dtype) for _ in range(sets(B * HEADS * D * D * dtype.itemsize))]
-        order = ("q", "k", "v", "beta", None, None, "log_decay", "state", None, None)
-        found = [tuple(None if n is None else x[n] for n in order) for x in each]
-        made = step.prepare(found[0], D**-0.5, False, False)
-    return [lambda t=t: made(t) for t in found]
+        none = dict.fromkeys(StepCall.names)
+        options = {"scale": None, "read_before": False, "minus_a": False}
+        found = [StepCall(**none | step_tensors(B, D, dtype), **options) for _ in range(count)]
+        made = step.prepare.__wrapped__(found[0])
+    return [lambda call=call: made(vars(call)) for call in found]
 
 
 def tiles(only_compile: int | None = None) -> None:

@@ -11,8 +11,9 @@ from model_cases import WIDTH, assert_same, make_layer, numbers
 from torch import Tensor
 
 import flashmix
+from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.delta_net_step.definition import delta_net_step as definition
-from flashmix.ops.delta_net_step.op import IMPLEMENTATIONS, _delta_net_step
+from flashmix.ops.delta_net_step.op import DELTA_NET_STEP, IMPLEMENTATIONS
 
 STAGES = 6  # convolution, length, gates, write, read, norm: composed of ops, it rounds to the dtype between them
 IMPLS = [implementation.name for implementation in IMPLEMENTATIONS]
@@ -203,8 +204,10 @@ def test_opcheck() -> None:
         "dt_bias",
         "norm_weight",
     )
-    tensors = [x.get(n) for n in (*names, "gate", "state_indices")]
-    torch.library.opcheck(_delta_net_step, (*tensors, 2, None, False, "silu", 1e-6, "portable"))
+    tensors = {name: x.get(name) for name in (*names, "gate", "state_indices")}
+    rest = {"lower": None, "negative_eigenvalues": False, "gate_activation": "silu", "eps": 1e-6}
+    call = DeltaNetStepCall(**tensors, heads=2, **rest)  # type: ignore[arg-type]
+    torch.library.opcheck(DELTA_NET_STEP.operator, (*DELTA_NET_STEP.flat(call), False, "portable"))
 
 
 @pytest.mark.parametrize(

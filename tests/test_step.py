@@ -14,7 +14,8 @@ from torch import Tensor
 
 import flashmix
 from flashmix.ops.recurrence.call import RecurrenceCall
-from flashmix.ops.recurrence.step.engine import IMPLEMENTATIONS, _recurrent_step
+from flashmix.ops.recurrence.step.call import StepCall
+from flashmix.ops.recurrence.step.op import IMPLEMENTATIONS, STEP
 from flashmix.ops.recurrence.step.portable.token import step as portable_step
 
 STAGES = 2  # what is read of the state, and what is written
@@ -190,8 +191,10 @@ def test_compiles_as_one_graph(case: StepCase) -> None:
 def test_opcheck(kept: int) -> None:
     case = StepCase("", "delta", "token", T=2, kept=kept, slots=(1, -1))
     x = make_inputs(case, torch.float32)
-    args = [x.get(n) for n in ("q", "k", "v", "beta", "a", "b", "log_decay", "state", "state_indices")]
-    torch.library.opcheck(_recurrent_step, (*args, make_history(case, x), 0.5, False, False, "portable"))
+    names = ("q", "k", "v", "a", "b", "beta", "log_decay", "state", "state_indices")
+    tensors = {name: x.get(name) for name in names}
+    call = StepCall(**tensors, history=make_history(case, x), scale=0.5, read_before=False, minus_a=False)  # type: ignore[arg-type]
+    torch.library.opcheck(STEP.operator, (*STEP.flat(call), False, "portable"))
 
 
 def test_autocast_lowers_the_operands_and_keeps_gates_and_states() -> None:

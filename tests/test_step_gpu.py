@@ -12,7 +12,7 @@ from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
 
 import flashmix
-from flashmix.ops.recurrence.step import engine as step_engine
+from flashmix.ops.recurrence.step.op import STEPS
 
 pytestmark = pytest.mark.gpu
 HALF = (torch.bfloat16, torch.float16)
@@ -135,9 +135,9 @@ def test_indices_that_are_no_slots_are_idle(dtype: torch.dtype) -> None:
 
 
 def test_calls_after_the_first_take_the_short_way_and_give_the_same() -> None:
-    step_engine._known.clear()
+    STEPS.known.clear()
     expected = [[t.clone() for t in run()] for run in both(2)]
-    assert len(step_engine._known) == 1
+    assert len(STEPS.known) == 1
     for run, wanted in zip(both(2), expected, strict=True):
         for t, w in zip(run(), wanted, strict=True):
             assert torch.equal(t, w)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashmix.gpu import device as gpu
+
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
@@ -48,13 +50,13 @@ class Kernel:
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, grid: int, *structs: Any) -> None:
-        """Launches `grid` programs; none if it is 0."""
+    def __call__(self, grid: int, *structs: Any) -> Code | None:
+        """Launches `grid` programs, none if it is 0; returns the compiled code where there is one."""
         if grid == 0:
-            return
+            return None
         if not DIRECT or not self._loose:
             self.kernel[(grid,)](*structs, self.spec, **self.options)
-            return
+            return None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         kinds: list[Any] = [device]
         values = [_lowered((x,), loose, kinds)[0] for x, loose in zip(structs, self._loose, strict=False)]
@@ -63,7 +65,7 @@ class Kernel:
         if made is None:
             made = self._compiled(structs)
             if made is None:  # a test records launches
-                return
+                return None
             self._made[key] = made
         stream = torch._C._cuda_getCurrentRawStream(device)
         if made.direct is not None and not hooked():
@@ -71,6 +73,11 @@ class Kernel:
             launch(grid, 1, 1, stream, *code, *values, None)
         else:
             made.launch(grid, stream, structs, (*values, None))
+        return made
+
+    def prepare(self, grid: int, structs: Sequence[Any], *numbers: Any) -> PreparedLaunch:
+        """A launch with this grid and these last structs, to be made again and again with other tensors for its first `structs`."""
+        return PreparedLaunch(self, grid, structs, numbers)
 
     def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
@@ -95,6 +102,34 @@ class Code:
         metadata = made.launch_metadata((grid,), stream, *structs) if hooked() else None
         hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if hooked() else (None, None)
         made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
+
+
+class PreparedLaunch:
+    """A launch whose grid and numbers stay; a call hands over the tensors, one tuple for each of its first `structs`, and launches.
+
+    The tensors of later calls must be like those of the first: the same dtypes, the same ones None, and where the kernel is specialised
+    for their alignment, aligned as they were. The first call is an ordinary launch, later ones hand its code new addresses.
+    """
+
+    def __init__(self, kernel: Kernel, grid: int, structs: Sequence[Any], numbers: Sequence[Any]) -> None:
+        self.kernel, self.grid, self.structs, self.numbers = kernel, grid, structs, numbers
+        self._rest = (*[_lowered((x,), (True, True), [])[0] for x in numbers], None)
+        self._launch: Any = None
+
+    def __call__(self, device: torch.device, *tensors: tuple[Tensor | None, ...]) -> None:
+        if self._launch is None or device.index != torch.cuda.current_device() or hooked():
+            with gpu.on(device):
+                named = [struct(*given) for struct, given in zip(self.structs, tensors, strict=True)]
+                made = self.kernel(self.grid, *named, *self.numbers)
+            if made is not None and made.direct is not None:
+                launch, self._code = made.direct
+                self._launch = launch  # last: another thread may be looking
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        addresses = []
+        for given in tensors:  # at every call: a nested comprehension takes longer
+            addresses.append(tuple([None if t is None else t.data_ptr() for t in given]))
+        self._launch(self.grid, 1, 1, stream, *self._code, *addresses, *self._rest)
 
 
 def hooked() -> bool:

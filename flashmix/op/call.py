@@ -41,6 +41,7 @@ class Call:
     names: ClassVar[tuple[str, ...]]  # fields that hold tensors
     packings: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[str, ...]]
+    written: ClassVar[tuple[str, ...]]  # of the tensors, those that the op overwrites
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +155,7 @@ class Op:
         call, hints = self.call, typing.get_type_hints(self.call)
         marked = typing.get_type_hints(call, include_extras=True)
         fields = dataclasses.fields(call)  # type: ignore[arg-type]
-        self.written = tuple(f.name for f in fields if marked[f.name] in (Written, Written | None))
+        call.written = tuple(f.name for f in fields if marked[f.name] in (Written, Written | None))
         call.names = tuple(f.name for f in fields if hints[f.name] in (Tensor, Tensor | None))
         call.packings = tuple(f.name for f in fields if hints[f.name] in (Packing, Packing | None))
         call.options = tuple(f.name for f in fields if f.name not in call.names + call.packings)
@@ -163,7 +164,7 @@ class Op:
         for name in call.names:
             kind = SCHEMA[hints[name]]
             parts.append(
-                f"{kind.replace('Tensor', f'Tensor(a{len(parts)}!)') if name in self.written else kind} {name}"
+                f"{kind.replace('Tensor', f'Tensor(a{len(parts)}!)') if name in call.written else kind} {name}"
             )
         for name in call.packings:
             parts += [f"Tensor? {name}", f"SymInt {name}_tokens"]
@@ -199,7 +200,7 @@ class Op:
             return autograd.run_eager(self, call, chosen)
         outputs = self.forward(call, False, chosen)[0]
         if self.writes:
-            autograd.bump_versions(*(getattr(call, name) for name in self.written))
+            autograd.bump_versions(*(getattr(call, name) for name in call.written))
         return outputs
 
     def _saves(self, call: Call) -> bool:

@@ -43,6 +43,11 @@ def contents_are_checked(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or _contents_everywhere
 
 
+def contents_everywhere() -> bool:
+    """Whether `checks(True)` asks for the contents of tensors on GPUs."""
+    return _contents_everywhere
+
+
 def _brackets(sizes: Sequence[int | str]) -> str:
     return "[" + ", ".join(str(size) for size in sizes) + "]"
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.op.call import Op, always
 from flashmix.op.checks import (
     check_choice,
     check_dtype,
@@ -20,29 +17,20 @@ from flashmix.op.checks import (
     check_tensor,
     dims,
 )
-from flashmix.op.choose import Implementation, choose
-from flashmix.op.operator import bump_versions, only_data
-from flashmix.ops.recurrence.call import DTYPES, DeltaNetOptions
-from flashmix.ops.recurrence.step.engine import (
-    StepProblem,
-    Tensors,
-    aligned,
-    check_indices,
-    check_state,
-    check_written,
-    prepared,
-    refuse_gradient,
-    remember,
-    rememberable,
-    signature,
-)
+from flashmix.op.choose import Implementation
+from flashmix.op.remember import Remembered
+from flashmix.ops.delta_net_step.call import DeltaNetStepCall
+from flashmix.ops.recurrence.call import DTYPES
+from flashmix.ops.recurrence.step.call import check_indices, check_state, check_written
 
-IMPLEMENTATIONS: tuple[Implementation[StepProblem], ...] = (
-    Implementation("triton", "flashmix.ops.delta_net_step.triton_gpu", lambda p: gpu.refuses(p.device, p.dtype)),
-    Implementation("portable", "flashmix.ops.delta_net_step.portable", lambda problem: None),
+IMPLEMENTATIONS: tuple[Implementation[DeltaNetStepCall], ...] = (
+    Implementation(
+        "triton", "flashmix.ops.delta_net_step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
+    ),
+    Implementation("portable", "flashmix.ops.delta_net_step.portable", always),
 )
-_BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
-_known: dict[Any, Callable[[Tensors], Tensor]] = {}
+DELTA_NET_STEP = Op("delta_net_step", DeltaNetStepCall, IMPLEMENTATIONS, outputs=1)
+DELTA_NET_STEPS = Remembered(DELTA_NET_STEP)
 
 
 def delta_net_step(
@@ -86,7 +74,7 @@ def delta_net_step(
         conv_weight: `[C, W]`, floating, W from 2 to 64.
         heads: H, the heads of queries and keys; HV is a multiple.
         conv_bias: `[C]`, floating.
-        decay: `[B, HV]`, or `[B, HV, K]` for a decay a channel, floating; None: no decay.
+        decay: `[B, HV]`, or `[B, HV, K]` for a per-channel decay, floating; None: no decay.
         A_log: `[HV]`, floating; needed with `decay`.
         dt_bias: `[HV]`, or `[HV, K]` like `decay`, floating; needed with `decay`.
         lower: the strongest log decay, in [-5, 0), of the bounded form.
@@ -116,103 +104,51 @@ def delta_net_step(
         >>> y.shape, bool(state.any()), bool(past[:, :-1].any())
         (torch.Size([2, 4, 8]), True, False)
     """
-    tensors = (
-        qkv, strength, state, conv_state, conv_weight, conv_bias, decay, A_log, dt_bias, norm_weight, gate, state_indices
-    )  # fmt: skip
-    options = (heads, lower, negative_eigenvalues, gate_activation, eps)
-    if torch.compiler.is_compiling() or not rememberable(tensors, state_indices):
-        return _run(tensors, options, impl)[0]
-    key = (options, impl, signature(tensors))
-    known = _known.get(key) if aligned(state) else None
-    if known is None:
-        y, again = _run(tensors, options, impl)
-        if again is not None:
-            remember(_known, key, again)
-        return y
-    y = known(tensors)
-    bump_versions(state, conv_state)
-    return y
+    tensors = {
+        "qkv": qkv, "strength": strength, "state": state, "conv_state": conv_state, "conv_weight": conv_weight,
+        "conv_bias": conv_bias, "decay": decay, "A_log": A_log, "dt_bias": dt_bias, "norm_weight": norm_weight, "gate": gate,
+        "state_indices": state_indices,
+    }  # fmt: skip
+    options = {
+        "heads": heads, "lower": lower, "negative_eigenvalues": negative_eigenvalues, "gate_activation": gate_activation,
+        "eps": eps,
+    }  # fmt: skip
+    return DELTA_NET_STEPS("delta_net_step", impl, _checked, tensors, options)
 
 
-def _run(tensors: Tensors, options: tuple[Any, ...], impl: str) -> tuple[Tensor, Callable[[Tensors], Tensor] | None]:
-    """The output, and how to do the same again for tensors of the same signature, where there is a short way."""
-    _check(tensors, *options)
-    qkv = tensors[0]
-    assert qkv is not None
-    refuse_gradient("delta_net_step", tensors)
-    chosen = choose("delta_net_step", IMPLEMENTATIONS, StepProblem(qkv.dtype, qkv.device), impl)
-    call: tuple[Any, ...] = (*tensors, *options, chosen.name)
-    if torch.compiler.is_compiling() or not only_data(tensors):
-        return _delta_net_step(*call), None
-    y = _step(*call)  # as the operator, whose first call imports all of torch's compiler
-    bump_versions(tensors[2], tensors[3])
-    return y, prepared(chosen, tensors, (tensors[2],), DeltaNetOptions(*options))
-
-
-def _step(
-    qkv: Tensor, strength: Tensor, state: Tensor, conv_state: Tensor, conv_weight: Tensor, conv_bias: Tensor | None,
-    decay: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, norm_weight: Tensor | None,
-    gate: Tensor | None, state_indices: Tensor | None, heads: int, lower: float | None,
-    negative_eigenvalues: bool, gate_activation: str, eps: float, impl: str,
-) -> Tensor:  # fmt: skip
-    tensors = (
-        qkv, strength, state, conv_state, conv_weight, conv_bias, decay, A_log, dt_bias, norm_weight, gate, state_indices
-    )  # fmt: skip
-    if qkv.shape[0] == 0:
-        return qkv.new_empty(0, state.shape[1], state.shape[3])
-    options = DeltaNetOptions(heads, lower, negative_eigenvalues, gate_activation, eps)
-    again = prepared(_BY_NAME[impl], tensors, (state,), options)
-    if again is not None:
-        return again(tensors)
-    with torch.autocast(qkv.device.type, enabled=False):
-        return _BY_NAME[impl].load().delta_net_step(tensors, options)
-
-
-_delta_net_step = torch.library.custom_op("flashmix::delta_net_step", _step, mutates_args=("state", "conv_state"))
-
-
-@_delta_net_step.register_fake
-def _(qkv, strength, state, *rest):  # type: ignore[no-untyped-def]
-    return qkv.new_empty(qkv.shape[0], state.shape[1], state.shape[3])
-
-
-def _check(
-    tensors: Tensors, heads: int, lower: float | None, negative_eigenvalues: bool, gate_activation: str, eps: float
-) -> None:
-    """Raises unless the tensors and options of a call fit one another."""
-    qkv, strength, state, conv_state, conv_weight, conv_bias, decay, A_log, dt_bias, norm_weight, gate, slots = tensors
-    check_tensor("qkv", qkv)
-    assert qkv is not None
+def _checked(call: DeltaNetStepCall) -> DeltaNetStepCall:
+    """The call; raises unless its tensors and options fit one another."""
+    qkv, state, conv_state, conv_weight, decay = call.qkv, call.state, call.conv_state, call.conv_weight, call.decay
     B, C = dims("qkv", qkv, "B C")
     check_dtype("qkv", qkv, *DTYPES)
-    _, HV, K, V = dims("state", state, "P HV K V")  # type: ignore[arg-type]
-    check_multiple("the number of heads of state", HV, "heads", heads)
-    check_shape("qkv", qkv, B, 2 * heads * K + HV * V)
-    assert state is not None
-    check_state(state, slots, qkv, B, HV, K, V, like="qkv")
-    _, W = dims("conv_weight", conv_weight, "C W")  # type: ignore[arg-type]
+    _, HV, K, V = dims("state", state, "P HV K V")
+    check_multiple("the number of heads of state", HV, "heads", call.heads)
+    check_shape("qkv", qkv, B, 2 * call.heads * K + HV * V)
+    check_state(state, call.state_indices, qkv, B, heads=HV, K=K, V=V, like="qkv")
+    _, W = dims("conv_weight", conv_weight, "C W")
     check_range("the width of conv_weight", W, 2, 64)
-    check_shape("conv_state", conv_state, state.shape[0], W - 1, C)  # type: ignore[arg-type]
-    check_like("conv_state", conv_state, "qkv", qkv)  # type: ignore[arg-type]
-    check_written("conv_state", conv_state, "qkv", qkv)  # type: ignore[arg-type]
+    check_shape("conv_state", conv_state, state.shape[0], W - 1, C)
+    check_like("conv_state", conv_state, "qkv", qkv)
+    check_written("conv_state", conv_state, "qkv", qkv)
     if decay is not None:
         check_tensor("decay", decay)
         if tuple(decay.shape) not in ((B, HV), (B, HV, K)):
             raise ValueError(f"decay must have shape [{B}, {HV}] or [{B}, {HV}, {K}], got {list(decay.shape)}")
-    if (decay is None) != (A_log is None) or (decay is None) != (dt_bias is None):
+    if (decay is None) != (call.A_log is None) or (decay is None) != (call.dt_bias is None):
         raise ValueError("decay, A_log and dt_bias must be given together")
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "strength": (strength, (B, HV)), "conv_weight": (conv_weight, (C, W)), "conv_bias": (conv_bias, (C,)),
-        "decay": (decay, () if decay is None else tuple(decay.shape)), "A_log": (A_log, (HV,)),
-        "dt_bias": (dt_bias, () if decay is None else tuple(decay.shape[1:])), "norm_weight": (norm_weight, (V,)),
-        "gate": (gate, (B, HV, V)),
+    per_head = () if decay is None else tuple(decay.shape[1:])
+    expected = {
+        "strength": (B, HV), "conv_weight": (C, W), "conv_bias": (C,), "decay": (B, *per_head), "A_log": (HV,),
+        "dt_bias": per_head, "norm_weight": (V,), "gate": (B, HV, V),
     }  # fmt: skip
-    for name, (value, shape) in expected.items():
+    for name, shape in expected.items():
+        value = getattr(call, name)
         if value is not None or name == "strength":
-            check_shape(name, value, *shape)  # type: ignore[arg-type]
-            check_floating(name, value)  # type: ignore[arg-type]
-            check_like(name, value, "qkv", qkv, dtype=False)  # type: ignore[arg-type]
-    check_indices(slots, qkv, B, state.shape[0], like="qkv")
-    check_choice("gate_activation", gate_activation, "silu", "sigmoid")
-    if lower is not None:
-        check_range("lower", lower, -5.0, -1e-6)
+            check_shape(name, value, *shape)
+            check_floating(name, value)
+            check_like(name, value, "qkv", qkv, dtype=False)
+    check_indices(call.state_indices, qkv, B, state.shape[0], like="qkv")
+    check_choice("gate_activation", call.gate_activation, "silu", "sigmoid")
+    if call.lower is not None:
+        check_range("lower", call.lower, -5.0, -1e-6)
+    return call

@@ -2,50 +2,127 @@
 
     q, k, v = silu(conv)    q, k of length 1    beta = sigmoid(.), g = decay(.)    S <- delta rule    o = scale S^T q
 
-A program of the first has `BV` columns of the state of one value head, and works out its keys anew: that is little beside
-the state, and columns are many enough to keep a GPU busy with one sequence. What needs a whole head, or that all programs have
-read the convolution's past, is left to the second: `y = norm(o) act(gate)`, and the past moves on by one token.
+A program of the first has `BV` columns of the state of one value head and computes its keys anew: that costs little next to the state,
+and there are enough columns to keep a GPU busy with one sequence. The second does what needs a whole head, `y = norm(o) act(gate)`, and
+moves the convolution's past on by one token, which all programs of the first have read by then.
+Letters: `d` channels of a key (BK), `c` channels of a value (BV), `i` taps of the convolution (BW).
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.gpu.prepared import Launch
-from flashmix.gpu.sizes import cdiv
-from flashmix.ops.recurrence.call import DeltaNetOptions
+from flashmix.gpu.launch import PreparedLaunch, bound
+from flashmix.op.call import Outputs
+from flashmix.op.remember import Again, Tensors, by_signature
+from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.recurrence.step.triton_gpu import tile
 
 L2_EPS: tl.constexpr = tl.constexpr(1e-6)
 
-# qkv, strength, state, conv_state, conv_weight, conv_bias, decay, A_log, dt_bias, norm_weight, gate, state_indices
-Tensors = tuple[Tensor | None, ...]
 
-_VECTORS = ["qkv", "strength", "past", "weight", "bias", "decay", "A_log", "dt_bias", "slots", "o"]
-_VARYING = ["pool", "qkv_n", "strength_n", "strength_h", "past_n", "past_w", "decay_n", "decay_h", "slots_n"]
+class AdvanceInputs(NamedTuple):
+    """The token's channels `[B, C]`, those of the tokens before `[P, W - 1, C]`, the convolution's weight and bias; `strength` is beta
+    before its sigmoid; `decay`, `A_log` and `dt_bias` make the log decay, or are None.
+    """
+
+    qkv: Any
+    past: Any
+    weight: Any
+    bias: Any
+    strength: Any
+    decay: Any
+    A_log: Any
+    dt_bias: Any
+    slots: Any
+    o: Any  # the output before its norm, float32
+
+
+class StatePool(NamedTuple):
+    state: Any
+
+
+class AdvanceNumbers(NamedTuple):
+    pool: Any
+    qkv: Any  # stride of a sequence
+    strength: Any  # strides of sequence and head
+    past: Any  # strides of slot and tap
+    decay: Any  # strides of sequence and head
+    slots: Any
+    scale: Any
+    lower: Any
+
+
+class AdvanceStrides(NamedTuple):
+    state: Any  # slot, head
+    weight: Any  # channel, tap
+
+
+class AdvanceSpec(NamedTuple):
+    H: int
+    HV: int
+    K: int
+    V: int
+    W: int
+    BK: int
+    BV: int
+    BW: int
+    CHANNEL: bool  # a per-channel decay
+    BOUNDED: bool
+    STRONGEST: float  # the largest beta
+
+
+class FinishInputs(NamedTuple):
+    qkv: Any
+    past: Any
+    norm_weight: Any
+    gate: Any
+    slots: Any
+    o: Any
+    y: Any
+
+
+class FinishNumbers(NamedTuple):
+    pool: Any
+    qkv: Any
+    past: Any
+    gate: Any  # strides of sequence and head
+    slots: Any
+    eps: Any
+
+
+class FinishSpec(NamedTuple):
+    HV: int
+    V: int
+    C: int
+    W: int
+    BV: int
+    BC: int
+    BW: int
+    SIGMOID: bool
 
 
 @triton.jit
-def load_window(x, past, channel, inside, past_w, W: tl.constexpr, BW: tl.constexpr):
+def load_window(x, past, channel, inside, past_w, S: tl.constexpr):
     """The inputs that the convolution sees at some channels, oldest first and this token's last: [channels, BW]."""
-    i = tl.arange(0, BW)[None, :]
-    older = tl.load(past + i * past_w + channel[:, None], mask=(i < W - 1) & inside[:, None], other=0.0)
+    i = tl.arange(0, S.BW)[None, :]
+    older = tl.load(past + i * past_w + channel[:, None], mask=(i < S.W - 1) & inside[:, None], other=0.0)
     new = tl.load(x + channel, mask=inside, other=0.0)
-    return tl.where(i == W - 1, new[:, None], older)
+    return tl.where(i == S.W - 1, new[:, None], older)
 
 
 @triton.jit
-def load_taps(weight, channel, inside, weight_d, weight_w, W: tl.constexpr, BW: tl.constexpr):
+def load_taps(weight, strides, channel, inside, S: tl.constexpr):
     """The convolution's weights of some channels: [channels, BW]."""
-    i = tl.arange(0, BW)[None, :]
-    at = weight + channel[:, None] * weight_d + i * weight_w
-    return tl.load(at, mask=(i < W) & inside[:, None], other=0.0)
+    i = tl.arange(0, S.BW)[None, :]
+    at = weight + channel[:, None] * strides[0] + i * strides[1]
+    return tl.load(at, mask=(i < S.W) & inside[:, None], other=0.0)
 
 
 @triton.jit
@@ -58,189 +135,197 @@ def convolve(window, taps, bias, channel, inside):
 
 
 @triton.jit
-def find_slot(slots, n, slots_n, pool):
-    """The slot of sequence n and whether it is one of the pool's."""
-    slot = n
-    live = n >= 0
+def find_slot(slots, row, stride, pool):
+    """The slot of sequence `row` and whether it is one of the pool's."""
+    slot = row
+    live = row >= 0
     if slots is not None:
-        slot = tl.load(slots + n * slots_n).to(tl.int64)
+        slot = tl.load(slots + row * stride).to(tl.int64)
         live = (slot >= 0) & (slot < pool)
         slot = tl.where(live, slot, 0)
     return slot, live
 
 
 @triton.jit
-def decay_factor(
-    decay, A_log, dt_bias, h, d, in_k, lower, K: tl.constexpr, CHANNEL: tl.constexpr, BOUNDED: tl.constexpr
-):
+def decay_factor(x, ptr, h, d, in_k, lower, S: tl.constexpr):
     """e^g of one head, a number or [BK]: g = -exp(A_log) softplus(x + dt_bias), or lower sigmoid(exp(A_log) (x + dt_bias))."""
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    if CHANNEL:
-        x = tl.load(decay + d, mask=in_k, other=0.0).to(tl.float32)
-        x += tl.load(dt_bias + h * K + d, mask=in_k, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(x.A_log + h).to(tl.float32))
+    if S.CHANNEL:
+        raw = tl.load(ptr + d, mask=in_k, other=0.0).to(tl.float32)  # [BK]
+        raw += tl.load(x.dt_bias + h * S.K + d, mask=in_k, other=0.0).to(tl.float32)  # [BK]
     else:
-        x = tl.load(decay).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    if BOUNDED:
-        return tl.exp(lower * tl.sigmoid(rate * x))
-    return tl.exp(-rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))))
+        raw = tl.load(ptr).to(tl.float32) + tl.load(x.dt_bias + h).to(tl.float32)
+    if S.BOUNDED:
+        return tl.exp(lower * tl.sigmoid(rate * raw))
+    return tl.exp(-rate * (tl.maximum(raw, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw)))))
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VECTORS)
-def delta_net_kernel(
-    qkv, strength, state, past, weight, bias, decay, A_log, dt_bias, slots, o,
-    pool, qkv_n, strength_n, strength_h, state_n, state_h, past_n, past_w, weight_d, weight_w,
-    decay_n, decay_h, slots_n, scale, lower,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
-    CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, STRONGEST: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x"])
+def delta_net_kernel(x, states, n, strides, R: tl.constexpr):
     """One token of one sequence and value head, BV columns: the state and the output `[B, HV, V]` before its norm."""
-    COLUMNS: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0) // COLUMNS
-    n, h = (row // HV).to(tl.int64), row % HV
-    d = tl.arange(0, BK)  # [BK]
-    c = (tl.program_id(0) % COLUMNS) * BV + tl.arange(0, BV)  # [BV]
-    slot, live = find_slot(slots, n, slots_n, pool)
+    H: tl.constexpr = R.H
+    HV: tl.constexpr = R.HV
+    K: tl.constexpr = R.K
+    V: tl.constexpr = R.V
+    COLUMNS: tl.constexpr = (V + R.BV - 1) // R.BV
+    program = tl.program_id(0) // COLUMNS
+    row, h = (program // HV).to(tl.int64), program % HV
+    d = tl.arange(0, R.BK)  # [BK]
+    c = (tl.program_id(0) % COLUMNS) * R.BV + tl.arange(0, R.BV)  # [BV]
+    slot, live = find_slot(x.slots, row, n.slots, n.pool)
     in_k, in_v = (d < K) & live, (c < V) & live
-    at = state + slot * state_n + h.to(tl.int64) * state_h + (d[:, None] * V + c[None, :])  # [BK, BV]
-    inside = in_k[:, None] & in_v[None, :]
-    qkv += n * qkv_n
-    past += slot * past_n
+    at = strides.state
+    ptr = states.state + slot * at[0] + h.to(tl.int64) * at[1] + (d[:, None] * V + c[None, :])  # [BK, BV]
+    mask = in_k[:, None] & in_v[None, :]
+    qkv = x.qkv + row * n.qkv
+    past = x.past + slot * n.past[0]
     key = (h // (HV // H)) * K + d
     value = 2 * H * K + h * V + c
-    # Everything is asked for first, the state last: Triton lays out the tile by the load that is nearest to its use.
-    qs = load_window(qkv, past, key, in_k, past_w, W, BW)  # [BK, BW]
-    ks = load_window(qkv, past, H * K + key, in_k, past_w, W, BW)  # [BK, BW]
-    vs = load_window(qkv, past, value, in_v, past_w, W, BW)  # [BV, BW]
-    q_taps = load_taps(weight, key, in_k, weight_d, weight_w, W, BW)
-    k_taps = load_taps(weight, H * K + key, in_k, weight_d, weight_w, W, BW)
-    v_taps = load_taps(weight, value, in_v, weight_d, weight_w, W, BW)
-    S = tl.load(at, mask=inside, other=0.0).to(tl.float32)  # [BK, BV]
-    q = convolve(qs, q_taps, bias, key, in_k)  # [BK]
-    k = convolve(ks, k_taps, bias, H * K + key, in_k)  # [BK]
-    v = convolve(vs, v_taps, bias, value, in_v)  # [BV]
-    q = q * (scale / tl.sqrt(tl.sum(q * q, 0) + L2_EPS))
+    # All loads are issued first, that of the state last: Triton lays out the tile by the load that is nearest to its use.
+    qs = load_window(qkv, past, key, in_k, n.past[1], R)  # [BK, BW]
+    ks = load_window(qkv, past, H * K + key, in_k, n.past[1], R)  # [BK, BW]
+    vs = load_window(qkv, past, value, in_v, n.past[1], R)  # [BV, BW]
+    q_taps = load_taps(x.weight, strides.weight, key, in_k, R)  # [BK, BW]
+    k_taps = load_taps(x.weight, strides.weight, H * K + key, in_k, R)  # [BK, BW]
+    v_taps = load_taps(x.weight, strides.weight, value, in_v, R)  # [BV, BW]
+    S = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)  # [BK, BV]
+    # q, k, v = silu(conv)
+    q = convolve(qs, q_taps, x.bias, key, in_k)  # [BK]
+    k = convolve(ks, k_taps, x.bias, H * K + key, in_k)  # [BK]
+    v = convolve(vs, v_taps, x.bias, value, in_v)  # [BV]
+    q = q * (n.scale / tl.sqrt(tl.sum(q * q, 0) + L2_EPS))
     k = k / tl.sqrt(tl.sum(k * k, 0) + L2_EPS)
-    if decay is not None:
-        factor = decay_factor(
-            decay + n * decay_n + h * decay_h, A_log, dt_bias, h, d, d < K, lower, K, CHANNEL, BOUNDED
-        )
-        S = S * factor[:, None] if CHANNEL else S * factor
-    beta = STRONGEST * tl.sigmoid(tl.load(strength + n * strength_n + h * strength_h).to(tl.float32))
+    # S <- diag(e^g) S + k (beta (v - S^T k))^T
+    if x.decay is not None:
+        decay = x.decay + row * n.decay[0] + h * n.decay[1]
+        factor = decay_factor(x, decay, h, d, d < K, n.lower, R)
+        S = S * factor[:, None] if R.CHANNEL else S * factor
+    strength = x.strength + row * n.strength[0] + h * n.strength[1]
+    beta = R.STRONGEST * tl.sigmoid(tl.load(strength).to(tl.float32))
     u = beta * (v - tl.sum(S * k[:, None], 0))  # [BV]
     S += k[:, None] * u[None, :]
-    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
-    tl.store(o + (n * HV + h) * V + c, tl.sum(S * q[:, None], 0), mask=c < V)
+    tl.store(ptr, S.to(states.state.dtype.element_ty), mask=mask)
+    tl.store(x.o + (row * HV + h) * V + c, tl.sum(S * q[:, None], 0), mask=c < V)
 
 
-@triton.jit(
-    do_not_specialize=["pool", "qkv_n", "past_n", "past_w", "gate_n", "gate_h", "slots_n"],
-    do_not_specialize_on_alignment=["qkv", "past", "norm_weight", "gate", "slots", "o", "y"],
-)
-def finish_kernel(
-    qkv, past, norm_weight, gate, slots, o, y,
-    pool, qkv_n, past_n, past_w, gate_n, gate_h, slots_n, eps,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-    BV: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, SIGMOID: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x"])
+def finish_kernel(x, n, R: tl.constexpr):
     """The norm and the gate of one value head, and a share of the channels whose past moves on by one token."""
-    SHARE: tl.constexpr = (C + HV - 1) // HV
-    n, h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
-    slot, live = find_slot(slots, n, slots_n, pool)
-    past += slot * past_n
-    channel = h * SHARE + tl.arange(0, BC)  # [BC]
-    mine = (channel < C) & (tl.arange(0, BC) < SHARE) & live
-    window = load_window(qkv + n * qkv_n, past, channel, mine, past_w, W, BW)  # [BC, BW]
-    c = tl.arange(0, BV)  # [BV]
-    out = tl.load(o + (n * HV + h) * V + c, mask=c < V, other=0.0)
-    out = out / tl.sqrt(tl.sum(out * out, 0) / V + eps)
-    if norm_weight is not None:
-        out *= tl.load(norm_weight + c, mask=c < V, other=0.0).to(tl.float32)
-    if gate is not None:
-        z = tl.load(gate + n * gate_n + h * gate_h + c, mask=c < V, other=0.0).to(tl.float32)
-        out *= tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
-    tl.store(y + (n * HV + h) * V + c, tl.where(live, out, 0.0).to(y.dtype.element_ty), mask=c < V)
+    HV: tl.constexpr = R.HV
+    V: tl.constexpr = R.V
+    SHARE: tl.constexpr = (R.C + HV - 1) // HV
+    row, h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    slot, live = find_slot(x.slots, row, n.slots, n.pool)
+    past = x.past + slot * n.past[0]
+    channel = h * SHARE + tl.arange(0, R.BC)  # [BC]
+    mine = (channel < R.C) & (tl.arange(0, R.BC) < SHARE) & live
+    window = load_window(x.qkv + row * n.qkv, past, channel, mine, n.past[1], R)  # [BC, BW]
+    c = tl.arange(0, R.BV)  # [BV]
+    out = tl.load(x.o + (row * HV + h) * V + c, mask=c < V, other=0.0)  # [BV]
+    # y = o / sqrt(mean(o^2) + eps) norm_weight act(gate)
+    out = out / tl.sqrt(tl.sum(out * out, 0) / V + n.eps)
+    if x.norm_weight is not None:
+        out *= tl.load(x.norm_weight + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+    if x.gate is not None:
+        ptr = x.gate + row * n.gate[0] + h * n.gate[1] + c
+        z = tl.load(ptr, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+        out *= tl.sigmoid(z) if R.SIGMOID else z * tl.sigmoid(z)
+    tl.store(x.y + (row * HV + h) * V + c, tl.where(live, out, 0.0).to(x.y.dtype.element_ty), mask=c < V)
     tl.debug_barrier()  # all threads have read the past
-    i = tl.arange(0, BW)[None, :]
-    tl.store(past + (i - 1) * past_w + channel[:, None], window, mask=(i > 0) & (i < W) & mine[:, None])
+    i = tl.arange(0, R.BW)[None, :]
+    tl.store(
+        past + (i - 1) * n.past[1] + channel[:, None], window, mask=(i > 0) & (i < R.W) & mine[:, None]
+    )  # fmt: skip
 
 
-def delta_net_step(tensors: Tensors, options: DeltaNetOptions) -> Tensor:
+def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
     """The output `[B, HV, V]`; states are written."""
-    ready, back = _ready(tensors)
-    y = prepare(ready, options)(ready)
-    for t, copy in back:
-        t.copy_(copy)
-    return y
+    if call.qkv.shape[0] == 0:
+        return call.results(), ()
+    again = prepare(call)
+    if again is not None:
+        return (again(vars(call)),), ()
+    copies = _copies(call)
+    changed = call.but(**copies)
+    y = _prepared(changed)(vars(changed))
+    for name in set(copies) & {"state", "conv_state"}:
+        getattr(call, name).copy_(copies[name])
+    return (y,), ()
 
 
-def prepare(tensors: Tensors, options: DeltaNetOptions) -> Any:
-    """A function of tensors like these that does as `delta_net_step`, its choices made; None if they must be copied first."""
-    if any(copy is not t for t, copy in zip(tensors, _ready(tensors)[0], strict=True)):
-        return None
-    advance, finish = _launches(tensors, options)
-    qkv, state = tensors[0], tensors[2]
-    assert qkv is not None and state is not None
-    shape, dtype, device = (qkv.shape[0], state.shape[1], state.shape[3]), qkv.dtype, qkv.device
+@by_signature
+def prepare(call: DeltaNetStepCall) -> Again | None:
+    """The short way of calls like this one; None if some tensors must be copied first, or nothing is to be launched."""
+    return None if call.qkv.shape[0] == 0 or _copies(call) else _prepared(call)
 
-    def run(tensors: Tensors) -> Tensor:
-        qkv, *_, norm_weight, gate, slots = tensors
+
+def _prepared(call: DeltaNetStepCall) -> Again:
+    advance, finish = _advance(call), _finish(call)
+    shape, dtype, device = (call.qkv.shape[0], call.state.shape[1], call.state.shape[3]), call.dtype, call.device
+
+    def run(x: Tensors) -> Tensor:
         o = torch.empty(shape, dtype=torch.float32, device=device)
         y = torch.empty(shape, dtype=dtype, device=device)
-        advance(device, (*tensors[:9], slots, o))
-        finish(device, (qkv, tensors[3], norm_weight, gate, slots, o, y))
+        qkv, past, slots = x["qkv"], x["conv_state"], x["state_indices"]
+        weight, bias, strength, decay = x["conv_weight"], x["conv_bias"], x["strength"], x["decay"]
+        inputs = (qkv, past, weight, bias, strength, decay, x["A_log"], x["dt_bias"], slots, o)
+        advance(device, inputs, (x["state"],))
+        finish(device, (qkv, past, x["norm_weight"], x["gate"], slots, o, y))
         return y
 
     return run
 
 
-def _ready(tensors: Tensors) -> tuple[Tensors, list[tuple[Tensor, Tensor]]]:
-    """The tensors as the kernel takes them, and the pairs of what was copied though it is written."""
-    ready, back = list(tensors), []
-    for at in (0, 3, 5, 6, 7, 8, 9, 10):  # rows of channels, and whole vectors of heads
-        t = tensors[at]
-        if t is not None and not (
-            t.is_contiguous() if at in (7, 8) else _has_unit_stride(t) or (at == 6 and t.dim() == 2)
-        ):
-            ready[at] = t.contiguous()
-    state = tensors[2]
-    assert state is not None
-    V = state.shape[-1]
-    if (state.stride(-1) != 1 and V > 1) or (state.stride(-2) != V and state.shape[-2] > 1):
-        ready[2] = state.contiguous()
-    for at in (2, 3):
-        before, after = tensors[at], ready[at]
-        if before is not None and after is not None and before is not after:
-            back.append((before, after))
-    return tuple(ready), back
+def _copies(call: DeltaNetStepCall) -> dict[str, Tensor]:
+    """The tensors that the kernels do not take as they lie, contiguous."""
+    found = {}
+    for name in ("qkv", "conv_state", "conv_bias", "decay", "A_log", "dt_bias", "norm_weight", "gate"):
+        t = getattr(call, name)
+        if t is None or t.is_contiguous() or (name == "decay" and t.dim() == 2):
+            continue
+        whole = name in ("A_log", "dt_bias")  # read as whole vectors; of the others the last axis
+        if whole or (t.stride(-1) != 1 and t.shape[-1] != 1):
+            found[name] = t.contiguous()
+    K, V = call.state.shape[-2:]
+    if (call.state.stride(-1) != 1 and V > 1) or (call.state.stride(-2) != V and K > 1):
+        found["state"] = call.state.contiguous()
+    return found
 
 
-def _has_unit_stride(t: Tensor) -> bool:
-    return t.stride(-1) == 1 or t.shape[-1] == 1
-
-
-def _launches(tensors: Tensors, options: DeltaNetOptions) -> tuple[Launch, Launch]:
-    """The two launches for tensors of these sizes."""
-    qkv, strength, state, past, weight, _, decay, _, _, _, gate, slots = tensors
-    assert qkv is not None and strength is not None and state is not None and past is not None and weight is not None
-    (B, C), (P, HV, K, V), W = qkv.shape, state.shape, weight.shape[1]
-    BK, BV, warps = tile(K, V, state.element_size())
-    slots_n = 0 if slots is None else slots.stride(0)
-    numbers = (
-        P, qkv.stride(0), *strength.stride(), *state.stride()[:2], *past.stride()[:2], *weight.stride(),
-        *((0, 0) if decay is None else decay.stride()[:2]), slots_n, K**-0.5, options.lower or 0.0,
+def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
+    """The launch of the first kernel for tensors of these sizes."""
+    (B, _), (P, HV, K, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
+    BK, BV, warps = tile(K, V, call.state.element_size())
+    numbers = AdvanceNumbers(
+        pool=P, qkv=call.qkv.stride(0), strength=call.strength.stride(), past=call.conv_state.stride()[:2],
+        decay=_strides(call.decay), slots=_slot_stride(call), scale=K**-0.5, lower=call.lower or 0.0,
     )  # fmt: skip
-    BW = triton.next_power_of_2(W)
-    constants = {
-        "H": options.heads, "HV": HV, "K": K, "V": V, "W": W, "BK": BK, "BV": BV, "BW": BW,
-        "CHANNEL": decay is not None and decay.dim() == 3, "BOUNDED": options.lower is not None,
-        "STRONGEST": 2.0 if options.negative_eigenvalues else 1.0,
-    }  # fmt: skip
-    advance = Launch(delta_net_kernel, B * HV * cdiv(V, BV), numbers, constants, warps)
-    gates = (0, 0) if gate is None else gate.stride()[:2]
-    constants = {
-        "HV": HV, "V": V, "C": C, "W": W, "BV": triton.next_power_of_2(V),
-        "BC": triton.next_power_of_2(cdiv(C, HV)), "BW": BW, "SIGMOID": options.gate_activation == "sigmoid",
-    }  # fmt: skip
-    numbers = (P, qkv.stride(0), *past.stride()[:2], *gates, slots_n, options.eps)
-    return advance, Launch(finish_kernel, B * HV, numbers, constants, 4)
+    spec = AdvanceSpec(
+        H=call.heads, HV=HV, K=K, V=V, W=W, BK=BK, BV=BV, BW=triton.next_power_of_2(W),
+        CHANNEL=call.decay is not None and call.decay.dim() == 3, BOUNDED=call.lower is not None,
+        STRONGEST=2.0 if call.negative_eigenvalues else 1.0,
+    )  # fmt: skip
+    strides = AdvanceStrides(call.state.stride()[:2], call.conv_weight.stride())
+    kernel = bound(delta_net_kernel, spec, num_warps=warps, num_stages=1)
+    return kernel.prepare(B * HV * triton.cdiv(V, BV), (AdvanceInputs, StatePool), numbers, strides)
+
+
+def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
+    """The launch of the second kernel."""
+    (B, C), (P, HV, _, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
+    spec = FinishSpec(
+        HV=HV, V=V, C=C, W=W, BV=triton.next_power_of_2(V), BC=triton.next_power_of_2(triton.cdiv(C, HV)),
+        BW=triton.next_power_of_2(W), SIGMOID=call.gate_activation == "sigmoid",
+    )  # fmt: skip
+    numbers = FinishNumbers(
+        P, call.qkv.stride(0), call.conv_state.stride()[:2], _strides(call.gate), _slot_stride(call), call.eps
+    )  # fmt: skip
+    return bound(finish_kernel, spec, num_warps=4, num_stages=1).prepare(B * HV, (FinishInputs,), numbers)
+
+
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if t is None else t.stride()[:2]
+
+
+def _slot_stride(call: DeltaNetStepCall) -> int:
+    return 0 if call.state_indices is None else call.state_indices.stride(0)

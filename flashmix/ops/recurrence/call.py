@@ -182,14 +182,3 @@ def _check_per_token(name: str, given: Tensor, q_name: str, q: Tensor, *shapes: 
         raise ValueError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(given.shape)}")
     check_floating(name, given)
     check_like(name, given, q_name, q, dtype=False)
-
-
-@dataclass(frozen=True)
-class DeltaNetOptions:
-    """What a call of `delta_net_step` is besides its tensors."""
-
-    heads: int
-    lower: float | None = None
-    negative_eigenvalues: bool = False
-    gate_activation: str = "silu"
-    eps: float = 1e-6

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
+from flashmix.op.call import Op, always
+from flashmix.op.choose import Implementation
+from flashmix.op.dtypes import autocast
+from flashmix.op.remember import Remembered
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.step.engine import Tensors, check_history, check_indices, check_state, run_step
+from flashmix.ops.recurrence.step.call import StepCall, check_history, check_indices, check_state
+
+IMPLEMENTATIONS: tuple[Implementation[StepCall], ...] = (
+    Implementation(
+        "triton", "flashmix.ops.recurrence.step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
+    ),
+    Implementation("portable", "flashmix.ops.recurrence.step.portable.in_place", always),
+)
+STEP = Op("recurrent_step", StepCall, IMPLEMENTATIONS, outputs=1)
+STEPS = Remembered(STEP)
 
 
 def linear_attention_step(
@@ -59,8 +73,12 @@ def linear_attention_step(
         >>> linear_attention_step(q, k, v, state).shape, bool(state.any())
         (torch.Size([2, 1, 4, 32]), True)
     """
-    tensors = (q, k, v, None, None, None, log_decay, state, state_indices, history)
-    return run_step("linear_attention_step", tensors, scale, read_before, False, impl, _check_linear)
+    tensors = {
+        "q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state, "history": history,
+        "state_indices": state_indices,
+    }  # fmt: skip
+    options = {"scale": scale, "read_before": read_before, "minus_a": False}
+    return STEPS("linear_attention_step", impl, _ready, tensors, options)
 
 
 def delta_rule_step(
@@ -124,8 +142,12 @@ def delta_rule_step(
         >>> o = delta_rule_step(q, flashmix.l2_norm(k), v, torch.rand(2, 3, 4), state, history=history)
         >>> _ = state.copy_(history[torch.arange(2), torch.tensor([1, 3]) - 1])
     """
-    tensors = (q, k, v, beta, erase, write, log_decay, state, state_indices, history)
-    return run_step("delta_rule_step", tensors, scale, read_before, erase is not None, impl, _check_delta)
+    tensors = {
+        "q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state, "history": history,
+        "state_indices": state_indices,
+    }  # fmt: skip
+    options = {"scale": scale, "read_before": read_before, "minus_a": erase is not None}
+    return STEPS("delta_rule_step", impl, _delta_ready, tensors, options)
 
 
 def dplr_step(
@@ -184,31 +206,29 @@ def dplr_step(
         >>> pool.flatten(1).any(1).tolist(), bool(o[1].any())
         ([False, False, False, False, False, True, False, False], False)
     """
-    tensors = (q, k, v, None, a, b, log_decay, state, state_indices, history)
-    return run_step("dplr_step", tensors, scale, read_before, False, impl, _check_dplr)
+    tensors = {
+        "q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state, "history": history,
+        "state_indices": state_indices,
+    }  # fmt: skip
+    options = {"scale": scale, "read_before": read_before, "minus_a": False}
+    return STEPS("dplr_step", impl, _dplr_ready, tensors, options)
 
 
-def _check_linear(tensors: Tensors) -> None:
-    _check(tensors, {"k": tensors[1]}, None)
-
-
-def _check_delta(tensors: Tensors) -> None:
-    _, k, _, beta, erase, write, *_ = tensors
-    _check(tensors, {"k": k} | {n: t for n, t in (("erase", erase), ("write", write)) if t is not None}, beta)
-
-
-def _check_dplr(tensors: Tensors) -> None:
-    _, k, _, _, a, b, *_ = tensors
-    _check(tensors, {"k": k, "a": a, "b": b}, None)
-
-
-def _check(tensors: Tensors, keys: dict[str, Tensor | None], beta: Tensor | None) -> None:
-    """Raises unless the tensors of a call fit one another."""
-    q, _, v, _, _, _, g, state, state_indices, history = tensors
-    check_operands(q, v, keys, beta, g, None, None)  # type: ignore[arg-type]
-    assert q is not None and v is not None
+def _ready(call: StepCall, **keys: Tensor | None) -> StepCall:
+    """The call in the autocast dtype; raises unless its tensors fit one another. `keys` are further ones, by the caller's names."""
+    q, v = call.q, call.v
+    check_operands(q, v, {"k": call.k, **keys}, call.beta, call.log_decay, None, None)  # type: ignore[dict-item]
     B, T, HV, V = v.shape
-    check_state(state, state_indices, q, B, HV, q.shape[-1], V)  # type: ignore[arg-type]
-    assert state is not None
-    check_indices(state_indices, q, B, state.shape[0])
-    check_history(history, state, q, T)
+    check_state(call.state, call.state_indices, q, B, heads=HV, K=q.shape[-1], V=V)
+    check_indices(call.state_indices, q, B, call.state.shape[0])
+    check_history(call.history, call.state, q, T)
+    q, k, v, a, b = autocast(q, call.k, v, call.a, call.b)
+    return call if q is call.q and v is call.v else call.but(q=q, k=k, v=v, a=a, b=b)
+
+
+def _delta_ready(call: StepCall) -> StepCall:
+    return _ready(call, **{n: t for n, t in (("erase", call.a), ("write", call.b)) if t is not None})
+
+
+def _dplr_ready(call: StepCall) -> StepCall:
+    return _ready(call, a=call.a, b=call.b)

@@ -6,111 +6,186 @@
 
 A program has `BV` columns of the state of one head of one sequence; columns of a state do not meet. Its result depends on
 nothing else in the batch, and the tile follows from K, V and the state's dtype alone, so it has the same bits in any batch.
+Letters: `d` channels of the keys (BK), `c` channels of the values (BV).
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashmix.gpu.prepared import Launch
-from flashmix.gpu.sizes import cdiv, padded
+from flashmix.gpu.launch import PreparedLaunch, bound
+from flashmix.gpu.rows import power_of_two
+from flashmix.op.call import Outputs
+from flashmix.op.remember import Again, Tensors, by_signature
 from flashmix.ops.recurrence.call import RecurrenceCall
-
-# Pointers besides those of the state: vectors of one head, read by many threads, where alignment gains nothing.
-_VECTORS = ["q", "k", "v", "beta", "a", "b", "g", "slots", "o"]
-_STRIDES = [f"{t}_{axis}" for t in ("q", "k", "v", "beta", "a", "b", "g") for axis in "nth"]
-_VARYING = ["tokens", "pool", "kept", "slots_n", *_STRIDES]
-
-Tensors = tuple[Tensor | None, ...]  # q, k, v, beta, a, b, g, state, slots, history, as the public ops take them
+from flashmix.ops.recurrence.step.call import StepCall
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VECTORS)
-def step_kernel(
-    q, k, v, beta, a, b, g, state, new_state, slots, history, o,
-    tokens, pool, kept,
-    q_n, q_t, q_h, k_n, k_t, k_h, v_n, v_t, v_h, beta_n, beta_t, beta_h,
-    a_n, a_t, a_h, b_n, b_t, b_h, g_n, g_t, g_h,
-    state_n, state_h, new_n, new_h, slots_n, history_n, history_t, history_h, scale,
-    HV: tl.constexpr, GROUP: tl.constexpr, A_GROUP: tl.constexpr, B_GROUP: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    RAW: tl.constexpr, CORRECTED: tl.constexpr, MINUS_A: tl.constexpr, GATE: tl.constexpr,
-    READ_BEFORE: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """Tokens of one sequence and value head, BV columns of the state. A slot outside [0, pool) is idle: o = 0.
+class StepVectors(NamedTuple):
+    """Vectors of one head, read by many threads, where alignment gains nothing; absent ones None."""
 
-    GATE: 0 a decay for all of the state, 1 for each row, 2 for each column.
-    """
+    q: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    beta: Any
+    log_decay: Any
+    slots: Any
+    o: Any
+
+
+class StepStates(NamedTuple):
+    """The state before, None for zeros; the state after, which may be the same; the states after each of the last tokens, or None."""
+
+    old: Any
+    new: Any
+    history: Any
+
+
+class StepNumbers(NamedTuple):
+    """Sizes, and strides of sequence, token and head, that the code is not specialised for."""
+
+    tokens: Any
+    pool: Any
+    kept: Any  # states of each sequence in `history`
+    q: Any
+    k: Any
+    v: Any
+    a: Any
+    b: Any
+    beta: Any
+    log_decay: Any
+    slots: Any
+    scale: Any
+
+
+class StateStrides(NamedTuple):
+    """Strides of slot and head; of `history` of sequence, token and head."""
+
+    old: Any
+    new: Any
+    history: Any
+
+
+class StepSpec(NamedTuple):
+    HV: int
+    GROUP: int  # value heads per head of q and k
+    A_GROUP: int
+    B_GROUP: int
+    K: int
+    V: int
+    BK: int
+    BV: int
+    RAW: bool
+    CORRECTED: bool
+    MINUS_A: bool
+    DECAY: int  # 0: one factor for the state, 1: one for each row, 2: one for each column
+    READ_BEFORE: bool
+    ONE: bool  # one token
+
+
+@triton.jit
+def corrected_value(x, n, S, D, key, value, place, R: tl.constexpr):
+    """nu [BV]: r + S^T a, or beta (v - D^T k) of the tied rule; `place` is (sequence, token, value head, d, d < K)."""
+    row, t, h, d, in_k = place
+    beta = 1.0
+    if x.beta is not None:
+        beta = tl.load(x.beta + row * n.beta[0] + t * n.beta[1] + h * n.beta[2]).to(tl.float32)
+    if x.a is None:
+        nu = beta * (value - tl.sum(D * key[:, None], 0))  # [BV]
+    else:
+        ptr = x.a + row * n.a[0] + t * n.a[1] + (h // R.A_GROUP) * n.a[2] + d
+        a = tl.load(ptr, mask=in_k, other=0.0).to(tl.float32)  # [BK]
+        nu = tl.sum(S * (-a if R.MINUS_A else a)[:, None], 0)  # [BV]
+        if not R.RAW:
+            nu += beta * value
+    return nu
+
+
+@triton.jit
+def decayed(x, n, S, place, c, in_v, R: tl.constexpr):
+    """D = diag(e^g) S, or S diag(e^g): [BK, BV]."""
+    row, t, h, d, in_k = place
+    ptr = x.log_decay + row * n.log_decay[0] + t * n.log_decay[1] + h * n.log_decay[2]
+    if R.DECAY == 2:
+        return S * tl.exp(tl.load(ptr + c, mask=in_v, other=0.0).to(tl.float32))[None, :]
+    elif R.DECAY == 1:
+        return S * tl.exp(tl.load(ptr + d, mask=in_k, other=0.0).to(tl.float32))[:, None]
+    else:
+        return S * tl.exp(tl.load(ptr).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["x"])
+def step_kernel(x, states, n, strides, R: tl.constexpr):
+    """Tokens of one sequence and value head, BV columns of the state. A slot outside [0, pool) is idle: o = 0."""
+    HV: tl.constexpr = R.HV
+    K: tl.constexpr = R.K
+    V: tl.constexpr = R.V
+    BK: tl.constexpr = R.BK
+    BV: tl.constexpr = R.BV
     COLUMNS: tl.constexpr = (V + BV - 1) // BV
-    row = tl.program_id(0) // COLUMNS
-    n, h = (row // HV).to(tl.int64), (row % HV).to(tl.int64)
+    program = tl.program_id(0) // COLUMNS
+    row, h = (program // HV).to(tl.int64), (program % HV).to(tl.int64)
     d = tl.arange(0, BK)  # [BK]
     c = (tl.program_id(0) % COLUMNS) * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = d < K, c < V
     tile = d[:, None] * V + c[None, :]  # [BK, BV]
-    inside = in_k[:, None] & in_v[None, :]
-    slot = n
-    if slots is not None:
-        slot = tl.load(slots + n * slots_n).to(tl.int64)
-        live = (slot >= 0) & (slot < pool)
+    mask = in_k[:, None] & in_v[None, :]
+    slot = row
+    if x.slots is not None:
+        slot = tl.load(x.slots + row * n.slots).to(tl.int64)
+        live = (slot >= 0) & (slot < n.pool)
         slot = tl.where(live, slot, 0)
-        inside = inside & live
-    if state is None:
+        mask = mask & live
+    if states.old is None:
         S = tl.zeros([BK, BV], tl.float32)
     else:
-        S = tl.load(state + slot * state_n + h * state_h + tile, mask=inside, other=0.0).to(tl.float32)  # [BK, BV]
-    q += n * q_n + (h // GROUP) * q_h + d
-    v += n * v_n + h * v_h + c
-    o += (n * tokens * HV + h) * V + c
-    for i in range(1 if ONE else tokens):
+        old = states.old + slot * strides.old[0] + h * strides.old[1] + tile
+        S = tl.load(old, mask=mask, other=0.0).to(tl.float32)  # [BK, BV]
+    q = x.q + row * n.q[0] + (h // R.GROUP) * n.q[2] + d
+    v = x.v + row * n.v[0] + h * n.v[2] + c
+    o = x.o + (row * n.tokens * HV + h) * V + c
+    for i in range(1 if R.ONE else n.tokens):
         t = tl.zeros([], tl.int64) + i
+        place = row, t, h, d, in_k
         D = S
-        if g is not None:
-            at = g + n * g_n + t * g_t + h * g_h
-            if GATE == 2:
-                D = S * tl.exp(tl.load(at + c, mask=in_v, other=0.0).to(tl.float32))[None, :]
-            elif GATE == 1:
-                D = S * tl.exp(tl.load(at + d, mask=in_k, other=0.0).to(tl.float32))[:, None]
-            else:
-                D = S * tl.exp(tl.load(at).to(tl.float32))
-        x = tl.load(v + t * v_t, mask=in_v, other=0.0).to(tl.float32)  # [BV]
+        if x.log_decay is not None:
+            D = decayed(x, n, S, place, c, in_v, R)
+        value = tl.load(v + t * n.v[1], mask=in_v, other=0.0).to(tl.float32)  # [BV]
         new = D
-        if k is not None:
-            key = tl.load(k + n * k_n + t * k_t + (h // GROUP) * k_h + d, mask=in_k, other=0.0).to(tl.float32)  # [BK]
-        if RAW:
-            new = new + key[:, None] * x[None, :]
-        if CORRECTED:
-            strength = 1.0
-            if beta is not None:
-                strength = tl.load(beta + n * beta_n + t * beta_t + h * beta_h).to(tl.float32)
-            if a is None:
-                nu = strength * (x - tl.sum(D * key[:, None], 0))  # [BV]
-            else:
-                reader = tl.load(a + n * a_n + t * a_t + (h // A_GROUP) * a_h + d, mask=in_k, other=0.0).to(tl.float32)
-                nu = tl.sum(S * (-reader if MINUS_A else reader)[:, None], 0)
-                if not RAW:
-                    nu += strength * x
-            if b is None:
-                writer = key
-            if b is not None:
-                writer = tl.load(b + n * b_n + t * b_t + (h // B_GROUP) * b_h + d, mask=in_k, other=0.0).to(tl.float32)
-            new = new + writer[:, None] * nu[None, :]
-        query = tl.load(q + t * q_t, mask=in_k, other=0.0).to(tl.float32)  # [BK]
-        y = tl.sum((S if READ_BEFORE else new) * query[:, None], 0) * scale  # [BV]
-        if slots is not None:
+        key = x.k  # None, or the key itself
+        if x.k is not None:
+            k = x.k + row * n.k[0] + t * n.k[1] + (h // R.GROUP) * n.k[2] + d
+            key = tl.load(k, mask=in_k, other=0.0).to(tl.float32)  # [BK]
+        if R.RAW:
+            new = new + key[:, None] * value[None, :]
+        if R.CORRECTED:
+            nu = corrected_value(x, n, S, D, key, value, place, R)  # [BV]
+            write = key
+            if x.b is not None:
+                b = x.b + row * n.b[0] + t * n.b[1] + (h // R.B_GROUP) * n.b[2] + d
+                write = tl.load(b, mask=in_k, other=0.0).to(tl.float32)  # [BK]
+            new = new + write[:, None] * nu[None, :]
+        query = tl.load(q + t * n.q[1], mask=in_k, other=0.0).to(tl.float32)  # [BK]
+        y = tl.sum((S if R.READ_BEFORE else new) * query[:, None], 0) * n.scale  # [BV]
+        if x.slots is not None:
             y = tl.where(live, y, 0.0)
-        tl.store(o + t * HV * V, y.to(o.dtype.element_ty), mask=in_v)
+        tl.store(o + t * HV * V, y.to(x.o.dtype.element_ty), mask=in_v)
         S = new
-        if history is not None:
-            j = t - (tokens - kept)
-            at = history + n * history_n + j * history_t + h * history_h + tile
-            tl.store(at, S.to(history.dtype.element_ty), mask=inside & (j >= 0))
-    tl.store(new_state + slot * new_n + h * new_h + tile, S.to(new_state.dtype.element_ty), mask=inside)
+        if states.history is not None:
+            j = t - (n.tokens - n.kept)
+            at = strides.history
+            kept = states.history + row * at[0] + j * at[1] + h * at[2] + tile
+            tl.store(kept, S.to(states.history.dtype.element_ty), mask=mask & (j >= 0))
+    after = states.new + slot * strides.new[0] + h * strides.new[1] + tile
+    tl.store(after, S.to(states.new.dtype.element_ty), mask=mask)
 
 
 def tile(K: int, V: int, bytes_each: int) -> tuple[int, int, int]:
@@ -118,105 +193,103 @@ def tile(K: int, V: int, bytes_each: int) -> tuple[int, int, int]:
 
     It must not know the batch: another tile sums in another order.
     """
-    BK = padded(K)
+    BK = max(16, power_of_two(K))
     BV, warps = (32, 4) if BK > 128 else (64, 4) if BK == 128 and bytes_each == 4 else (32, 2)
-    return BK, min(BV, padded(V)), warps
+    return BK, min(BV, max(16, power_of_two(V))), warps
 
 
 def step(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     """Output `[B, T, HV, V]` and the next state `[B, HV, K, V]` of a few tokens, from the initial state or zeros."""
     B, _, HV, V = call.v.shape
     new = torch.empty(B, HV, call.K, V, dtype=torch.float32, device=call.device)
-    tensors = (call.q, call.k, call.v, call.beta, call.a, call.b, call.log_decay, call.initial_state, None, None)
-    return _run(tensors, new, call.scale, call.read_before, False, call.value_decay), new
+    o = torch.empty(call.v.shape, dtype=call.dtype, device=call.device)
+    old = call.initial_state
+    old = old if old is None or _is_packed(old) else old.contiguous()
+    made = StepCall.make({
+        "q": call.q, "k": call.k, "v": call.v, "a": call.a, "b": call.b, "beta": call.beta, "log_decay": call.log_decay,
+        "state": old, "history": None, "state_indices": None, "scale": call.scale, "read_before": call.read_before,
+        "minus_a": False,
+    })  # fmt: skip
+    if o.numel():
+        _run(made, o, new, call.value_decay)
+    return o, new
 
 
-def step_in_place(tensors: Tensors, scale: float, read_before: bool, minus_a: bool) -> Tensor:
+def forward(call: StepCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output `[B, T, HV, V]`; the states and the history are written."""
-    state, history = tensors[7], tensors[9]
-    assert state is not None
-    held = [t for t in (state, history) if t is not None and not _is_packed(t)]
-    if not held:
-        return _run(tensors, state, scale, read_before, minus_a)
-    copies = {t: t.contiguous() for t in held}
-    changed = tuple(copies.get(t, t) if t is not None else None for t in tensors)
-    o = _run(changed, changed[7], scale, read_before, minus_a)
-    for t, copy in copies.items():
-        t.copy_(copy)
-    return o
+    again = prepare(call)
+    if again is not None:
+        return (again(vars(call)),), ()
+    (o,) = call.results()
+    if o.numel():
+        copies = {
+            n: t.contiguous() for n in ("state", "history") if (t := getattr(call, n)) is not None and not _is_packed(t)
+        }
+        changed = call.but(**copies)
+        _run(changed, o, changed.state)
+        for name, copy in copies.items():
+            getattr(call, name).copy_(copy)
+    return (o,), ()
 
 
-def prepare(tensors: Tensors, scale: float, read_before: bool, minus_a: bool) -> Any:
-    """A function of tensors like these that does as `step_in_place`, its checks and choices made; None if it cannot."""
-    if not all(t is None or _is_packed(t) for t in (tensors[7], tensors[9])):
+@by_signature
+def prepare(call: StepCall) -> Again | None:
+    """The short way of calls like this one; None if some tensors must be copied first, or nothing is to be launched."""
+    if not all(t is None or _is_packed(t) for t in (call.state, call.history)) or call.v.numel() == 0:
         return None
-    v = tensors[2]
-    if not all(t is None or _has_unit_stride(t) for t in _vectors(tensors)) or v is None or v.numel() == 0:
+    if _with_unit_strides(call) is not call:
         return None
-    launch = _launch(tensors, tensors[7], scale, read_before, minus_a)
-    shape, dtype, device = v.shape, v.dtype, v.device
+    launch = _launch(call, call.state)
+    shape, dtype, device = call.v.shape, call.dtype, call.device
 
-    def run(tensors: Tensors) -> Tensor:
+    def run(x: Tensors) -> Tensor:
         o = torch.empty(shape, dtype=dtype, device=device)
-        q, k, v, beta, a, b, g, state, slots, history = tensors
-        launch(device, (q, k, v, beta, a, b, g, state, state, slots, history, o))
+        state = x["state"]
+        vectors = (x["q"], x["k"], x["v"], x["a"], x["b"], x["beta"], x["log_decay"], x["state_indices"], o)
+        launch(device, vectors, (state, state, x["history"]))
         return o
 
     return run
 
 
-def _run(
-    tensors: Tensors, new: Tensor | None, scale: float, read_before: bool, minus_a: bool, value_gate: bool = False
-) -> Tensor:
-    q, k, v, beta, a, b, g, state, slots, history = tensors
-    assert v is not None
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    if o.numel() == 0:
-        return o
-    q, k, v, a, b = (t if t is None or _has_unit_stride(t) else t.contiguous() for t in (q, k, v, a, b))
-    if g is not None and g.dim() == 4 and not _has_unit_stride(g):
-        g = g.contiguous()
-    state = state if state is None or _is_packed(state) else state.contiguous()
-    tensors = (q, k, v, beta, a, b, g, state, slots, history)
-    launch = _launch(tensors, new, scale, read_before, minus_a, value_gate)
-    launch(o.device, (*tensors[:8], new, slots, history, o))
-    return o
+def _run(call: StepCall, o: Tensor, new: Tensor, value_decay: bool = False) -> None:
+    """Fills `o` and `new`, and the history."""
+    call = _with_unit_strides(call)
+    vectors = (call.q, call.k, call.v, call.a, call.b, call.beta, call.log_decay, call.state_indices, o)
+    _launch(call, new, value_decay)(o.device, vectors, (call.state, new, call.history))
 
 
-def _launch(
-    tensors: Tensors, new: Tensor | None, scale: float, read_before: bool, minus_a: bool, value_gate: bool = False
-) -> Launch:
+def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedLaunch:
     """The launch for tensors of these sizes."""
-    q, k, v, beta, a, b, g, state, slots, history = tensors
-    assert q is not None and v is not None and new is not None
-    B, T, HV, V = v.shape
-    H, K = q.shape[2:]
+    q, k, a, b, beta, g, old = call.q, call.k, call.a, call.b, call.beta, call.log_decay, call.state
+    (B, T, HV, V), (H, K) = call.v.shape, q.shape[2:]
     BK, BV, warps = tile(K, V, new.element_size())
-    gate = (0, 0, 0) if g is None else (0, 0, g.stride(0)) if g.dim() == 1 else g.stride()[:3]
-    strides = [s for t in (q, k, v, beta, a, b) for s in (t.stride()[:3] if t is not None else (0, 0, 0))]
-    past = (0, 0) if state is None else state.stride()[:2]
-    kept = (0, 0, 0) if history is None else history.stride()[:3]
-    numbers = (
-        T, new.shape[0], 0 if history is None else history.shape[1], *strides, *gate,
-        *past, *new.stride()[:2], 0 if slots is None else slots.stride(0), *kept, float(scale),
+    numbers = StepNumbers(
+        tokens=T, pool=new.shape[0], kept=call.kept, q=_strides(q), k=_strides(k), v=_strides(call.v), a=_strides(a),
+        b=_strides(b), beta=_strides(beta), log_decay=(0, 0, g.stride(0)) if g is not None and g.dim() == 1 else _strides(g),
+        slots=0 if call.state_indices is None else call.state_indices.stride(0), scale=call.factor,
     )  # fmt: skip
-    constants = {
-        "HV": HV, "GROUP": HV // H, "A_GROUP": 1 if a is None else HV // a.shape[2],
-        "B_GROUP": 1 if b is None else HV // b.shape[2], "K": K, "V": V, "BK": BK, "BV": BV,
-        "RAW": k is not None and beta is None, "CORRECTED": a is not None or beta is not None, "MINUS_A": minus_a,
-        "GATE": 0 if g is None or g.dim() < 4 else 2 if value_gate else 1, "READ_BEFORE": read_before, "ONE": T == 1,
-    }  # fmt: skip
-    return Launch(step_kernel, B * HV * cdiv(V, BV), numbers, constants, warps)
+    strides = StateStrides(_strides(old)[:2], new.stride()[:2], _strides(call.history))
+    spec = StepSpec(
+        HV=HV, GROUP=HV // H, A_GROUP=1 if a is None else HV // a.shape[2], B_GROUP=1 if b is None else HV // b.shape[2],
+        K=K, V=V, BK=BK, BV=BV, RAW=k is not None and beta is None, CORRECTED=a is not None or beta is not None,
+        MINUS_A=call.minus_a, DECAY=0 if g is None or g.dim() < 4 else 2 if value_decay else 1,
+        READ_BEFORE=call.read_before, ONE=T == 1,
+    )  # fmt: skip
+    kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
+    return kernel.prepare(B * HV * triton.cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
 
 
-def _vectors(tensors: Tensors) -> Tensors:
-    """Those that have a row of K or V numbers a head."""
-    q, k, v, _, a, b, g, *_ = tensors
-    return q, k, v, a, b, None if g is None or g.dim() < 4 else g
+def _strides(t: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if t is None else t.stride()[:3]
 
 
-def _has_unit_stride(t: Tensor) -> bool:
-    return t.stride(-1) == 1 or t.shape[-1] == 1
+def _with_unit_strides(call: StepCall) -> StepCall:
+    """The call itself, or one whose rows of K or V numbers each lie in one piece."""
+    names = ("q", "k", "v", "a", "b", "log_decay")
+    found = {n: t for n in names if (t := getattr(call, n)) is not None and (n != "log_decay" or t.dim() == 4)}
+    copies = {n: t.contiguous() for n, t in found.items() if t.stride(-1) != 1 and t.shape[-1] != 1}
+    return call.but(**copies) if copies else call
 
 
 def _is_packed(t: Tensor) -> bool:

@@ -1,0 +1,122 @@
+"""Calls of ops that write a state, made again at little cost to the host.
+
+A step takes some microseconds of a GPU, and Python as long to look at ten tensors. Checks, the choice of an implementation and its
+launch depend on sizes, dtypes, strides and options alone, so they are done once for each set of them; the calls that follow compare
+these, and launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from flashmix.op.call import Op
+from flashmix.op.checks import contents_everywhere
+from flashmix.op.choose import choose, explaining
+
+Tensors = Mapping[str, Any]  # the tensor fields of a call, absent ones None
+Again = Callable[
+    [Tensors], Tensor
+]  # the output of a call with tensors like those it was made for; writes what the op writes
+MOST = 1024  # signatures
+
+
+class Remembered:
+    """An op with one output whose calls are remembered, where its implementation has a short way.
+
+    The module of an implementation may have `prepare(call) -> Again | None`, all of whose decisions follow from `signature`s.
+    """
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.written = op.call.written
+        self.known: dict[Any, Again] = {}
+
+    def __call__(
+        self, asked: str, impl: str, ready: Callable[[Any], Any], tensors: dict[str, Any], options: dict[str, Any]
+    ) -> Tensor:
+        """The output of an unchecked call of the public function `asked`, whose fields are `tensors` and `options`.
+
+        `ready(call)` is the call as the op takes it; it raises where its fields do not fit. Raises RuntimeError: a gradient is wanted.
+        """
+        key = None
+        if not torch.compiler.is_compiling() and rememberable(tensors):
+            key = (asked, impl, *options.values(), signature(tensors))
+            known = self.known.get(key)
+            if known is not None:
+                written = [t for name in self.written if (t := tensors[name]) is not None]
+                if aligned(written):
+                    output = known(tensors)
+                    for t in written:
+                        increment_version(t)
+                    return output
+        call = ready(self.op.call.make({**tensors, **options}))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
+            raise RuntimeError(f"{asked} has no gradient, it writes its state in place: call it under torch.no_grad()")
+        (output,) = self.op(call, impl, asked)
+        if key is not None:
+            prepare = getattr(choose(asked, self.op.implementations, call, impl).load(), "prepare", None)
+            again = None if prepare is None else prepare(call)
+            if again is not None:
+                keep(self.known, key, again)
+        return output
+
+
+def rememberable(tensors: Tensors) -> bool:
+    """Whether sizes, dtypes, strides and options tell all about a call: it is on a GPU, has no gradient and asks for no more checks."""
+    first = next(iter(tensors.values()))
+    return (
+        type(first) is Tensor
+        and first.is_cuda
+        and not torch.is_autocast_enabled("cuda")
+        and not explaining()
+        and not contents_everywhere()
+        and not (
+            torch.is_grad_enabled()
+            and any(type(t) is not Tensor or t.requires_grad for t in tensors.values() if t is not None)
+        )
+    )
+
+
+def signature(tensors: Tensors) -> Any:
+    """What checks and choices depend on besides options: dtype, device, sizes and strides of each tensor."""
+    try:
+        return tuple([None if t is None else (t.dtype, t.get_device(), t.shape, t.stride()) for t in tensors.values()])
+    except AttributeError:  # not a tensor: the checks will say so
+        return None
+
+
+def aligned(written: Iterable[Tensor]) -> bool:
+    """Whether written tensors begin on 16 bytes, as all that torch allocates do: what is remembered is compiled for that."""
+    for t in written:  # noqa: SIM110  (a generator takes longer, at every call)
+        if t.data_ptr() % 16:
+            return False
+    return True
+
+
+def by_signature(prepare: Callable[[Any], Again | None]) -> Callable[[Any], Again | None]:
+    """`prepare` of an implementation, called once for each signature; None for calls that are not on a GPU."""
+    found: dict[Any, Again | None] = {}
+
+    @wraps(prepare)
+    def prepared(call: Any) -> Again | None:
+        if call.device.type != "cuda" or not aligned([t for n in call.written if (t := getattr(call, n)) is not None]):
+            return None
+        key = (signature({n: getattr(call, n) for n in call.names}), *[getattr(call, n) for n in call.options])
+        if key not in found:
+            keep(found, key, prepare(call))
+        return found[key]
+
+    return prepared
+
+
+def keep(found: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keeps `value`; forgets all where sizes change without end."""
+    if len(found) >= MOST:
+        found.clear()
+    found[key] = value
