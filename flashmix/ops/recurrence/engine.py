@@ -12,7 +12,8 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.op.choose import Implementation, choose
 from flashmix.op.operator import differentiable, once_differentiable, only_data, operator
-from flashmix.ops.recurrence.call import Gate, Operands, Problem
+from flashmix.op.packing import Packing
+from flashmix.ops.recurrence.call import Gate, Operands, Problem, RecurrenceCall
 from flashmix.ops.recurrence.native.binding import missing
 
 
@@ -90,14 +91,30 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Output, final state, and what the implementation keeps for its backward (nothing unless `save`)."""
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
-    with _no_autocast(q.device.type):
+    with _no_autocast(q.device.type), gpu.on(q.device):
+        if impl == "triton":
+            outputs, kept = _BY_NAME[impl].load().forward(_call(x, scale, read_before), save)
+            return *outputs, list(kept)
         return _BY_NAME[impl].load().forward(x, scale, read_before, save)
+
+
+RecurrenceCall.names = ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")
+
+
+def _call(x: Operands, scale: float, read_before: bool) -> RecurrenceCall:
+    """The call that the Triton implementation takes."""
+    packing = None if x.cu_seqlens is None else Packing.unchecked(x.cu_seqlens, x.q.shape[1])
+    tensors = (x.q, x.k, x.v, x.a, x.b, x.beta, x.g, x.initial_state)
+    return RecurrenceCall(*tensors, packing, scale, read_before, x.value_gate)
 
 
 def _fake_forward(q, k, v, beta, a, b, g, initial_state, cu_seqlens, scale, read_before, save, impl, value_gate):  # type: ignore[no-untyped-def]
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     problem = Problem.of(x, read_before)
     state = v.new_empty(_state_shape(problem), dtype=state_dtype(v.dtype))
+    if impl == "triton":
+        kept = _BY_NAME[impl].load().keeps(_call(x, scale, read_before)) if save else ()
+        return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, list(kept)
     kept = _BY_NAME[impl].load().residual_shapes(problem) if save else []
     residuals = [state.new_empty(shape, dtype=dtype) for shape, dtype in kept]
     return torch.empty(v.shape, dtype=v.dtype, device=v.device), state, residuals
@@ -112,6 +129,13 @@ def _run_backward(
     """Gradients of those of `q, k, v, beta, a, b, g, initial_state` that are there, in this order, of `g` if it is asked for."""
     x = Operands(q, k, v, beta, a, b, g, initial_state, cu_seqlens, value_gate)
     with _no_autocast(q.device.type):
+        if impl == "triton":
+            wanted = frozenset({"log_decay"} if gate_gradient else ())
+            call = _call(x, scale, read_before)
+            with gpu.on(q.device):
+                found = _BY_NAME[impl].load().backward(call, tuple(residuals), (do, dstate), wanted)
+            names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+            return [found[name] for name in names if name in found]
         return _BY_NAME[impl].load().backward(do, dstate, x, residuals, scale, read_before, gate_gradient)
 
 
