@@ -155,7 +155,7 @@ def test_every_kernel_of_the_table_has_candidates_that_are_measured(
     monkeypatch.setattr(table, "kernel_times", does_not_fit)
     assert all("out of resources" in row["failed"] for row in table.table("channel_decay", None))
     assert all("skipped" in row for row in table.table("channel_decay", 1e-9))
-    assert "channel_decay        *" in capsys.readouterr().out
+    assert "channel_decay       *" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no candidates for nothing"):
         table.table("nothing", None)
 

@@ -42,14 +42,15 @@ def pass_gradients(gradients, dA, keys, sums, anchor, seen, S: tl.constexpr):
     to_rows = zeros(ROWS, S.C, S.BK)
     to_columns = zeros(COLUMNS, S.C, S.BK)
     rows = ()  # [C, BK] each
+    decayed_X = ()
     for r in tl.static_range(ROWS):
         rows = append(rows, factor(row_sums(G, before, r, S) - anchor))
+        decayed_X = append(decayed_X, (X[r] * rows[r]).to(DT))
     for p in tl.static_range(PAIRS):
-        x = (X[S.ROW[p]] * rows[S.ROW[p]]).to(DT)
-        A = tl.where(seen, dA[p], 0.0)
         y = (Y[S.COLUMN[p]] * column).to(DT)
+        A = tl.where(seen, dA[p], 0.0)
         to_row = tl.dot(A, y, to_rows[S.ROW[p]], input_precision=S.PRECISION)
-        to_column = tl.dot(tl.trans(A), x, to_columns[S.COLUMN[p]], input_precision=S.PRECISION)
+        to_column = tl.dot(tl.trans(A), decayed_X[S.ROW[p]], to_columns[S.COLUMN[p]], input_precision=S.PRECISION)
         to_rows = replaced(to_rows, S.ROW[p], to_row)
         to_columns = replaced(to_columns, S.COLUMN[p], to_column)
     for r in tl.static_range(ROWS):
