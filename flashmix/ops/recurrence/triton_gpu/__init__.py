@@ -248,11 +248,10 @@ def output_backward(run: Run, inputs: ChunkInputs, scores: ChunkScores, values: 
     row_names, column_names = ("q", "a")[:rows], tuple(name for name in ("k", "b") if name in keys)
     own = tuple([keys.get(name) for name in row_names]), tuple([keys[name] for name in column_names])
     out = KeyGradients(*own, dbeta, dg, scores.A if call.decay is Decay.CHANNEL else torch.empty_like(scores.A))
+    decayed = scores if call.decay is Decay.CHANNEL else None
+    run.plan.output(run.chunk_programs, decayed, inputs, values, out, run.where, run.n)
     if call.decay is Decay.CHANNEL:
-        run.plan.output(run.chunk_programs, scores, inputs, values, out, run.where, run.n)
         run.plan.pairs(run.chunk_programs, inputs, values, out, run.where, run.n)
-    else:
-        run.plan.output(run.chunk_programs, inputs, values, out, run.where, run.n)
     found = {name: for_heads(gradient, getattr(call, name)) for name, gradient in keys.items()}
     if dbeta is not None:
         found["beta"] = dbeta

@@ -15,18 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.decay import channel_sums, column_factor, factor, load_reach, row_sums
+from flashmix.ops.recurrence.triton_gpu.gradients import carried_product, decay_gradient, load_state, state_product
 from flashmix.ops.recurrence.triton_gpu.keys import load_column_keys
-from flashmix.ops.recurrence.triton_gpu.output import carried_product, decay_gradient, load_state, state_product
-from flashmix.ops.recurrence.triton_gpu.pairs import load_values, pair_gradients, through_memory
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     append,
-    chunk_place,
-    load_numbers,
     load_rows,
     replaced,
-    store_numbers,
     store_rows,
     zeros,
 )
@@ -61,84 +56,74 @@ def one_pass_gradients(dA, X, Y, reaches, S: tl.constexpr):
     return to_rows, to_columns
 
 
-@with_sound_ptxas
-@triton.jit(do_not_specialize=["n"])
-def channel_output_backward_kernel(scores, x, values, out, where, n, S: tl.constexpr):
-    """One program per (chunk, value head); the rows of `scores` are decayed, the query with its scale. No pairs if EXACT."""
-    at = chunk_place(tl.program_id(0) // S.HV, tl.program_id(0) % S.HV, where, n, S)
-    if at.count == 0:
-        return
+@triton.jit
+def channel_tile(inputs, dA, beta, out, at, k0, S: tl.constexpr):
+    """The gradients of BK channels with a per-channel decay: writes those of keys and decay, returns that of beta, [C].
+
+    The rows of `scores` are decayed, the query with its scale. No pairs if EXACT.
+    """
     tl.static_assert(S.REACH % S.BK == 0, "a tile's channels must have one reach")
     ROWS: tl.constexpr = len(S.ROWS)
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
-    DT: tl.constexpr = values.dz[0].dtype.element_ty
-    dZ, W = load_values(values, at, tl.arange(0, S.BV), S)
+    scores, x, values, whole, scale = inputs
+    dZ, W = whole
+    DT: tl.constexpr = dZ[0].dtype
+    beta = beta[:, None]
+    dbeta = tl.full([S.C], 0.0, tl.float32)
+    ks = k0 + tl.arange(0, S.BK)
+    G, before, last = channel_sums(x.decay, at, ks, S)  # [C, BK]
+    column = factor(last[None, :] - G)
+    state = load_state(values.states, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
+    dstate = load_state(values.dstates, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
+    carried = carried_product(values, state, dstate, at, ks, S)
+    Y = load_column_keys(x.columns, at, ks, S)  # [C, BK] each
+    k = Y[0]
+    if S.TIED:
+        Y = ((k * beta).to(DT),)
+    X = ()
+    dX = ()
+    for r in tl.static_range(ROWS):
+        X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))  # [C, BK]
+        dX = append(dX, state_product(values.dz[r], dZ[r], values.states, state, at, ks, S))
     if not S.EXACT:
-        dA = seen_pair_gradients(pair_gradients(values, (dZ, W), at, S), S)
-        dA = through_memory(out.dA, dA, at, S)
-    if S.TIED:
-        beta = load_numbers(x.beta, at, S)[:, None]
-        dbeta = tl.full([S.C], 0.0, tl.float32)
-    for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
-        ks = k0 + tl.arange(0, S.BK)
-        G, before, last = channel_sums(x.decay, at, ks, S)  # [C, BK]
-        column = factor(last[None, :] - G)
-        state = load_state(values.states, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
-        dstate = load_state(values.dstates, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
-        carried = carried_product(values, state, dstate, at, ks, S)
-        Y = load_column_keys(x.columns, at, ks, S)  # [C, BK] each
-        k = Y[0]
-        if S.TIED:
-            Y = ((k * beta).to(DT),)
-        X = ()
-        dX = ()
-        for r in tl.static_range(ROWS):
-            X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))  # [C, BK]
-            dX = append(dX, state_product(values.dz[r], dZ[r], values.states, state, at, ks, S))
-        if not S.EXACT:
-            back = column_factor(-G, S)
-            Y_back = ()
-            for c in tl.static_range(COLUMNS):
-                Y_back = append(Y_back, (Y[c] * back).to(DT))
-            reaches = (load_reach(x.reach, at, k0 // S.REACH, S) == S.LEVELS)[:, None]
-            to_rows, to_columns = one_pass_gradients(dA, X, Y_back, reaches, S)
-            for r in tl.static_range(ROWS):
-                dX = replaced(dX, r, dX[r] + tl.where(reaches, to_rows[r], 0.0))
-        inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
-        exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
-        for r in tl.static_range(ROWS):
-            if S.ROWS[r].EXCLUSIVE:
-                exclusive += X[r] * dX[r]
-            else:
-                inclusive += X[r] * dX[r]
-            row = factor(row_sums(G, before, r, S))
-            if r == 0:
-                store_rows(out.rows[r], dX[r] * (n.scale * row), at, S.K, ks, S)
-            elif S.TIED:
-                dX = replaced(dX, r, dX[r] * row)
-            else:
-                store_rows(out.rows[r], dX[r] * row, at, S.K, ks, S)
-        written = tl.full([S.C, S.BK], 0.0, tl.float32)
+        back = column_factor(-G, S)
+        Y_back = ()
         for c in tl.static_range(COLUMNS):
-            d = state_product(values.w[c], W[c], values.dstates, dstate, at, ks, S) * column
-            written += Y[c] * d
-            if not S.EXACT:
-                inclusive -= Y_back[c] * to_columns[c]
-                d += to_columns[c] * back
-            if S.TIED:
-                dbeta += tl.sum(k * d, 1)
-                store_rows(out.columns[c], beta * d - dX[ROWS - 1], at, S.K, ks, S)
-            else:
-                store_rows(out.columns[c], d, at, S.K, ks, S)
-        if out.decay is not None:
-            if S.EXACT:
-                dg = decay_gradient(inclusive, exclusive, written, at.count, S)
-            else:
-                dg = (
-                    tl.cumsum(inclusive + exclusive - written, 0, reverse=True)
-                    - exclusive
-                    + tl.sum(written, 0)[None, :]
-                )
-            store_rows(out.decay, dg + (carried * factor(last))[None, :], at, S.K, ks, S)
-    if S.TIED:
-        store_numbers(out.beta, dbeta, at, S)
+            Y_back = append(Y_back, (Y[c] * back).to(DT))
+        reaches = (load_reach(x.reach, at, k0 // S.REACH, S) == S.LEVELS)[:, None]
+        to_rows, to_columns = one_pass_gradients(dA, X, Y_back, reaches, S)
+        for r in tl.static_range(ROWS):
+            dX = replaced(dX, r, dX[r] + tl.where(reaches, to_rows[r], 0.0))
+    inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    for r in tl.static_range(ROWS):
+        if S.ROWS[r].EXCLUSIVE:
+            exclusive += X[r] * dX[r]
+        else:
+            inclusive += X[r] * dX[r]
+        row = factor(row_sums(G, before, r, S))
+        if r == 0:
+            store_rows(out.rows[r], dX[r] * (scale * row), at, S.K, ks, S)
+        elif S.TIED:
+            dX = replaced(dX, r, dX[r] * row)
+        else:
+            store_rows(out.rows[r], dX[r] * row, at, S.K, ks, S)
+    written = tl.full([S.C, S.BK], 0.0, tl.float32)
+    for c in tl.static_range(COLUMNS):
+        d = state_product(values.w[c], W[c], values.dstates, dstate, at, ks, S) * column
+        written += Y[c] * d
+        if not S.EXACT:
+            inclusive -= Y_back[c] * to_columns[c]
+            d += to_columns[c] * back
+        if S.TIED:
+            dbeta += tl.sum(k * d, 1)
+            store_rows(out.columns[c], beta * d - dX[ROWS - 1], at, S.K, ks, S)
+        else:
+            store_rows(out.columns[c], d, at, S.K, ks, S)
+    if out.decay is not None:
+        if S.EXACT:
+            dg = decay_gradient(inclusive, exclusive, written, at.count, S)
+        else:
+            dg = tl.cumsum(inclusive + exclusive - written, 0, reverse=True) - exclusive + tl.sum(written, 0)[None, :]
+        store_rows(out.decay, dg + (carried * factor(last))[None, :], at, S.K, ks, S)
+    return dbeta

@@ -22,10 +22,10 @@ from flashmix.ops.recurrence.triton_gpu.decay import (
     pairs_of_pass,
     row_sums,
 )
+from flashmix.ops.recurrence.triton_gpu.gradients import load_beta, store_key_gradients
 from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
-from flashmix.ops.recurrence.triton_gpu.output import store_key_gradients
 from flashmix.ops.recurrence.triton_gpu.pairs import add_near, load_values, near, pair_gradients, split_near
-from flashmix.ops.recurrence.triton_gpu.tiles import append, chunk_place, load_numbers, replaced, store_rows, zeros
+from flashmix.ops.recurrence.triton_gpu.tiles import append, chunk_place, replaced, store_rows, zeros
 
 
 @triton.jit
@@ -102,9 +102,7 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
         dA, neighbours = split_near(dA, S)
     for p in tl.static_range(PAIRS):
         dA = replaced(dA, p, dA[p].to(DT))
-    beta = tl.full([S.C], 1.0, tl.float32)
-    if S.TIED:
-        beta = load_numbers(x.beta, at, S)
+    beta = load_beta(x, at, S)
     dbeta = tl.full([S.C], 0.0, tl.float32)
     for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
         reach = load_reach(x.reach, at, k0 // S.REACH, S)

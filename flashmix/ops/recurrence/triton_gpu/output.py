@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.triton_gpu.channel_output import channel_tile, seen_pair_gradients
 from flashmix.ops.recurrence.triton_gpu.decay import factor, load_sums, pair_decay, row_sums
+from flashmix.ops.recurrence.triton_gpu.gradients import (
+    carried_product,
+    decay_gradient,
+    load_beta,
+    load_state,
+    state_product,
+    store_key_gradients,
+)
 from flashmix.ops.recurrence.triton_gpu.keys import load_input_keys
 from flashmix.ops.recurrence.triton_gpu.pairs import (
     add_near,
@@ -28,91 +37,11 @@ from flashmix.ops.recurrence.triton_gpu.pairs import (
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     append,
     chunk_place,
-    load_numbers,
-    load_rows,
     replaced,
-    saved_tile,
     store_numbers,
-    store_rows,
     zero_vectors,
     zeros,
 )
-
-
-@triton.jit
-def load_state(states, at, v, k, S: tl.constexpr):
-    """Channels `v` and `k` of a chunk's saved state, [v, k]."""
-    mask = (v < S.V)[:, None] & (k < S.K)[None, :]
-    return tl.load(saved_tile(states, at.chunk.to(tl.int64) * S.HV + at.head, v, k, S), mask=mask, other=0.0)
-
-
-@triton.jit
-def state_product(x, x_tile, states, state, at, k, S: tl.constexpr):
-    """x S^T of the channels `k`, [C, BK] (6.2); `x_tile` and `state` are the whole of it where BV holds all values."""
-    if S.BV >= S.V:
-        return tl.dot(x_tile, state, input_precision=S.PRECISION)
-    else:
-        found = tl.full([S.C, S.BK], 0.0, tl.float32)
-        for v0 in tl.range(0, S.V, S.BV):
-            v = v0 + tl.arange(0, S.BV)
-            part = load_state(states, at, v, k, S)  # [BV, BK]
-            rows = load_rows(x, at, S.HV, S.V, v, S)  # [C, BV]
-            found = tl.dot(rows, part, found, input_precision=S.PRECISION)
-        return found
-
-
-@triton.jit
-def carried_product(x, state, dstate, at, k, S: tl.constexpr):
-    """sum_v S dS' of the channels `k`, [BK]: what the decay of the whole chunk multiplies."""
-    if S.BV >= S.V:
-        return tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-    else:
-        total = tl.full([S.BK], 0.0, tl.float32)
-        for v0 in tl.range(0, S.V, S.BV):
-            v = v0 + tl.arange(0, S.BV)
-            state_part = load_state(x.states, at, v, k, S)  # [BV, BK]
-            dstate_part = load_state(x.dstates, at, v, k, S)  # [BV, BK]
-            total += tl.sum(state_part.to(tl.float32) * dstate_part.to(tl.float32), 0)
-        return total
-
-
-@triton.jit
-def decay_gradient(inclusive, exclusive, written, count, S: tl.constexpr):
-    """The gradient of the decay along the first axis (2.7): of x dX of rows that read after (inclusive) or before (exclusive) their
-    decay, less y dY of pairs, the sums over i >= t and i > t; of y dY by way of the state (written) the sum over j < t.
-    """
-    t = tl.arange(0, S.C)
-    first = t > 0
-    last = t < count - 1
-    if len(written.shape) == 2:
-        first = first[:, None]
-        last = last[:, None]
-    exclusive = tl.where(first, exclusive, 0.0)  # no decay precedes the first token's read
-    written = tl.where(last, written, 0.0)  # nor follows the last token's write
-    after = tl.cumsum(inclusive + exclusive, 0, reverse=True) - exclusive
-    return after + tl.cumsum(written, 0) - written
-
-
-@triton.jit
-def store_key_gradients(out, gradients, k, beta, at, d, S: tl.constexpr, ADD: tl.constexpr = False):
-    """Writes dX and dY, or ADDs them to what is there; returns the gradient of beta, [C].
-
-    A TIED rule has a = -k and b = beta k (6.5).
-    """
-    ROWS: tl.constexpr = len(S.ROWS)
-    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
-    dX, dY = gradients
-    dbeta = tl.full([S.C], 0.0, tl.float32)
-    store_rows(out.rows[0], dX[0], at, S.K, d, S, ADD)
-    if S.TIED:
-        dbeta = tl.sum(k * dY[0], 1)
-        store_rows(out.columns[0], beta[:, None] * dY[0] - dX[1], at, S.K, d, S, ADD)
-    else:
-        for r in tl.static_range(1, ROWS):
-            store_rows(out.rows[r], dX[r], at, S.K, d, S, ADD)
-        for c in tl.static_range(COLUMNS):
-            store_rows(out.columns[c], dY[c], at, S.K, d, S, ADD)
-    return dbeta
 
 
 @triton.jit
@@ -127,76 +56,120 @@ def decayed_pair_gradients(dA, G, before, scale, S: tl.constexpr):
     return dA
 
 
+@triton.jit
+def row_gradients(values, dZ, dA, keys, row_factors, state, at, k, S: tl.constexpr):
+    """dX = e^{G_e} dZ S^T + dA Y, [C, BK] each, and the sums of x dX over channels, [C] each."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    X, Y = keys
+    dX = ()
+    shares = ()
+    for r in tl.static_range(ROWS):
+        d = state_product(values.dz[r], dZ[r], values.states, state, at, k, S) * row_factors[r][:, None]
+        dX = append(dX, d)
+        shares = append(shares, tl.sum(X[r] * d, 1))
+    for p in tl.static_range(PAIRS):
+        dX = replaced(dX, S.ROW[p], tl.dot(dA[p], Y[S.COLUMN[p]], dX[S.ROW[p]], input_precision=S.PRECISION))
+    if not S.EXACT:  # with the pairs, of which the columns are taken off again
+        for r in tl.static_range(ROWS):
+            shares = replaced(shares, r, tl.sum(X[r] * dX[r], 1))
+    return dX, shares
+
+
+@triton.jit
+def token_tile(x, values, whole, dA, decays, sums, out, at, k, S: tl.constexpr):
+    """The gradients of the channels `k`, with at most one decay per token: writes those of keys, adds to the sums of the others."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    dZ, W = whole
+    row_factors, column_factor, neighbours, beta = decays
+    inclusive, exclusive, written, dbeta, carried, across = sums
+    X, Y, tied_k = load_input_keys(x, beta, at, k, S)  # [C, BK] each
+    state = load_state(values.states, at, tl.arange(0, S.BV), k, S)  # [BV, BK]
+    dstate = load_state(values.dstates, at, tl.arange(0, S.BV), k, S)  # [BV, BK]
+    if S.DECAY != "none":
+        carried += tl.sum(carried_product(values, state, dstate, at, k, S), 0)
+    dX, shares = row_gradients(values, dZ, dA, (X, Y), row_factors, state, at, k, S)
+    for r in tl.static_range(ROWS):
+        if S.ROWS[r].EXCLUSIVE:
+            exclusive += shares[r]
+        else:
+            inclusive += shares[r]
+    dY = ()  # e^{G_C - G} W dS'^T + dA^T X
+    for c in tl.static_range(COLUMNS):
+        d = state_product(values.w[c], W[c], values.dstates, dstate, at, k, S) * column_factor
+        written += tl.sum(Y[c] * d, 1)
+        by_pairs = tl.full([S.C, S.BK], 0.0, tl.float32)
+        for p in tl.static_range(PAIRS):
+            if S.COLUMN[p] == c:
+                by_pairs = tl.dot(tl.trans(dA[p]), X[S.ROW[p]], by_pairs, input_precision=S.PRECISION)
+        if not S.EXACT:
+            inclusive -= tl.sum(Y[c] * by_pairs, 1)
+        dY = append(dY, d + by_pairs)
+    if S.EXACT:
+        for p in tl.static_range(PAIRS):
+            xy = tl.dot(X[S.ROW[p]], tl.trans(Y[S.COLUMN[p]]), input_precision=S.PRECISION)
+            across = replaced(across, S.ROW[p], across[S.ROW[p]] + xy * dA[p])
+    gradients = add_near((dX, dY), (X, Y), neighbours, x, at, k, S)
+    dbeta += store_key_gradients(out, gradients, tied_k, beta, at, k, S)
+    return inclusive, exclusive, written, dbeta, carried, across
+
+
+@triton.jit
+def store_token_decay(out, sums, last, at, S: tl.constexpr):
+    """Writes the gradient of at most one decay per token."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    inclusive, exclusive, written, _, carried, across = sums
+    dg = decay_gradient(inclusive, exclusive, written, at.count, S) + carried * factor(last)
+    if S.EXACT:
+        for r in tl.static_range(ROWS):
+            dg += pairs_across(across[r], r, S)
+    store_numbers(out.decay, dg, at, S)
+
+
 @with_sound_ptxas
 @triton.jit(do_not_specialize=["n"])
-def output_backward_kernel(x, values, out, where, n, S: tl.constexpr):
-    """One program per (chunk, value head); at most one decay per token."""
+def output_backward_kernel(scores, x, values, out, where, n, S: tl.constexpr):
+    """One program per (chunk, value head).
+
+    With at most one decay per token its factors are part of dA, else they multiply keys (`channel_output.py`); float32 then leaves
+    all pairs to `channel_pairs.py`.
+    """
     at = chunk_place(tl.program_id(0) // S.HV, tl.program_id(0) % S.HV, where, n, S)
     if at.count == 0:
         return
     ROWS: tl.constexpr = len(S.ROWS)
-    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
-    PAIRS: tl.constexpr = len(S.ROW)
-    dZ, W = load_values(values, at, tl.arange(0, S.BV), S)
-    dA = pair_gradients(values, (dZ, W), at, S)
-    G, before, last = load_sums(x.decay, at, S)
-    row_factors = ()  # [C] each
-    for r in tl.static_range(ROWS):
-        row_factor = factor(row_sums(G, before, r, S))
-        row_factors = append(row_factors, (n.scale * row_factor) if r == 0 else row_factor)
-    column_factor = factor(last - G)[:, None]  # [C, 1]
-    beta = tl.full([S.C], 1.0, tl.float32)
-    if S.TIED:
-        beta = load_numbers(x.beta, at, S)
-    dA, neighbours = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
-    dA = through_memory(out.dA, dA, at, S)
-    inclusive, exclusive, written, dbeta = zero_vectors(4, S.C)
-    carried = 0.0
-    across = zeros(ROWS, S.C, S.C)  # x_i . y_j dA_ij of each row, with float32 inputs
-    for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
-        ks = k0 + tl.arange(0, S.BK)
-        X, Y, k = load_input_keys(x, beta, at, ks, S)  # [C, BK] each
-        state = load_state(values.states, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
-        dstate = load_state(values.dstates, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
-        if S.DECAY != "none":
-            carried += tl.sum(carried_product(values, state, dstate, at, ks, S), 0)
-        dX = ()  # e^{G_e} dZ S^T, then with the pairs: dA Y
-        shares = ()
+    whole = load_values(values, at, tl.arange(0, S.BV), S)
+    if S.DECAY == "channel":
+        dA = ()
+        if not S.EXACT:
+            dA = seen_pair_gradients(pair_gradients(values, whole, at, S), S)
+            dA = through_memory(out.dA, dA, at, S)
+        beta = load_beta(x, at, S)
+        dbeta = tl.full([S.C], 0.0, tl.float32)
+        for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
+            inputs = (scores, x, values, whole, n.scale)
+            dbeta += channel_tile(inputs, dA, beta, out, at, k0, S)
+    else:
+        dA = pair_gradients(values, whole, at, S)
+        G, before, last = load_sums(x.decay, at, S)
+        row_factors = ()  # [C] each
         for r in tl.static_range(ROWS):
-            d = state_product(values.dz[r], dZ[r], values.states, state, at, ks, S) * row_factors[r][:, None]
-            dX = append(dX, d)
-            shares = append(shares, tl.sum(X[r] * d, 1))
-        for p in tl.static_range(PAIRS):
-            dX = replaced(dX, S.ROW[p], tl.dot(dA[p], Y[S.COLUMN[p]], dX[S.ROW[p]], input_precision=S.PRECISION))
-        for r in tl.static_range(ROWS):
-            # unless EXACT with the pairs, of which the columns are taken off again
-            share = shares[r] if S.EXACT else tl.sum(X[r] * dX[r], 1)
-            if S.ROWS[r].EXCLUSIVE:
-                exclusive += share
-            else:
-                inclusive += share
-        dY = ()  # e^{G_C - G} W dS'^T + dA^T X
-        for c in tl.static_range(COLUMNS):
-            d = state_product(values.w[c], W[c], values.dstates, dstate, at, ks, S) * column_factor
-            written += tl.sum(Y[c] * d, 1)
-            by_pairs = tl.full([S.C, S.BK], 0.0, tl.float32)
-            for p in tl.static_range(PAIRS):
-                if S.COLUMN[p] == c:
-                    by_pairs = tl.dot(tl.trans(dA[p]), X[S.ROW[p]], by_pairs, input_precision=S.PRECISION)
-            if not S.EXACT:
-                inclusive -= tl.sum(Y[c] * by_pairs, 1)
-            dY = append(dY, d + by_pairs)
-        if S.EXACT:
-            for p in tl.static_range(PAIRS):
-                xy = tl.dot(X[S.ROW[p]], tl.trans(Y[S.COLUMN[p]]), input_precision=S.PRECISION)
-                across = replaced(across, S.ROW[p], across[S.ROW[p]] + xy * dA[p])
-        gradients = add_near((dX, dY), (X, Y), neighbours, x, at, ks, S)
-        dbeta += store_key_gradients(out, gradients, k, beta, at, ks, S)
-    if out.decay is not None:
-        dg = decay_gradient(inclusive, exclusive, written, at.count, S) + carried * factor(last)
-        if S.EXACT:
-            for r in tl.static_range(ROWS):
-                dg += pairs_across(across[r], r, S)
-        store_numbers(out.decay, dg, at, S)
+            row_factor = factor(row_sums(G, before, r, S))
+            row_factors = append(row_factors, n.scale * row_factor if r == 0 else row_factor)
+        column_factor = factor(last - G)[:, None]  # [C, 1]
+        beta = load_beta(x, at, S)
+        dA, neighbours = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
+        dA = through_memory(out.dA, dA, at, S)
+        decays = (row_factors, column_factor, neighbours, beta)
+        inclusive, exclusive, written, dbeta = zero_vectors(4, S.C)
+        across = zeros(ROWS, S.C, S.C)  # x_i . y_j dA_ij of each row, with float32 inputs
+        sums = (inclusive, exclusive, written, dbeta, tl.full([], 0.0, tl.float32), across)
+        for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
+            sums = token_tile(x, values, whole, dA, decays, sums, out, at, k=k0 + tl.arange(0, S.BK), S=S)
+        dbeta = sums[3]
+        if out.decay is not None:
+            store_token_decay(out, sums, last, at, S)
     if S.TIED:
         store_numbers(out.beta, dbeta, at, S)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flashmix.gpu.launch import Kernel
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
-from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.decay import decay_sums_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
@@ -113,9 +112,6 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, PRECISION=own.segment_precision,
         BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
     )  # fmt: skip
-    output, output_spec = output_backward_kernel, of_values
-    if channel:
-        output, output_spec = channel_output_backward_kernel, of_values._replace(ROW_HEADS=(HV,) * len(rows))
     return Plan(
         tiles=own,
         decay=_kernel(decay_sums_kernel, basic._replace(EXACT=pairs.EXACT, **passes), own.decay),
@@ -129,7 +125,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         state_ends=_kernel(state_backward_kernel, state, own.state_backward),
         join_forward=Kernel(segments_forward_kernel, join, num_warps=own.join.warps),
         join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
-        output=_kernel(output, output_spec, own.output),
+        output=_kernel(output_backward_kernel, of_values, own.output),
         pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
     )
 
