@@ -86,11 +86,11 @@ CANDIDATES = {
     "channel_scores": Candidates(
         CHANNEL, ("scores",), ("scores_forward_kernel",), of_scores((32, 4), (32, 8), (16, 4), (16, 8))
     ),
-    "channel_output": Candidates(CHANNEL, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "channel_output": Candidates(CHANNEL, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "channel_pairs": Candidates(CHANNEL, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "dplr_state": Candidates(LOW_RANK, ("state",), ("state_forward_kernel",), of_state(*STATE)),
     "dplr_state_backward": Candidates(LOW_RANK, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
-    "dplr_output": Candidates(LOW_RANK, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "dplr_output": Candidates(LOW_RANK, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "dplr_pairs": Candidates(LOW_RANK, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "wide_state": Candidates(WIDE, ("state",), ("state_forward_kernel",), of_state(
         (32, 4, 2), (32, 4, 1), (64, 8, 1), (64, 4, 1), (32, 8, 2), (16, 4, 2), BK=256

@@ -57,6 +57,28 @@ def one_pass_gradients(dA, X, Y, reaches, S: tl.constexpr):
 
 
 @triton.jit
+def store_row_gradients(out, X, dX, sums, scale, at, k, S: tl.constexpr):
+    """Writes e^{G_e} dX; returns it for the row -k of a TIED rule, and ~x dX of rows that read after and before their decay."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    G, before = sums
+    inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    for r in tl.static_range(ROWS):
+        if S.ROWS[r].EXCLUSIVE:
+            exclusive += X[r] * dX[r]
+        else:
+            inclusive += X[r] * dX[r]
+        row = factor(row_sums(G, before, r, S))
+        if r == 0:
+            store_rows(out.rows[r], dX[r] * (scale * row), at, S.K, k, S)
+        elif S.TIED:
+            dX = replaced(dX, r, dX[r] * row)
+        else:
+            store_rows(out.rows[r], dX[r] * row, at, S.K, k, S)
+    return dX, inclusive, exclusive
+
+
+@triton.jit
 def channel_tile(inputs, dA, beta, out, at, k0, S: tl.constexpr):
     """The gradients of BK channels with a per-channel decay: writes those of keys and decay, returns that of beta, [C].
 
@@ -94,20 +116,7 @@ def channel_tile(inputs, dA, beta, out, at, k0, S: tl.constexpr):
         to_rows, to_columns = one_pass_gradients(dA, X, Y_back, reaches, S)
         for r in tl.static_range(ROWS):
             dX = replaced(dX, r, dX[r] + tl.where(reaches, to_rows[r], 0.0))
-    inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
-    exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
-    for r in tl.static_range(ROWS):
-        if S.ROWS[r].EXCLUSIVE:
-            exclusive += X[r] * dX[r]
-        else:
-            inclusive += X[r] * dX[r]
-        row = factor(row_sums(G, before, r, S))
-        if r == 0:
-            store_rows(out.rows[r], dX[r] * (scale * row), at, S.K, ks, S)
-        elif S.TIED:
-            dX = replaced(dX, r, dX[r] * row)
-        else:
-            store_rows(out.rows[r], dX[r] * row, at, S.K, ks, S)
+    dX, inclusive, exclusive = store_row_gradients(out, X, dX, (G, before), scale, at, ks, S)
     written = tl.full([S.C, S.BK], 0.0, tl.float32)
     for c in tl.static_range(COLUMNS):
         d = state_product(values.w[c], W[c], values.dstates, dstate, at, ks, S) * column
