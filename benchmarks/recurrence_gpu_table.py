@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import subprocess
@@ -36,9 +35,9 @@ class Candidates:
     decay: float = 1.0
 
 
-def tile(warps: int, stages: int | None = None, **sizes: int) -> Tile:
-    """Warps and stages of the kernel's own pipeline, where it has one."""
-    return {**sizes, "num_warps": warps} | ({"num_stages": 1} if stages is None else {"STAGES": stages})
+def tile(warps: int, stages: int = 1, **sizes: int) -> Tile:
+    """The fields of a tile of the table."""
+    return {**sizes, "warps": warps, "stages": stages}
 
 
 def of_state(*choices: tuple[int, int, int], BK: int = 128) -> tuple[tuple[Tile], ...]:
@@ -81,17 +80,17 @@ CANDIDATES = {
     "segments": Candidates(
         FEW, ("state", "maps", "state_backward", "segments"), ("state_", "segments_"), of_segments(*SEGMENTS)
     ),
-    "channel_gate": Candidates(CHANNEL, ("gate",), ("gate_forward_kernel",), tuple(
-        ({"BK": BK, "num_warps": warps},) for BK, warps in ((64, 4), (128, 4), (32, 4), (64, 8), (64, 2))
-    )),
-    "channel_scores": Candidates(
-        CHANNEL, ("scores",), ("channel_scores_forward_kernel",), of_scores((32, 4), (32, 8), (16, 4), (16, 8))
+    "channel_decay": Candidates(
+        CHANNEL, ("decay",), ("decay_sums_kernel",), of_scores((64, 4), (128, 4), (32, 4), (64, 8), (64, 2))
     ),
-    "channel_output": Candidates(CHANNEL, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "channel_scores": Candidates(
+        CHANNEL, ("scores",), ("scores_forward_kernel",), of_scores((32, 4), (32, 8), (16, 4), (16, 8))
+    ),
+    "channel_output": Candidates(CHANNEL, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "channel_pairs": Candidates(CHANNEL, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "dplr_state": Candidates(LOW_RANK, ("state",), ("state_forward_kernel",), of_state(*STATE)),
     "dplr_state_backward": Candidates(LOW_RANK, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
-    "dplr_output": Candidates(LOW_RANK, ("output",), ("channel_output_backward_kernel",), of_output(*OUTPUT)),
+    "dplr_output": Candidates(LOW_RANK, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "dplr_pairs": Candidates(LOW_RANK, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
     "wide_state": Candidates(WIDE, ("state",), ("state_forward_kernel",), of_state(
         (32, 4, 2), (32, 4, 1), (64, 8, 1), (64, 4, 1), (32, 8, 2), (16, 4, 2), BK=256
@@ -129,20 +128,20 @@ def measure(
     wanted: Candidates, values: tuple[Any, ...] | None, x: Any, do: Any, first: dict[str, Any]
 ) -> dict[str, Any]:
     """Times of the kernels with `values` in the table (None: as it is) and how far results are from the `first`."""
-    package = importlib.import_module("flashmix.ops.recurrence.triton_gpu")
     plans = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
-    table = package.tiles
+    table = plans.tiles
 
-    def replaced(*problem: Any) -> Any:
-        own = table(*problem)
+    def replaced(*kind: Any) -> Any:
+        own = table(*kind)
         found["tiles"] = changed or {name: getattr(own, name) for name in wanted.fields}
-        return dataclasses.replace(own, **changed)
+        tiles = {name: plans.Tile(**tile) if isinstance(tile, dict) else tile for name, tile in changed.items()}
+        return own._replace(**tiles)
 
     changed = {} if values is None else dict(zip(wanted.fields, values, strict=True))
     found: dict[str, Any] = {"table": values is None, "tiles": changed}
     plans.cached_plan.cache_clear()
     try:
-        with mock.patch.object(package, "tiles", replaced), mock.patch.object(plans, "tiles", replaced):
+        with mock.patch.object(plans, "tiles", replaced):
             results = gradients(lambda y: ours(wanted.row, y), x, do)
             times = kernel_times(lambda: gradients(lambda y: ours(wanted.row, y), x, do))
     except Exception as error:  # a candidate may not fit

@@ -67,7 +67,7 @@ def room_for_factors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int]
 
     def change(n: int) -> None:
         plans.cached_plan.cache_clear()
-        monkeypatch.setattr(plans.Plan, "_passes", {"LEVELS": 6, "LIMIT": n})
+        monkeypatch.setitem(plans.FACTOR_LIMIT, torch.float16, n)
 
     yield change
     plans.cached_plan.cache_clear()  # what was made there is for this test

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmix.ops.recurrence.call import RecurrenceCall, Rule
+from flashmix.gpu import device as gpu
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -139,13 +139,13 @@ def test_every_kernel_of_the_table_has_candidates_that_are_measured(
     table = importlib.import_module("recurrence_gpu_table")
     monkeypatch.setattr(table, "tensors", lambda row: rows.tensors(small(rows, row.rule), "cpu", torch.float32))
     monkeypatch.setattr(table, "ours", lambda row, x: rows.ours(row, x, "portable"))
-    monkeypatch.setattr(table, "kernel_times", lambda run: {"gate_forward_kernel": 0.5, "other": 9.0})
-    found = table.table("channel_gate", None)
-    candidates = table.CANDIDATES["channel_gate"]
+    monkeypatch.setattr(table, "kernel_times", lambda run: {"decay_sums_kernel": 0.5, "other": 9.0})
+    found = table.table("channel_decay", None)
+    candidates = table.CANDIDATES["channel_decay"]
     assert (
         len(found) == 1 + len(candidates.tiles)
         and found[0]["table"]
-        and found[1]["tiles"] == {"gate": candidates.tiles[0][0]}
+        and found[1]["tiles"] == {"decay": candidates.tiles[0][0]}
     )
     assert all(row["ms"] == 0.5 and row["apart"] == 0.0 for row in found)
 
@@ -153,40 +153,42 @@ def test_every_kernel_of_the_table_has_candidates_that_are_measured(
         raise RuntimeError("out of resources")
 
     monkeypatch.setattr(table, "kernel_times", does_not_fit)
-    assert all("out of resources" in row["failed"] for row in table.table("channel_gate", None))
-    assert all("skipped" in row for row in table.table("channel_gate", 1e-9))
-    assert "channel_gate        *" in capsys.readouterr().out
+    assert all("out of resources" in row["failed"] for row in table.table("channel_decay", None))
+    assert all("skipped" in row for row in table.table("channel_decay", 1e-9))
+    assert "channel_decay       *" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no candidates for nothing"):
         table.table("nothing", None)
 
 
 def test_candidates_fit_the_fields_of_the_table(rows: Any) -> None:
-    """Each field gets what it holds now: the same constants, or a number."""
+    """Each field gets what it holds now: the same sizes of a tile, or a number."""
     pytest.importorskip("triton")
     table = importlib.import_module("recurrence_gpu_table")
-    problems = importlib.import_module("flashmix.ops.recurrence.triton_gpu.adapter")
-    tiles = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table").tiles
+    calls = importlib.import_module("flashmix.ops.recurrence.call")
+    tables = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table")
     for candidates in table.CANDIDATES.values():
         row = candidates.row
-        gate = problems.Gate.CHANNEL if rows.RULES[row.rule].gate == "channel" else problems.Gate.TOKEN
-        rule = Rule.DPLR if row.rule == "rwkv7" else Rule.TIED
+        channel = rows.RULES[row.rule].gate == "channel"
+        decay = calls.Decay.CHANNEL if channel else calls.Decay.TOKEN
+        rule = calls.Rule.DPLR if row.rule == "rwkv7" else calls.Rule.TIED
         assert candidates.fields and candidates.tiles
-        own = tiles(problem_of(problems, row, rule, gate))
+        call = call_of(calls, row)
+        assert call.rule is rule and call.decay is decay
+        kind = tables.Kind(rule, decay, call.K, call.V, call.v.dtype, gpu.target(call.v.device))
+        own = tables.tiles(kind, tables.segments_of(call, kind), "highest")
         for values in candidates.tiles:
             for field, value in zip(candidates.fields, values, strict=True):
                 was = getattr(own, field)
-                assert type(value) is type(was)
-                if isinstance(was, dict):
-                    assert set(value) - {"maxnreg"} == set(was) - {"maxnreg"}, (field, value, was)
+                assert isinstance(value, dict) == isinstance(was, tables.Tile)
+                if isinstance(value, dict):
+                    sizes = {"BK", "BV"} if was.BV else {"BK"}
+                    assert set(value) == {*sizes, "warps", "stages"}, (field, value, was)
 
 
-def problem_of(problems: Any, row: Any, rule: Any, gate: Any) -> Any:
-    """The problem of a row, on a GPU that need not be there."""
+def call_of(calls: Any, row: Any) -> Any:
+    """The call of a row, on a GPU that need not be there."""
     with torch.device("meta"):
         benchmark = importlib.import_module("recurrence_rows")
         x = benchmark.tensors(row, "meta")
-    a, b = x.get("a"), x.get("b")
-    call = RecurrenceCall(x["q"], x["k"], x["v"], a, b, x.get("beta"), x["g"])
-    found = problems.Problem.of(call)
-    assert found.rule is rule and found.gate is gate
-    return found
+    operands = (x["q"], x["k"], x["v"], x.get("a"), x.get("b"), x.get("beta"), x["g"], None)
+    return calls.RecurrenceCall(*operands, None, 1.0, False, False)

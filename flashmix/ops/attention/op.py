@@ -101,7 +101,7 @@ def softmax_attention(
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
-    q, k, v = autocast(q, k, v)  # type: ignore[assignment]
+    q, k, v = autocast(q, k, v)
     call = AttentionCall(
         q,
         k,

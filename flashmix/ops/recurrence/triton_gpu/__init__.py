@@ -7,308 +7,270 @@ chunk starts from, which was not kept; `state` from the end; then `output`, all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashmix.gpu.sizes import cdiv
+from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
-from flashmix.ops.recurrence.call import RecurrenceCall, Rule
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu.adapter import Gate, Operands, Problem
-from flashmix.ops.recurrence.triton_gpu.layout import Layout
-from flashmix.ops.recurrence.triton_gpu.plan import SLOTS, Plan, plan
-from flashmix.ops.recurrence.triton_gpu.table import tiles
+from flashmix.ops.recurrence.triton_gpu.layout import cdiv, chunk_tables, count_chunks
+from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, plan, row_keys
+from flashmix.ops.recurrence.triton_gpu.structs import (
+    ChunkInputs,
+    ChunkNumbers,
+    ChunkScores,
+    ChunkTables,
+    ChunkValues,
+    KeyGradients,
+    StateGradientResults,
+    StateGradients,
+    StateInputs,
+    StateResults,
+)
 
 __all__ = ["backward", "forward", "keeps"]
 
 
-@dataclass
-class Scored:
-    """What the `scores` phase leaves: tiles of pairs, the factors or the decayed keys (with the sums of decays they are made
-    of, and how far back the rows reach), and each chunk's whole decay.
-    """
+@dataclass(frozen=True)
+class Run:
+    """One call with contiguous tensors: its plan, its chunks and the memory of its results."""
 
-    A: Tensor
-    factors: Tensor | None
-    total: Tensor
-    G: Tensor | None
-    reach: Tensor | None
-    keys: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # q, a, k, b as the state phase reads them
-
-    @property
-    def kept(self) -> list[Tensor]:
-        return [] if self.factors is None else [self.A, self.factors, self.total]
-
-
-@dataclass
-class Call:
-    """One call of the op: its tensors as the kernels want them, its sizes, its chunks and its plan."""
-
-    problem: Problem
-    x: Operands
-    layout: Layout
+    call: RecurrenceCall
     plan: Plan
-    scale: float
+    chunks: int
+    where: ChunkTables
+    n: ChunkNumbers
 
     @staticmethod
-    def of(call: RecurrenceCall) -> Call:
-        problem, x = Problem.of(call), Operands.of(call)
-        a, k, b = (1 if t is None else t.shape[2] for t in (x.a, x.k, x.b))
-        its = plan(problem, (x.q.shape[2], a, k, b))
-        own = {
-            name: t.contiguous()
-            for name in ("q", "k", "v", "beta", "a", "b", "g", "initial_state")
-            if (t := getattr(x, name)) is not None
-        }
-        x = replace(x, **own)
-        return Call(problem, x, Layout.of(problem, x.cu_seqlens, its.tiles.C), its, call.scale)
+    def of(call: RecurrenceCall) -> Run:
+        own = plan(call)
+        call = call.but(**{name: t.contiguous() for name in FIELDS if (t := getattr(call, name)) is not None})
+        C = own.tiles.C
+        numbers = ChunkNumbers(call.scale, call.tokens, cdiv(call.tokens, C), 1)
+        return Run(call, own, count_chunks(call, C), chunk_tables(call, C), numbers)
 
     @property
     def chunk_programs(self) -> int:
-        return self.layout.chunks * self.problem.value_heads
+        return self.chunks * self.call.value_heads
 
     @property
     def rows(self) -> int:
         """Sequences times value heads: each has a state."""
-        return self.problem.sequences * self.problem.value_heads
+        return self.call.sequences * self.call.value_heads
+
+    @property
+    def segmented(self) -> ChunkNumbers:
+        return self.n._replace(segments=self.plan.tiles.segments)
 
     def tokens_like(self, width: int) -> Tensor:
         """`[B, T, HV, width]` in the dtype of the call."""
-        p = self.problem
-        return torch.empty(p.batch, p.tokens, p.value_heads, width, dtype=p.dtype, device=p.device)
+        c = self.call
+        return torch.empty(c.batch, c.tokens, c.value_heads, width, dtype=c.dtype, device=c.device)
+
+    def gradient_like(self, width: int) -> Tensor:
+        """The same for gradients: tokens past the last sequence of a packed batch are in no chunk and stay 0."""
+        found = self.tokens_like(width)
+        return found.zero_() if self.call.packed else found
 
     def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        p = self.problem
-        return torch.empty(self.layout.chunks, p.value_heads, *shape, dtype=dtype, device=p.device)
+        return torch.empty(self.chunks, self.call.value_heads, *shape, dtype=dtype, device=self.call.device)
 
-    def launch(self, name: str, grid: int, tensors: Sequence[Tensor | None], *numbers: int | float) -> None:
-        if grid:
-            self.plan.kernel(name)(grid, tensors, numbers)
+    def states(self) -> Tensor:
+        c = self.call
+        return torch.empty(c.sequences, c.value_heads, c.K, c.V, dtype=torch.float32, device=c.device)
 
 
-def forward(given: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
-    """Output `[B, T, HV, V]`, final state `[N, HV, K, V]`, and with `save` what the backward need not make again."""
-    if _is_step(Problem.of(given)):
-        return step(given), ()
-    call = Call.of(given)
-    o = call.tokens_like(call.problem.V)
-    state = _state_like(call)
-    scored = _scores(call)
-    joined = _join_forward(call, scored)
-    _state_forward(call, scored, joined, o=o, state=state)
-    return (o, state), (*scored.kept, *joined) if save else ()
+FIELDS = ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")
+
+
+def is_step(call: RecurrenceCall) -> bool:
+    """One token of each sequence: no chunks, and its backward is that of a chunk of one token."""
+    return call.tokens == 1 and not call.packed and call.batch > 0
+
+
+def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
+    """Output and final state; keeps the tiles of pairs and their factors, and the segments' maps and starts."""
+    if is_step(call):
+        return step(call), ()
+    run = Run.of(call)
+    o, state = run.tokens_like(call.V), run.states()
+    _, scores = scores_of(run)
+    joined = join_forward(run, scores)
+    state_forward(run, scores, joined, run.plan.state_output, StateResults(o, state, None, None, None))
+    if run.rows == 0:
+        o.zero_()
+    if not save:
+        return (o, state), ()
+    pairs = () if scores.factors is None else (scores.A, scores.factors, scores.total)
+    return (o, state), pairs + joined
 
 
 def keeps(call: RecurrenceCall) -> Outputs:
-    shapes = residual_shapes(Problem.of(call))
-    return tuple([torch.empty(shape, dtype=dtype, device=call.device) for shape, dtype in shapes])
+    """Empty tensors like those that `forward` keeps; with a per-channel decay pairs and factors are made again."""
+    if is_step(call):
+        return ()
+    own = plan(call)
+    rows, columns = len(row_keys(call)), len(column_keys(call))
+    C, chunks = own.tiles.C, (count_chunks(call, own.tiles.C), call.value_heads)
+    pairs: Outputs = ()
+    if call.decay is not Decay.CHANNEL:
+        pairs = (
+            torch.empty(*chunks, rows * columns, C, C, dtype=call.dtype, device=call.device),
+            torch.empty(*chunks, rows + columns, C, dtype=torch.float32, device=call.device),
+            torch.empty(chunks, dtype=torch.float32, device=call.device),
+        )
+    return pairs + empty_maps(call, own.tiles.segments) if own.tiles.segments > 1 else pairs
 
 
-def _is_step(problem: Problem) -> bool:
-    return problem.tokens == 1 and not problem.packed and problem.batch > 0
-
-
-def residual_shapes(problem: Problem) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The tiles of pairs and the factors (with a decay a channel they are made again), and the segments' maps and starts.
-
-    A step keeps nothing: its backward is that of a chunk of one token.
-    """
-    if _is_step(problem):
-        return []
-    table = tiles(problem)
-    rows = Layout.count(problem, table.C), problem.value_heads
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
-    if problem.gate is not Gate.CHANNEL:
-        kept += [((*rows, SLOTS[problem.rule], table.C, table.C), problem.dtype)]
-        kept += [((*rows, 4, table.C), torch.float32), (rows, torch.float32)]
-    if table.segments > 1:
-        kept += [(shape, torch.float32) for shape in _joined_shapes(problem, table.segments)]
-    return kept
-
-
-def backward(given: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
-    """The gradients by name, of the decay only if it is wanted."""
-    call = Call.of(given)
-    x, gate_gradient = call.x, given.log_decay is not None and "log_decay" in wanted
+def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
+    """The gradients of all given operands; that of the decay only if it is wanted."""
+    run = Run.of(call)
+    call = run.call
+    corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     do, dstate = grads
-    p = call.problem
-    do = torch.zeros_like(call.x.v) if do is None else do.to(p.dtype).contiguous()
+    do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
     dstate = None if dstate is None else dstate.contiguous()
-    scored = _scores(call, kept)
-    joined = kept[-2:] if call.plan.tiles.segments > 1 else []
-    states, dstates = (call.per_chunk(p.V, p.K, dtype=p.dtype) for _ in range(2))
-    e, de = (call.tokens_like(p.V) if p.rule.corrected else None for _ in range(2))
-    _state_forward(call, scored, joined, e=e, states=states)
-    dv = _zeros_if_packed(call, p.V) if p.rule.raw else None
-    if p.rule.corrected and not p.rule.raw:
-        dv = de = _zeros_if_packed(call, p.V)
-    dS0 = None if x.initial_state is None else _state_like(call)
-    _state_backward(call, scored, joined, do, dstate, dstates, de, dv, dS0)
-    found = _output_backward(call, scored, e, do, de, states, dstates, dv, dS0, gate_gradient)
-    return x.named(found, gate_gradient)
+    inputs, scores = scores_of(run, kept)
+    joined = kept[-2:] if run.plan.tiles.segments > 1 else ()
+    states, dstates = (run.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
+    nu = run.tokens_like(call.V) if corrected else None
+    state_forward(run, scores, joined, run.plan.state_save, StateResults(None, None, nu, states, None))
+    dr = dv = None
+    if corrected:
+        dr = run.tokens_like(call.V) if raw else run.gradient_like(call.V)
+    dv = run.gradient_like(call.V) if raw else dr
+    dS0 = None if call.initial_state is None else run.states()
+    results = StateGradientResults(dstates, dr, dv if raw else None, dS0, None)
+    state_backward(run, scores, joined, StateGradients(do, dstate, None), results)
+    dz = (do,) if dr is None else (do, dr)
+    w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
+    found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), "log_decay" in wanted)
+    assert dv is not None
+    found["v"] = dv
+    if dS0 is not None:
+        found["initial_state"] = dS0
+    return found
 
 
-def _state_like(call: Call) -> Tensor:
-    p = call.problem
-    return torch.empty(p.sequences, p.value_heads, p.K, p.V, dtype=torch.float32, device=p.device)
-
-
-def _zeros_if_packed(call: Call, width: int) -> Tensor:
-    """A tensor for gradients of tokens: tokens past the last sequence of a pack are in no chunk and stay 0."""
-    return call.tokens_like(width).zero_() if call.problem.packed else call.tokens_like(width)
-
-
-def _scores(call: Call, kept: Sequence[Tensor] = ()) -> Scored:
-    """The `scores` phase, or its results as they were kept."""
-    p, x, L = call.problem, call.x, call.layout
-    numbers = call.scale, L.tokens, L.per_sequence
-    slots = SLOTS[p.rule]
-    if p.gate is Gate.CHANNEL:
-        A = call.per_chunk(slots, L.C, L.C, dtype=p.dtype)
-        G, reach = _gate(call)
-        xq = call.tokens_like(p.K)
-        xa, yb = (call.tokens_like(p.K) if p.rule.corrected else None for _ in range(2))
-        yk = call.tokens_like(p.K) if p.rule.raw else None
-        total = call.per_chunk(p.K)
-        keys = (xq, xa, yk, yb)
-        tensors = (x.q, x.k, x.a, x.b, G, reach, x.beta, L.table, A, *keys, total)
-        call.launch("scores", call.chunk_programs, tensors, *numbers)
-        return Scored(A, None, total, G, reach, keys)
-    if kept:
-        A, factors, total = kept[:3]
+def scores_of(run: Run, kept: Outputs = ()) -> tuple[ChunkInputs, ChunkScores]:
+    """The inputs as kernels read them, and what the `scores` phase makes of them, or made and kept."""
+    call, C = run.call, run.plan.tiles.C
+    rows, columns = row_keys(call), column_keys(call)
+    beta = call.beta
+    if call.decay is Decay.CHANNEL:
+        G, reach = decay_sums(run)
+        inputs = ChunkInputs(rows, columns, beta, G, reach)
+        keys = [run.tokens_like(call.K) for _ in rows + columns]
+        A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
+        scores = ChunkScores(tuple(keys[: len(rows)]), tuple(keys[len(rows) :]), A, None, run.per_chunk(call.K))
     else:
-        A = call.per_chunk(slots, L.C, L.C, dtype=p.dtype)
-        factors, total = call.per_chunk(4, L.C), call.per_chunk()
-        given = (x.q, x.k, x.a, x.b, x.g, x.beta, L.table)
-        call.launch("scores", call.chunk_programs, (*given, A, factors, total), *numbers)
-    a, b = (x.k, x.k) if p.rule is Rule.TIED else (x.a, x.b)
-    return Scored(A, factors, total, x.g, None, (x.q, a, x.k, b))
+        inputs = ChunkInputs(rows, columns, beta, call.log_decay, None)
+        if kept:
+            return inputs, ChunkScores(rows, columns, *kept[:3])
+        A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
+        factors = run.per_chunk(len(rows) + len(columns), C)
+        scores = ChunkScores(rows, columns, A, factors, run.per_chunk())
+    run.plan.scores(run.chunk_programs, inputs, scores, run.where, run.n)
+    return inputs, scores
 
 
-def _gate(call: Call) -> tuple[Tensor, Tensor]:
-    """Sums of a decay a channel, `[B, T, HV, K]`, and how far back its rows reach, `[chunks, HV, blocks of channels, C]`."""
-    p, L = call.problem, call.layout
-    assert call.x.g is not None
-    G = torch.empty(call.x.g.shape, dtype=torch.float64 if call.plan.exact else torch.float32, device=p.device)
-    blocks = cdiv(p.K, call.plan.tiles.gate["BK"])
-    reach = call.per_chunk(blocks, L.C, dtype=torch.int8)
-    call.launch("gate", call.chunk_programs * blocks, (call.x.g, L.table, G, reach), L.tokens, L.per_sequence)
+def decay_sums(run: Run) -> tuple[Tensor, Tensor]:
+    """Sums of a per-channel decay, `[B, T, HV, K]`, and how far back its rows reach, `[chunks, HV, blocks of channels, C]`."""
+    call, own = run.call, run.plan.tiles
+    assert call.log_decay is not None
+    dtype = torch.float64 if call.dtype == torch.float32 else torch.float32
+    G = torch.empty(call.log_decay.shape, dtype=dtype, device=call.device)
+    blocks = cdiv(call.K, own.decay.BK)
+    reach = run.per_chunk(blocks, own.C, dtype=torch.int8)
+    run.plan.decay(run.chunk_programs * blocks, call.log_decay, G, reach, run.where, run.n)
     return G, reach
 
 
-def _joined_shapes(problem: Problem, segments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Maps and starts of the segments."""
-    rows = problem.sequences, problem.value_heads, segments
-    under = problem.K if problem.rule.corrected else 1  # M, or its diagonal
-    return (*rows, problem.V + under, problem.K), (*rows, problem.V, problem.K)
+def empty_maps(call: RecurrenceCall, segments: int) -> Outputs:
+    """Maps and starts of the segments; under N^T lies M^T, or its diagonal."""
+    shape = call.sequences, call.value_heads, segments
+    under = call.K if call.rule.corrected else 1
+    maps = torch.empty(*shape, call.V + under, call.K, dtype=torch.float32, device=call.device)
+    return maps, torch.empty(*shape, call.V, call.K, dtype=torch.float32, device=call.device)
 
 
-def _join_forward(call: Call, scored: Scored) -> list[Tensor]:
+def join_forward(run: Run, scores: ChunkScores) -> Outputs:
     """Where the state pass is cut into segments: the map of each and the state it starts from; else nothing."""
-    p, table = call.problem, call.plan.tiles
-    if table.segments == 1:
-        return []
-    shapes = _joined_shapes(p, table.segments)
-    maps, starts = (torch.empty(shape, dtype=torch.float32, device=p.device) for shape in shapes)
-    blocks = cdiv(p.V, table.maps["BV"])
-    if p.rule.corrected:
-        blocks += cdiv(p.K, table.maps["BV"])
-    _launch_state(call, "state_maps", scored, blocks, table.segments, maps=maps)
-    tensors = (maps, call.x.initial_state, starts)
-    call.launch("join_forward", call.rows * cdiv(p.V, table.join["BV"]), tensors, table.segments)
-    return [maps, starts]
+    call, own = run.call, run.plan.tiles
+    if own.segments == 1:
+        return ()
+    maps, starts = empty_maps(call, own.segments)
+    blocks = cdiv(call.V, own.maps.BV)
+    if call.rule.corrected:
+        blocks += cdiv(call.K, own.maps.BV)
+    x, out = StateInputs(call.v, None, None), StateResults(None, None, None, None, maps)
+    run.plan.state_maps(run.rows * own.segments * blocks, scores, x, out, run.where, run.segmented)
+    grid = run.rows * cdiv(call.V, own.join.BV)
+    run.plan.join_forward(grid, maps, call.initial_state, starts, run.segmented)
+    return maps, starts
 
 
-def _launch_state(
-    call: Call, name: str, scored: Scored, blocks: int, segments: int, o: Tensor | None = None,
-    state: Tensor | None = None, e: Tensor | None = None, states: Tensor | None = None, starts: Tensor | None = None,
-    maps: Tensor | None = None,
-) -> None:  # fmt: skip
-    """One launch of the forward state pass; see the kernel for what `starts` and `maps` make of it."""
-    x, L = call.x, call.layout
-    tensors = (
-        *scored.keys, x.v, scored.A, scored.factors, scored.total, x.initial_state, L.cu_seqlens, L.offsets,
-        o, e, states, state, starts, maps,
-    )  # fmt: skip
-    call.launch(name, call.rows * segments * blocks, tensors, L.tokens, L.per_sequence, segments)
+def state_forward(run: Run, scores: ChunkScores, joined: Outputs, kernel: Kernel, out: StateResults) -> None:
+    """The state pass, in segments where they are joined: with the output, or saving what the backward needs."""
+    call, own = run.call, run.plan.tiles
+    n = run.segmented if joined else run.n
+    grid = run.rows * n.segments * cdiv(call.V, own.state.BV)
+    x = StateInputs(call.v, call.initial_state, joined[1] if joined else None)
+    kernel(grid, scores, x, out, run.where, n)
 
 
-def _state_forward(
-    call: Call, scored: Scored, joined: Sequence[Tensor], o: Tensor | None = None, state: Tensor | None = None,
-    e: Tensor | None = None, states: Tensor | None = None,
-) -> None:  # fmt: skip
-    """The state pass, in segments where they are `joined`: with the output, or saving what the backward needs."""
-    table = call.plan.tiles
-    name = "state_save" if o is None else "state_output"
-    blocks = cdiv(call.problem.V, table.state["BV"])
-    starts = joined[1] if joined else None
-    _launch_state(call, name, scored, blocks, table.segments if joined else 1, o, state, e, states, starts)
-    if o is not None and call.rows == 0:
-        o.zero_()
-
-
-def _state_backward(
-    call: Call, scored: Scored, joined: Sequence[Tensor], do: Tensor, dstate: Tensor | None, dstates: Tensor,
-    de: Tensor | None, dv: Tensor | None, dS0: Tensor | None,
-) -> None:  # fmt: skip
-    """The state pass from the end, in segments where they are `joined`."""
-    L, table = call.layout, call.plan.tiles
-    segments = table.segments if joined else 1
-    programs = call.rows * segments * cdiv(call.problem.V, table.state_backward["BV"])
-    inputs = (*scored.keys, scored.A, scored.factors, scored.total, do, dstate, L.cu_seqlens, L.offsets)
-    numbers = L.tokens, L.per_sequence, segments
-    starts = None
+def state_backward(
+    run: Run, scores: ChunkScores, joined: Outputs, x: StateGradients, out: StateGradientResults
+) -> None:
+    """The state pass from the end, in segments where they are joined."""
+    call, own = run.call, run.plan.tiles
+    n = run.segmented if joined else run.n
+    grid = run.rows * n.segments * cdiv(call.V, own.state_backward.BV)
     if joined:
         ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
-        call.launch("state_ends", programs, (*inputs, None, None, None, None, None, ends), *numbers)
-        grid = call.rows * cdiv(call.problem.V, table.join["BV"])
-        call.launch("join_backward", grid, (joined[0], ends, dstate, starts), segments)
-    call.launch("state_backward", programs, (*inputs, dstates, de, dv, dS0, starts, None), *numbers)
+        sent = StateGradientResults(None, None, None, None, ends)
+        run.plan.state_ends(grid, scores, x._replace(final_state=None), sent, run.where, n)
+        run.plan.join_backward(run.rows * cdiv(call.V, own.join.BV), joined[0], ends, x.final_state, starts, n)
+        x = x._replace(starts=starts)
+    run.plan.state_backward(grid, scores, x, out, run.where, n)
 
 
-def _output_backward(
-    call: Call, scored: Scored, e: Tensor | None, do: Tensor, de: Tensor | None, states: Tensor, dstates: Tensor,
-    dv: Tensor | None, dS0: Tensor | None, gate_gradient: bool,
-) -> list[Tensor]:  # fmt: skip
-    p, x, L = call.problem, call.x, call.layout
-    dq = _zeros_if_packed(call, p.K)
-    dk, da, db = (None if t is None else _zeros_if_packed(call, p.K) for t in (x.k, x.a, x.b))
-    dg, dbeta = (_zeros_per_token(call, t) for t in (x.g if gate_gradient else None, x.beta))
-    gradients = (dq, da, dk, db, dg, dbeta)
-    values = (e, do, de, states, dstates, L.table)
-    numbers = call.scale, L.tokens, L.per_sequence
-    tensors: tuple[Tensor | None, ...]
-    if p.gate is not Gate.CHANNEL:
-        tensors = (x.q, x.k, x.a, x.b, x.v, scored.G, x.beta, *values, torch.empty_like(scored.A), *gradients)
-        call.launch("output_backward", call.chunk_programs, tensors, *numbers)
-    else:
-        decays = (scored.G, scored.reach, x.beta)
-        tensors = (*scored.keys[:2], x.k, x.b, *decays, x.v, *values, scored.A, *gradients)
-        call.launch("output_backward", call.chunk_programs, tensors, *numbers)
-        tensors = (x.q, x.k, x.a, x.b, *decays, x.v, e, do, de, L.table, *gradients)
-        call.launch("pairs_backward", call.chunk_programs, tensors, *numbers)
-    if p.gate is Gate.HEAD and dg is not None and x.g is not None:
-        dg = dg.sum((0, 1), dtype=torch.float64).to(x.g.dtype)
-    found = (
-        _for_heads(dq, x.q), _for_heads(dk, x.k), dv, dbeta, _for_heads(da, x.a), _for_heads(db, x.b), dg, dS0,
-    )  # fmt: skip
-    return [gradient for gradient in found if gradient is not None]
+def output_backward(run: Run, inputs: ChunkInputs, scores: ChunkScores, values: ChunkValues, decay: bool) -> Gradients:
+    """Gradients of keys, beta and, if asked for, of the decay."""
+    call, rows = run.call, len(inputs.rows)
+    keys = {name: run.gradient_like(call.K) for name in ("q", "k", "a", "b") if getattr(call, name) is not None}
+    dbeta = None if call.beta is None else per_token(run, call.beta)
+    dg = per_token(run, call.log_decay) if decay and call.log_decay is not None else None
+    row_names, column_names = ("q", "a")[:rows], tuple(name for name in ("k", "b") if name in keys)
+    own = tuple([keys.get(name) for name in row_names]), tuple([keys[name] for name in column_names])
+    out = KeyGradients(*own, dbeta, dg, scores.A if call.decay is Decay.CHANNEL else torch.empty_like(scores.A))
+    decayed = scores if call.decay is Decay.CHANNEL else None
+    run.plan.output(run.chunk_programs, decayed, inputs, values, out, run.where, run.n)
+    if call.decay is Decay.CHANNEL:
+        run.plan.pairs(run.chunk_programs, inputs, values, out, run.where, run.n)
+    found = {name: for_heads(gradient, getattr(call, name)) for name, gradient in keys.items()}
+    if dbeta is not None:
+        found["beta"] = dbeta
+    if dg is not None and call.log_decay is not None:
+        if call.decay is Decay.HEAD:
+            dg = dg.sum((0, 1), dtype=torch.float64).to(call.log_decay.dtype)
+        found["log_decay"] = dg
+    return found
 
 
-def _zeros_per_token(call: Call, t: Tensor | None) -> Tensor | None:
-    """Memory for the gradient of beta or of the decay; a decay a head is summed from one a token, in float32."""
-    p = call.problem
-    if t is None:
-        return None
-    shape = (p.batch, p.tokens, p.value_heads) if t.dim() == 1 else t.shape
+def per_token(run: Run, t: Tensor) -> Tensor:
+    """Memory for the gradient of beta or of the decay; that of a decay per head is summed from one per token, in float32."""
+    c = run.call
+    shape = (c.batch, c.tokens, c.value_heads) if t.dim() == 1 else t.shape
     dtype = torch.float32 if t.dim() == 1 else t.dtype
-    return (torch.zeros if p.packed else torch.empty)(shape, dtype=dtype, device=p.device)
+    return (torch.zeros if c.packed else torch.empty)(shape, dtype=dtype, device=c.device)
 
 
-def _for_heads(gradient: Tensor | None, operand: Tensor | None) -> Tensor | None:
+def for_heads(gradient: Tensor, operand: Tensor) -> Tensor:
     """The gradient of an operand that several value heads share: their sum."""
-    if gradient is None or operand is None or gradient.shape[2] == operand.shape[2]:
+    if gradient.shape[2] == operand.shape[2]:
         return gradient
     return gradient.unflatten(2, (operand.shape[2], -1)).sum(3)

@@ -1,8 +1,8 @@
-"""Pairs of a decay a channel that `channel_output.py` leaves, in passes (`pairs_of_pass`): their gradients are added to what is there.
+"""Pairs of a per-channel decay that `channel_output.py` leaves, in passes (`pairs_of_pass`): their gradients are added to what is there.
 
 dx = dA[u, l] (Y[l] lower)        dX[u] += upper dx          dy = dA[u, l]^T (X[u] upper)        dY[l] += lower dy        (3.4)
 
-Beside 16-bit operands these are the pairs of rows that do not reach back to the chunk's start, beside float32 all.
+With 16-bit inputs: only the rows that do not reach back to the chunk's start. With float32 inputs: all rows.
 """
 
 from __future__ import annotations
@@ -11,180 +11,126 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
-from flashmix.ops.recurrence.triton_gpu.output import add_neighbours, store_key_gradients
-from flashmix.ops.recurrence.triton_gpu.pairs import all_pair_gradients, load_values, near, neighbours, span
-from flashmix.ops.recurrence.triton_gpu.scores import channel_sums, load_keys, load_reach
-from flashmix.ops.recurrence.triton_gpu.tiles import (
-    DPLR,
-    LINEAR,
-    TIED,
+from flashmix.ops.recurrence.triton_gpu.decay import (
+    all_reach_the_start,
+    channel_sums,
     column_factor,
     factor,
     load_anchor,
-    load_numbers,
+    load_reach,
     needed_passes,
     pairs_of_pass,
-    store_rows,
+    row_sums,
 )
+from flashmix.ops.recurrence.triton_gpu.gradients import load_beta, store_key_gradients
+from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
+from flashmix.ops.recurrence.triton_gpu.pairs import add_near, load_values, near, pair_gradients, split_near
+from flashmix.ops.recurrence.triton_gpu.tiles import append, chunk_place, replaced, store_rows, zeros
 
 
 @triton.jit
-def chunk_reaches(reach, chunk, head, HV: tl.constexpr, NK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr):
-    """Whether all rows of a chunk reach back to its start in all channels."""
-    PADDED: tl.constexpr = triton.next_power_of_2(NK * C)
-    n = tl.arange(0, PADDED)
-    at = reach + (chunk.to(tl.int64) * HV + head) * (NK * C) + n
-    return tl.min(tl.load(at, mask=n < NK * C, other=LEVELS), 0) == LEVELS
+def pass_gradients(gradients, dA, keys, sums, anchor, seen, S: tl.constexpr):
+    """Adds to dX and dY, [C, BK] each, the pairs `seen` of one pass, whose decay is cut in two at the anchor."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    DT: tl.constexpr = dA[0].dtype
+    dX, dY = gradients
+    X, Y = keys
+    G, before, _ = sums
+    column = column_factor(anchor - G, S)  # [C, BK]
+    to_rows = zeros(ROWS, S.C, S.BK)
+    to_columns = zeros(COLUMNS, S.C, S.BK)
+    rows = ()  # [C, BK] each
+    decayed_X = ()
+    for r in tl.static_range(ROWS):
+        rows = append(rows, factor(row_sums(G, before, r, S) - anchor))
+        decayed_X = append(decayed_X, (X[r] * rows[r]).to(DT))
+    for p in tl.static_range(PAIRS):
+        y = (Y[S.COLUMN[p]] * column).to(DT)
+        A = tl.where(seen, dA[p], 0.0)
+        to_row = tl.dot(A, y, to_rows[S.ROW[p]], input_precision=S.PRECISION)
+        to_column = tl.dot(tl.trans(A), decayed_X[S.ROW[p]], to_columns[S.COLUMN[p]], input_precision=S.PRECISION)
+        to_rows = replaced(to_rows, S.ROW[p], to_row)
+        to_columns = replaced(to_columns, S.COLUMN[p], to_column)
+    for r in tl.static_range(ROWS):
+        dX = replaced(dX, r, dX[r] + rows[r] * to_rows[r])
+    for c in tl.static_range(COLUMNS):
+        dY = replaced(dY, c, dY[c] + column * to_columns[c])
+    return dX, dY
+
+
+@triton.jit
+def pairs_decay_gradient(X, Y, dX, dY, S: tl.constexpr):
+    """The decay's gradient by way of pairs, [C, BK]: x dX of rows less y dY of columns, summed over later tokens (2.7)."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
+    for r in tl.static_range(ROWS):
+        if S.ROWS[r].EXCLUSIVE:
+            exclusive += X[r] * dX[r]
+        else:
+            inclusive += X[r] * dX[r]
+        if r == 0:
+            for c in tl.static_range(COLUMNS):
+                inclusive -= Y[c] * dY[c]
+    return tl.cumsum(inclusive + exclusive, 0, reverse=True) - exclusive
 
 
 @with_sound_ptxas
-@triton.jit(do_not_specialize=["T", "NT"])
-def channel_pairs_backward_kernel(
-    q, k, a, b, G, reach, beta, v, e, do, de, table, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out, scale, T, NT,
-    HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    REACH: tl.constexpr, LIMIT: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program a (chunk, value head)."""
-    chunk = tl.program_id(0) // HV
-    head = tl.program_id(0) % HV
-    first, count = chunk_span(table, chunk, T, NT, C, PACKED)
-    if count == 0:
+@triton.jit(do_not_specialize=["n"])
+def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
+    """One program per (chunk, value head)."""
+    at = chunk_place(tl.program_id(0) // S.HV, tl.program_id(0) % S.HV, where, n, S)
+    if at.count == 0:
         return
-    tl.static_assert(REACH % BK == 0, "a tile's channels must have one reach")
-    NK: tl.constexpr = (K + REACH - 1) // REACH
-    if not EXACT:
-        if chunk_reaches(reach, chunk, head, HV, NK, C, LEVELS):
+    tl.static_assert(S.REACH % S.BK == 0, "a tile's channels must have one reach")
+    if not S.EXACT:
+        if all_reach_the_start(x.reach, at, S):
             return
-    DT: tl.constexpr = q.dtype.element_ty
-    RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
-    A_EXCLUSIVE: tl.constexpr = RULE != TIED
-    values = load_values(v, e, do, de, first, count, head, tl.arange(0, BV), HV, V, RULE, C)
-    qk, qb, ak, ab = all_pair_gradients(v, e, do, de, values, first, count, head, HV, V, RULE, C, BV, PRECISION)
-    qk *= scale
-    qb *= scale
-    if EXACT:
-        near_q, near_a = neighbours(qk, qb, ak, ab, READ_BEFORE, A_EXCLUSIVE, C)
-        qk = tl.where(span(READ_BEFORE, C), qk, 0.0)
-        qb = tl.where(span(READ_BEFORE, C), qb, 0.0)
-        ak = tl.where(span(A_EXCLUSIVE, C), ak, 0.0)
-        ab = tl.where(span(A_EXCLUSIVE, C), ab, 0.0)
-    else:
-        qk_same = near(qk, False, C)[0]
-        qb_same = near(qb, False, C)[0]
-    qk = qk.to(DT)
-    qb = qb.to(DT)
-    ak = ak.to(DT)
-    ab = ab.to(DT)
-    strength = tl.full([C], 1.0, tl.float32)
-    if RULE == TIED:
-        strength = load_numbers(beta, first, count, head, HV, C)
-    dbeta = tl.zeros([C], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        reaches = load_reach(reach, chunk, head, k0 // REACH, HV, NK, C)
-        needed = needed_passes(reaches, LEVELS)
-        if not EXACT:
-            needed &= (1 << (LEVELS + 1)) - 1
+    ROWS: tl.constexpr = len(S.ROWS)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    DT: tl.constexpr = x.rows[0].dtype.element_ty
+    dA = pair_gradients(values, load_values(values, at, tl.arange(0, S.BV), S), at, S)
+    same = ()  # the pairs (i, i) of the query and each column, [C, 1]
+    for c in tl.static_range(COLUMNS):
+        dA = replaced(dA, c, dA[c] * n.scale)
+        same = append(same, near(dA[c], False, S)[0])
+    if S.EXACT:
+        dA, neighbours = split_near(dA, S)
+    for p in tl.static_range(PAIRS):
+        dA = replaced(dA, p, dA[p].to(DT))
+    beta = load_beta(x, at, S)
+    dbeta = tl.full([S.C], 0.0, tl.float32)
+    for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
+        reach = load_reach(x.reach, at, k0 // S.REACH, S)
+        needed = needed_passes(reach, S)
+        if not S.EXACT:
+            needed &= (1 << (S.LEVELS + 1)) - 1
         if needed != 0:
-            ks = k0 + tl.arange(0, BK)
-            xq, xa, yk, yb = load_keys(q, k, a, b, beta, 1.0, first, count, head, ks, HV, HQ, HK, HA, HB, K, RULE, C)
-            sums, before, _ = channel_sums(G, first, count, head, HV, K, ks, C)
-            rows_q = before if READ_BEFORE else sums
-            rows_a = before if A_EXCLUSIVE else sums
-            dq = tl.zeros([C, BK], tl.float32)
-            da = tl.zeros([C, BK], tl.float32)
-            dk = tl.zeros([C, BK], tl.float32)
-            db = tl.zeros([C, BK], tl.float32)
-            for p in tl.range(0, LEVELS + 2, num_stages=1):
-                if (needed >> p) & 1 == 1:
-                    seen, middle = pairs_of_pass(reaches, p, C, LEVELS)
-                    anchor = load_anchor(G, middle, first, count, head, HV, K, ks, C)
-                    row = factor(rows_q - anchor)  # [C, BK]
-                    column = column_factor(anchor - sums, LIMIT)
-                    rq = (xq * row).to(DT)
-                    if RAW:
-                        P = tl.where(seen, qk, 0.0)
-                        ck = (yk * column).to(DT)
-                        to_q = tl.dot(P, ck, input_precision=PRECISION)
-                        to_k = tl.dot(tl.trans(P), rq, input_precision=PRECISION)
-                    if RULE != LINEAR:
-                        row_a = factor(rows_a - anchor)
-                        ra = (xa * row_a).to(DT)
-                        cb = (yb * column).to(DT)
-                        P = tl.where(seen, qb, 0.0)
-                        if RAW:
-                            to_q = tl.dot(P, cb, to_q, input_precision=PRECISION)
-                        else:
-                            to_q = tl.dot(P, cb, input_precision=PRECISION)
-                        to_b = tl.dot(tl.trans(P), rq, input_precision=PRECISION)
-                        P = tl.where(seen, ab, 0.0)
-                        to_a = tl.dot(P, cb, input_precision=PRECISION)
-                        to_b = tl.dot(tl.trans(P), ra, to_b, input_precision=PRECISION)
-                        if RULE == DPLR:
-                            P = tl.where(seen, ak, 0.0)
-                            to_a = tl.dot(P, ck, to_a, input_precision=PRECISION)
-                            to_k = tl.dot(tl.trans(P), ra, to_k, input_precision=PRECISION)
-                        da += row_a * to_a
-                        db += column * to_b
-                    dq += row * to_q
-                    if RAW:
-                        dk += column * to_k
-            if dg_out is not None:
-                rows = tl.zeros([C, BK], tl.float32)
-                exclusive = tl.zeros([C, BK], tl.float32)
-                if READ_BEFORE:
-                    exclusive += xq * dq
-                else:
-                    rows += xq * dq
-                if RAW:
-                    rows -= yk * dk
-                if RULE != LINEAR:
-                    rows -= yb * db
-                    if A_EXCLUSIVE:
-                        exclusive += xa * da
-                    else:
-                        rows += xa * da
-                dg = tl.cumsum(rows + exclusive, 0, reverse=True) - exclusive
-                store_rows(dg_out, dg, first, count, head, HV, K, ks, C, True)
-            if EXACT:
-                dq, da, dk, db = add_neighbours(
-                    dq, da, dk, db, xq, yk, yb, near_q, near_a, q, k, a, b, beta, 1.0, first, count, head, ks,
-                    HV, HQ, HK, HA, HB, K, RULE, READ_BEFORE, C,
-                )  # fmt: skip
-            elif not READ_BEFORE:
-                own = (reaches < LEVELS)[:, None]
-                if RAW:
-                    same = tl.where(own, qk_same, 0.0)
-                    dq += same * yk
-                    dk += same * xq
-                if RULE != LINEAR:
-                    same = tl.where(own, qb_same, 0.0)
-                    dq += same * yb
-                    db += same * xq
-            if RULE == TIED:
-                yk = -xa
-            dbeta += store_key_gradients(
-                dq,
-                da,
-                dk,
-                db,
-                yk,
-                strength,
-                dq_out,
-                da_out,
-                dk_out,
-                db_out,
-                first,
-                count,
-                head,
-                ks,
-                HV,
-                K,
-                RULE,
-                C,
-                True,
-            )
-    if RULE == TIED:
-        store_rows(dbeta_out, dbeta[:, None], first, count, head, HV, 1, tl.arange(0, 1), C, True)
+            ks = k0 + tl.arange(0, S.BK)
+            X, Y = load_float_keys(x, 1.0, at, ks, S)  # [C, BK] each
+            sums = channel_sums(x.decay, at, ks, S)
+            dX = zeros(ROWS, S.C, S.BK)
+            dY = zeros(COLUMNS, S.C, S.BK)
+            for index in tl.range(0, S.LEVELS + 2, num_stages=1):
+                if (needed >> index) & 1 == 1:
+                    seen, middle = pairs_of_pass(reach, index, S)
+                    anchor = load_anchor(x.decay, middle, at, ks, S)
+                    dX, dY = pass_gradients((dX, dY), dA, (X, Y), sums, anchor, seen, S)
+            if out.decay is not None:
+                store_rows(out.decay, pairs_decay_gradient(X, Y, dX, dY, S), at, S.K, ks, S, True)
+            if S.EXACT:
+                dX, dY = add_near((dX, dY), (X, Y), neighbours, x, at, ks, S)
+            elif S.ROWS[0].DIAGONAL:
+                own = (reach < S.LEVELS)[:, None]
+                for c in tl.static_range(COLUMNS):
+                    once = tl.where(own, same[c], 0.0)
+                    dX = replaced(dX, 0, dX[0] + once * Y[c])
+                    dY = replaced(dY, c, dY[c] + once * X[0])
+            k = -X[1] if S.TIED else Y[0]
+            dbeta += store_key_gradients(out, (dX, dY), k, beta, at, ks, S, True)
+    if S.TIED:
+        store_rows(out.beta, dbeta[:, None], at, 1, tl.arange(0, 1), S, True)

@@ -3,10 +3,10 @@
     dA = dZ W^T      d~X = dZ S^T      d^Y = W dS'^T                                                     (6.1), (6.2)
     dX_i = sum_j dA_ij e^{G_e(i) - G_j} y_j + e^{G_e(i)} d~x_i       dY likewise                          (3.3), (6.4)
 
-with `dZ` = dO for the rows q and dR for the rows a, `W` = v for the columns k and e for the columns b. The decay of token t has
+with `dZ` = dO for the rows q and dR for the rows a, `W` = v for the columns k and nu for the columns b. The decay of token t has
 part in every pair j < t <= i (t <= i - 1 for rows that read before their decay), in every row i >= t, every column j < t and in
-the carried state: the sums (2.5), taken over just those; beside 16-bit operands the pairs as rows less columns. Pairs that no
-decay lies between are worked on apart, lest they cancel in its gradient only up to rounding.
+the carried state: the sums (2.5), taken over just those. With 16-bit inputs the decay's gradient of pairs is row sums less column
+sums. Pairs that no decay lies between are excluded, because their terms would cancel only up to rounding.
 """
 
 from __future__ import annotations
@@ -15,295 +15,161 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.triton_gpu.layout import chunk_span
+from flashmix.ops.recurrence.triton_gpu.channel_output import channel_tile, seen_pair_gradients
+from flashmix.ops.recurrence.triton_gpu.decay import factor, load_sums, pair_decay, row_sums
+from flashmix.ops.recurrence.triton_gpu.gradients import (
+    carried_product,
+    decay_gradient,
+    load_beta,
+    load_state,
+    state_product,
+    store_key_gradients,
+)
+from flashmix.ops.recurrence.triton_gpu.keys import load_input_keys
 from flashmix.ops.recurrence.triton_gpu.pairs import (
-    all_pair_gradients,
+    add_near,
     load_values,
-    neighbours,
+    pair_gradients,
     pairs_across,
-    span,
+    split_near,
     through_memory,
 )
-from flashmix.ops.recurrence.triton_gpu.scores import load_keys
-from flashmix.ops.recurrence.triton_gpu.state import saved_tile
 from flashmix.ops.recurrence.triton_gpu.tiles import (
-    DPLR,
-    LINEAR,
-    NO_GATE,
-    TIED,
-    UNTIED,
-    factor,
-    load_numbers,
-    load_rows,
-    load_sums,
-    pair_decay,
-    store_rows,
-)  # fmt: skip
+    append,
+    chunk_place,
+    replaced,
+    store_numbers,
+    zero_vectors,
+    zeros,
+)
 
 
 @triton.jit
-def load_states(states, chunk, head, ks, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """Channels `ks` of a chunk's saved state where one tile holds it, [BV, len(ks)]."""
-    d = tl.arange(0, BV)
-    inside = (d < V)[:, None] & (ks < K)[None, :]
-    return tl.load(saved_tile(states, chunk, head, d, ks, HV, K, V), mask=inside, other=0.0)
+def decayed_pair_gradients(dA, G, before, scale, S: tl.constexpr):
+    """dA e^{G_e(i) - G_j}, of the query with its scale."""
+    PAIRS: tl.constexpr = len(S.ROW)
+    for p in tl.static_range(PAIRS):
+        decay = pair_decay(row_sums(G, before, S.ROW[p], S), G, S.ROW[p], S)  # [C, C]
+        if S.ROW[p] == 0:
+            decay = scale * decay
+        dA = replaced(dA, p, dA[p] * decay)
+    return dA
 
 
 @triton.jit
-def state_product(
-    x, x_tile, states, S, chunk, first, count, head, ks, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """x S^T of the channels `ks`, [C, BK] (6.2); `x_tile` and `S` are the whole of it where BV holds all values."""
-    if BV >= V:
-        return tl.dot(x_tile, S, input_precision=PRECISION)
-    else:
-        product = tl.zeros([C, BK], tl.float32)
-        for v0 in tl.range(0, V, BV):
-            d = v0 + tl.arange(0, BV)
-            inside = (d < V)[:, None] & (ks < K)[None, :]
-            part = tl.load(saved_tile(states, chunk, head, d, ks, HV, K, V), mask=inside, other=0.0)
-            rows = load_rows(x, first, count, head, HV, V, d, C)
-            product = tl.dot(rows, part, product, input_precision=PRECISION)
-        return product
+def row_gradients(values, dZ, dA, keys, row_factors, state, at, k, S: tl.constexpr):
+    """dX = e^{G_e} dZ S^T + dA Y, [C, BK] each, and the sums of x dX over channels, [C] each."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    X, Y = keys
+    dX = ()
+    shares = ()
+    for r in tl.static_range(ROWS):
+        d = state_product(values.dz[r], dZ[r], values.states, state, at, k, S) * row_factors[r][:, None]
+        dX = append(dX, d)
+        shares = append(shares, tl.sum(X[r] * d, 1))
+    for p in tl.static_range(PAIRS):
+        dX = replaced(dX, S.ROW[p], tl.dot(dA[p], Y[S.COLUMN[p]], dX[S.ROW[p]], input_precision=S.PRECISION))
+    if not S.EXACT:  # with the pairs, of which the columns are taken off again
+        for r in tl.static_range(ROWS):
+            shares = replaced(shares, r, tl.sum(X[r] * dX[r], 1))
+    return dX, shares
 
 
 @triton.jit
-def carried_product(
-    states, dstates, S, dS, chunk, head, ks, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """sum_v S dS' of the channels `ks`, [BK]: what the whole chunk's decay multiplies."""
-    if BV >= V:
-        return tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-    else:
-        total = tl.zeros([BK], tl.float32)
-        for v0 in tl.range(0, V, BV):
-            d = v0 + tl.arange(0, BV)
-            inside = (d < V)[:, None] & (ks < K)[None, :]
-            S_part = tl.load(saved_tile(states, chunk, head, d, ks, HV, K, V), mask=inside, other=0.0)
-            dS_part = tl.load(saved_tile(dstates, chunk, head, d, ks, HV, K, V), mask=inside, other=0.0)
-            total += tl.sum(S_part.to(tl.float32) * dS_part.to(tl.float32), 0)
-        return total
+def token_tile(x, values, whole, dA, decays, sums, out, at, k, S: tl.constexpr):
+    """The gradients of the channels `k`, with at most one decay per token: writes those of keys, adds to the sums of the others."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    PAIRS: tl.constexpr = len(S.ROW)
+    dZ, W = whole
+    row_factors, column_factor, neighbours, beta = decays
+    inclusive, exclusive, written, dbeta, carried, across = sums
+    X, Y, tied_k = load_input_keys(x, beta, at, k, S)  # [C, BK] each
+    state = load_state(values.states, at, tl.arange(0, S.BV), k, S)  # [BV, BK]
+    dstate = load_state(values.dstates, at, tl.arange(0, S.BV), k, S)  # [BV, BK]
+    if S.DECAY != "none":
+        carried += tl.sum(carried_product(values, state, dstate, at, k, S), 0)
+    dX, shares = row_gradients(values, dZ, dA, (X, Y), row_factors, state, at, k, S)
+    for r in tl.static_range(ROWS):
+        if S.ROWS[r].EXCLUSIVE:
+            exclusive += shares[r]
+        else:
+            inclusive += shares[r]
+    dY = ()  # e^{G_C - G} W dS'^T + dA^T X
+    for c in tl.static_range(COLUMNS):
+        d = state_product(values.w[c], W[c], values.dstates, dstate, at, k, S) * column_factor
+        written += tl.sum(Y[c] * d, 1)
+        by_pairs = tl.full([S.C, S.BK], 0.0, tl.float32)
+        for p in tl.static_range(PAIRS):
+            if S.COLUMN[p] == c:
+                by_pairs = tl.dot(tl.trans(dA[p]), X[S.ROW[p]], by_pairs, input_precision=S.PRECISION)
+        if not S.EXACT:
+            inclusive -= tl.sum(Y[c] * by_pairs, 1)
+        dY = append(dY, d + by_pairs)
+    if S.EXACT:
+        for p in tl.static_range(PAIRS):
+            xy = tl.dot(X[S.ROW[p]], tl.trans(Y[S.COLUMN[p]]), input_precision=S.PRECISION)
+            across = replaced(across, S.ROW[p], across[S.ROW[p]] + xy * dA[p])
+    gradients = add_near((dX, dY), (X, Y), neighbours, x, at, k, S)
+    dbeta += store_key_gradients(out, gradients, tied_k, beta, at, k, S)
+    return inclusive, exclusive, written, dbeta, carried, across
 
 
 @triton.jit
-def decay_gradient(inclusive, exclusive, written, count, C: tl.constexpr):
-    """Of x dX of rows that read after and before their decay, less y dY of pairs, and of y dY by way of the state: along the
-    first axis, the sum over i >= t, over i > t, and over j < t (2.7).
-    """
-    t = tl.arange(0, C)
-    first = t > 0
-    last = t < count - 1
-    if len(written.shape) == 2:
-        first = first[:, None]
-        last = last[:, None]
-    exclusive = tl.where(first, exclusive, 0.0)  # no decay precedes the first token's read
-    written = tl.where(last, written, 0.0)  # nor follows the last token's write
-    after = tl.cumsum(inclusive + exclusive, 0, reverse=True) - exclusive
-    return after + tl.cumsum(written, 0) - written
-
-
-@triton.jit
-def store_key_gradients(
-    dq, da, dk, db, yk, strength, dq_out, da_out, dk_out, db_out, first, count, head, ks,
-    HV: tl.constexpr, K: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr = False,
-):  # fmt: skip
-    """Writes the gradients of the operands, or ADDs to those that are there; a tied rule has a = -k and b = beta k (6.5).
-    Returns that of beta, [C].
-    """
-    dbeta = tl.zeros([C], tl.float32)
-    store_rows(dq_out, dq, first, count, head, HV, K, ks, C, ADD)
-    if RULE == TIED:
-        dbeta = tl.sum(yk * db, 1)
-        dk = strength[:, None] * db - da
-    elif RULE != LINEAR:
-        store_rows(da_out, da, first, count, head, HV, K, ks, C, ADD)
-        store_rows(db_out, db, first, count, head, HV, K, ks, C, ADD)
-    if RULE != UNTIED:
-        store_rows(dk_out, dk, first, count, head, HV, K, ks, C, ADD)
-    return dbeta
-
-
-@triton.jit
-def add_neighbours(
-    dq, da, dk, db, xq, yk, yb, near_q, near_a, q, k, a, b, beta, scale, first, count, head, ks,
-    HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr, K: tl.constexpr,
-    RULE: tl.constexpr, READ_BEFORE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The share of the pairs that no decay lies between; `near_q`, `near_a`: of the columns k by row and column, then of b."""
-    RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
-    if READ_BEFORE or RULE == UNTIED or RULE == DPLR:
-        _, _, yk_1, yb_1 = load_keys(
-            q, k, a, b, beta, scale, first, count, head, ks, HV, HQ, HK, HA, HB, K, RULE, C, -1
-        )
-        xq_1, xa_1, _, _ = load_keys(q, k, a, b, beta, scale, first, count, head, ks, HV, HQ, HK, HA, HB, K, RULE, C, 1)
-    if READ_BEFORE:
-        yk = yk_1
-        yb = yb_1
-        xq = xq_1
-    if RAW:
-        dq += near_q[0] * yk
-        dk += near_q[1] * xq
-    if RULE != LINEAR:
-        dq += near_q[2] * yb
-        db += near_q[3] * xq
-    if RULE == UNTIED or RULE == DPLR:
-        da += near_a[2] * yb_1
-        db += near_a[3] * xa_1
-        if RULE == DPLR:
-            da += near_a[0] * yk_1
-            dk += near_a[1] * xa_1
-    return dq, da, dk, db
+def store_token_decay(out, sums, last, at, S: tl.constexpr):
+    """Writes the gradient of at most one decay per token."""
+    ROWS: tl.constexpr = len(S.ROWS)
+    inclusive, exclusive, written, _, carried, across = sums
+    dg = decay_gradient(inclusive, exclusive, written, at.count, S) + carried * factor(last)
+    if S.EXACT:
+        for r in tl.static_range(ROWS):
+            dg += pairs_across(across[r], r, S)
+    store_numbers(out.decay, dg, at, S)
 
 
 @with_sound_ptxas
-@triton.jit(do_not_specialize=["T", "NT"])
-def output_backward_kernel(
-    q, k, a, b, v, g, beta, e, do, de, states, dstates, table, dA, dq_out, da_out, dk_out, db_out, dg_out, dbeta_out,
-    scale, T, NT,
-    HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, SLOTS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program a (chunk, value head); at most one decay a token."""
-    chunk = tl.program_id(0) // HV
-    head = tl.program_id(0) % HV
-    first, count = chunk_span(table, chunk, T, NT, C, PACKED)
-    if count == 0:
+@triton.jit(do_not_specialize=["n"])
+def output_backward_kernel(scores, x, values, out, where, n, S: tl.constexpr):
+    """One program per (chunk, value head).
+
+    With at most one decay per token its factors are part of dA, else they multiply keys (`channel_output.py`); float32 then leaves
+    all pairs to `channel_pairs.py`.
+    """
+    at = chunk_place(tl.program_id(0) // S.HV, tl.program_id(0) % S.HV, where, n, S)
+    if at.count == 0:
         return
-    chunk = chunk.to(tl.int64)
-    DT: tl.constexpr = q.dtype.element_ty
-    RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
-    A_EXCLUSIVE: tl.constexpr = RULE != TIED
-    values = load_values(v, e, do, de, first, count, head, tl.arange(0, BV), HV, V, RULE, C)
-    qk, qb, ak, ab = all_pair_gradients(v, e, do, de, values, first, count, head, HV, V, RULE, C, BV, PRECISION)
-    G, before, last = load_sums(g, first, count, head, GATE, HV, C, EXACT)
-    sums_q = before if READ_BEFORE else G
-    sums_a = before if A_EXCLUSIVE else G
-    decay_to_q = scale * factor(sums_q)
-    decay_to_a = factor(sums_a)
-    column = factor(last - G)[:, None]
-    strength = tl.full([C], 1.0, tl.float32)
-    if RULE == TIED:
-        strength = load_numbers(beta, first, count, head, HV, C)
-    decay = pair_decay(sums_q, G, READ_BEFORE, C)
-    decay_a = decay
-    if RULE != LINEAR:
-        if READ_BEFORE == A_EXCLUSIVE:
-            decay_a = tl.where(span(False, C), decay, 0.0)
-        else:
-            decay_a = pair_decay(sums_a, G, True, C)
-    qk *= scale * decay
-    qb *= scale * decay
-    ak *= decay_a
-    ab *= decay_a
-    near_q, near_a = neighbours(qk, qb, ak, ab, READ_BEFORE, A_EXCLUSIVE, C)
-    qk = tl.where(span(READ_BEFORE, C), qk, 0.0)
-    qb = tl.where(span(READ_BEFORE, C), qb, 0.0)
-    if A_EXCLUSIVE:
-        ak = tl.where(span(True, C), ak, 0.0)
-        ab = tl.where(span(True, C), ab, 0.0)
-    qk, qb, ak, ab = through_memory(dA, chunk, head, qk, qb, ak, ab, HV, RULE, SLOTS, C)
-    dO, dR, w, ew = values
-    inclusive = tl.zeros([C], tl.float32)
-    exclusive = tl.zeros([C], tl.float32)
-    written = tl.zeros([C], tl.float32)
-    dbeta = tl.zeros([C], tl.float32)
-    carried = 0.0
-    W_q = tl.zeros([C, C], tl.float32)
-    W_a = tl.zeros([C, C], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        ks = k0 + tl.arange(0, BK)
-        xq = load_rows(q, first, count, head // (HV // HQ), HQ, K, ks, C)  # [C, BK]
-        xa = xq
-        yk = xq
-        yb = xq
-        if RULE != UNTIED:
-            yk = load_rows(k, first, count, head // (HV // HK), HK, K, ks, C)
-        if RULE == TIED:
-            xa = -yk
-            yb = (yk * strength[:, None]).to(DT)
-        elif RULE != LINEAR:
-            xa = load_rows(a, first, count, head // (HV // HA), HA, K, ks, C)
-            yb = load_rows(b, first, count, head // (HV // HB), HB, K, ks, C)
-        S = load_states(states, chunk, head, ks, HV, K, V, BV)
-        dS = load_states(dstates, chunk, head, ks, HV, K, V, BV)
-        if GATE != NO_GATE:
-            carried += tl.sum(carried_product(states, dstates, S, dS, chunk, head, ks, HV, K, V, BK, BV), 0)
-        dq = state_product(do, dO, states, S, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-        dq *= decay_to_q[:, None]
-        da = tl.zeros([C, BK], tl.float32)
-        dk = tl.zeros([C, BK], tl.float32)
-        db = tl.zeros([C, BK], tl.float32)
-        rows_q = tl.sum(xq * dq, 1)
-        if RULE != LINEAR:
-            da = state_product(de, dR, states, S, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-            da *= decay_to_a[:, None]
-            rows_a = tl.sum(xa * da, 1)
-        if RAW:
-            dq = tl.dot(qk, yk, dq, input_precision=PRECISION)
-        if RULE != LINEAR:
-            dq = tl.dot(qb, yb, dq, input_precision=PRECISION)
-            da = tl.dot(ab, yb, da, input_precision=PRECISION)
-            if RULE == DPLR:
-                da = tl.dot(ak, yk, da, input_precision=PRECISION)
-        if not EXACT:  # with the pairs, of which the columns are taken off again
-            rows_q = tl.sum(xq * dq, 1)
-            if RULE != LINEAR:
-                rows_a = tl.sum(xa * da, 1)
-        if READ_BEFORE:
-            exclusive += rows_q
-        else:
-            inclusive += rows_q
-        if RULE != LINEAR:
-            if A_EXCLUSIVE:
-                exclusive += rows_a
-            else:
-                inclusive += rows_a
-        if RAW:
-            dk = state_product(v, w, dstates, dS, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-            dk *= column
-            written += tl.sum(yk * dk, 1)
-            pairs = tl.dot(tl.trans(qk), xq, input_precision=PRECISION)
-            if RULE == DPLR:
-                pairs = tl.dot(tl.trans(ak), xa, pairs, input_precision=PRECISION)
-            if not EXACT:
-                inclusive -= tl.sum(yk * pairs, 1)
-            dk += pairs
-        if RULE != LINEAR:
-            db = state_product(e, ew, dstates, dS, chunk, first, count, head, ks, HV, K, V, C, BK, BV, PRECISION)
-            db *= column
-            written += tl.sum(yb * db, 1)
-            pairs = tl.dot(tl.trans(qb), xq, input_precision=PRECISION)
-            pairs = tl.dot(tl.trans(ab), xa, pairs, input_precision=PRECISION)
-            if not EXACT:
-                inclusive -= tl.sum(yb * pairs, 1)
-            db += pairs
-        if EXACT:
-            if RAW:
-                W_q += tl.dot(xq, tl.trans(yk), input_precision=PRECISION) * qk
-            if RULE != LINEAR:
-                W_q += tl.dot(xq, tl.trans(yb), input_precision=PRECISION) * qb
-                W_a += tl.dot(xa, tl.trans(yb), input_precision=PRECISION) * ab
-            if RULE == DPLR:
-                W_a += tl.dot(xa, tl.trans(yk), input_precision=PRECISION) * ak
-        dq, da, dk, db = add_neighbours(
-            dq, da, dk, db, xq, yk, yb, near_q, near_a, q, k, a, b, beta, 1.0, first, count, head, ks,
-            HV, HQ, HK, HA, HB, K, RULE, READ_BEFORE, C,
-        )  # fmt: skip
-        dbeta += store_key_gradients(
-            dq, da, dk, db, yk, strength, dq_out, da_out, dk_out, db_out, first, count, head, ks, HV, K, RULE, C
-        )
-    t = tl.arange(0, C)
-    at = (first + t) * HV + head
-    if dg_out is not None:
-        dg = decay_gradient(inclusive, exclusive, written, count, C) + carried * factor(last)
-        if EXACT:
-            dg += pairs_across(W_q, READ_BEFORE, C)
-            if RULE != LINEAR:
-                dg += pairs_across(W_a, A_EXCLUSIVE, C)
-        tl.store(dg_out + at, dg.to(dg_out.dtype.element_ty), mask=t < count)
-    if RULE == TIED:
-        tl.store(dbeta_out + at, dbeta.to(dbeta_out.dtype.element_ty), mask=t < count)
+    ROWS: tl.constexpr = len(S.ROWS)
+    whole = load_values(values, at, tl.arange(0, S.BV), S)
+    if S.DECAY == "channel":
+        dA = ()
+        if not S.EXACT:
+            dA = seen_pair_gradients(pair_gradients(values, whole, at, S), S)
+            dA = through_memory(out.dA, dA, at, S)
+        beta = load_beta(x, at, S)
+        dbeta = tl.full([S.C], 0.0, tl.float32)
+        for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
+            inputs = (scores, x, values, whole, n.scale)
+            dbeta += channel_tile(inputs, dA, beta, out, at, k0, S)
+    else:
+        dA = pair_gradients(values, whole, at, S)
+        G, before, last = load_sums(x.decay, at, S)
+        row_factors = ()  # [C] each
+        for r in tl.static_range(ROWS):
+            row_factor = factor(row_sums(G, before, r, S))
+            row_factors = append(row_factors, n.scale * row_factor if r == 0 else row_factor)
+        column_factor = factor(last - G)[:, None]  # [C, 1]
+        beta = load_beta(x, at, S)
+        dA, neighbours = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
+        dA = through_memory(out.dA, dA, at, S)
+        decays = (row_factors, column_factor, neighbours, beta)
+        inclusive, exclusive, written, dbeta = zero_vectors(4, S.C)
+        across = zeros(ROWS, S.C, S.C)  # x_i . y_j dA_ij of each row, with float32 inputs
+        sums = (inclusive, exclusive, written, dbeta, tl.full([], 0.0, tl.float32), across)
+        for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
+            sums = token_tile(x, values, whole, dA, decays, sums, out, at, k=k0 + tl.arange(0, S.BK), S=S)
+        dbeta = sums[3]
+        if out.decay is not None:
+            store_token_decay(out, sums, last, at, S)
+    if S.TIED:
+        store_numbers(out.beta, dbeta, at, S)

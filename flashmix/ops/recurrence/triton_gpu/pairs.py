@@ -5,117 +5,120 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmix.ops.recurrence.triton_gpu.tiles import AB, AK, DPLR, LINEAR, QB, QK, chunk_tile, load_rows
+from flashmix.ops.recurrence.triton_gpu.keys import float_columns, float_rows, load_column_keys, load_row_keys
+from flashmix.ops.recurrence.triton_gpu.tiles import append, load_rows, pair_tile, replaced, zeros
 
 
 @triton.jit
-def load_values(
-    v, e, do, de, first, count, head, d, HV: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Channels `d` of dO, dR, v, e of a chunk, [C, len(d)]; what a rule lacks is dO."""
-    dO = load_rows(do, first, count, head, HV, V, d, C)
-    dR = dO
-    w = dO
-    ew = dO
-    if RULE != LINEAR:
-        dR = load_rows(de, first, count, head, HV, V, d, C)
-        ew = load_rows(e, first, count, head, HV, V, d, C)
-    if RULE == LINEAR or RULE == DPLR:
-        w = load_rows(v, first, count, head, HV, V, d, C)
-    return dO, dR, w, ew
+def load_values(x, at, v, S: tl.constexpr):
+    """Channels `v` of dZ (dO and dR, by row) and W (v and nu, by column) of a chunk, [C, v] each."""
+    ROWS: tl.constexpr = len(x.dz)
+    COLUMNS: tl.constexpr = len(x.w)
+    dZ = ()
+    W = ()
+    for r in tl.static_range(ROWS):
+        dZ = append(dZ, load_rows(x.dz[r], at, S.HV, S.V, v, S))
+    for c in tl.static_range(COLUMNS):
+        W = append(W, load_rows(x.w[c], at, S.HV, S.V, v, S))
+    return dZ, W
 
 
 @triton.jit
-def pair_gradients(values, qk, qb, ak, ab, RULE: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds to dA of the pairs qk, qb, ak, ab, each [C, C] (6.1)."""
-    dO, dR, w, ew = values
-    if RULE == LINEAR or RULE == DPLR:
-        qk = tl.dot(dO, tl.trans(w), qk, input_precision=PRECISION)
-    if RULE != LINEAR:
-        qb = tl.dot(dO, tl.trans(ew), qb, input_precision=PRECISION)
-        ab = tl.dot(dR, tl.trans(ew), ab, input_precision=PRECISION)
-    if RULE == DPLR:
-        ak = tl.dot(dR, tl.trans(w), ak, input_precision=PRECISION)
-    return qk, qb, ak, ab
+def add_pair_gradients(dA, values, S: tl.constexpr):
+    """Adds dZ W^T to dA of each pair, [C, C] (6.1)."""
+    PAIRS: tl.constexpr = len(S.ROW)
+    dZ, W = values
+    for p in tl.static_range(PAIRS):
+        w = tl.trans(W[S.COLUMN[p]])
+        dA = replaced(dA, p, tl.dot(dZ[S.ROW[p]], w, dA[p], input_precision=S.PRECISION))
+    return dA
 
 
 @triton.jit
-def all_pair_gradients(
-    v, e, do, de, values, first, count, head, HV: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr,
-    C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dA of the pairs, over all channels of the values; `values` are those where they are one tile."""
-    qk = tl.zeros([C, C], tl.float32)
-    qb = tl.zeros([C, C], tl.float32)
-    ak = tl.zeros([C, C], tl.float32)
-    ab = tl.zeros([C, C], tl.float32)
-    if BV >= V:
-        qk, qb, ak, ab = pair_gradients(values, qk, qb, ak, ab, RULE, PRECISION)
+def pair_gradients(x, values, at, S: tl.constexpr):
+    """dA of the pairs, over all channels of the values; `values` are those where one tile holds them."""
+    dA = zeros(len(S.ROW), S.C, S.C)
+    if S.BV >= S.V:
+        dA = add_pair_gradients(dA, values, S)
     else:
-        for v0 in tl.range(0, V, BV):
-            part = load_values(v, e, do, de, first, count, head, v0 + tl.arange(0, BV), HV, V, RULE, C)
-            qk, qb, ak, ab = pair_gradients(part, qk, qb, ak, ab, RULE, PRECISION)
-    return qk, qb, ak, ab
+        for v0 in tl.range(0, S.V, S.BV):
+            dA = add_pair_gradients(dA, load_values(x, at, v0 + tl.arange(0, S.BV), S), S)
+    return dA
 
 
 @triton.jit
-def pairs_across(W, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """y_t = sum of W_ij over the pairs whose factor holds the decay of t, j < t <= i (t < i if EXCLUSIVE): [C]."""
-    i = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    seen = (i > t) if EXCLUSIVE else (i >= t)
+def pairs_across(W, ROW: tl.constexpr, S: tl.constexpr):
+    """y_t = sum of W_ij over the pairs whose factor holds the decay of t, j < t <= i (t < i if the row is exclusive): [C]."""
+    i = tl.arange(0, S.C)[:, None]
+    t = tl.arange(0, S.C)[None, :]
+    seen = (i > t) if S.ROWS[ROW].EXCLUSIVE else (i >= t)
     return tl.sum(tl.where(seen, tl.cumsum(W, 1) - W, 0.0), 0)
 
 
 @triton.jit
-def span(EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """Pairs (i, j), [C, C], that some decay lies between: those without must not reach its gradient, not even to cancel."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    return (i - 1 > j) if EXCLUSIVE else (i > j)
+def decays_between(A, ROW: tl.constexpr, S: tl.constexpr):
+    """The pairs (i, j), [C, C], that some decay lies between, others 0: those must not reach its gradient, not even to cancel."""
+    i = tl.arange(0, S.C)[:, None]
+    j = tl.arange(0, S.C)[None, :]
+    return tl.where((i - 1 > j) if S.ROWS[ROW].EXCLUSIVE else (i > j), A, 0.0)
 
 
 @triton.jit
-def near(P, EXCLUSIVE: tl.constexpr, C: tl.constexpr):
+def near(A, EXCLUSIVE: tl.constexpr, S: tl.constexpr):
     """The pairs that no decay lies between, by row and by column, [C, 1] each: (i, i), or (i, i - 1) if EXCLUSIVE."""
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    pairs = tl.where((i - 1 == j) if EXCLUSIVE else (i == j), P, 0.0)
+    i = tl.arange(0, S.C)[:, None]
+    j = tl.arange(0, S.C)[None, :]
+    pairs = tl.where((i - 1 == j) if EXCLUSIVE else (i == j), A, 0.0)
     return tl.sum(pairs, 1)[:, None], tl.sum(pairs, 0)[:, None]
 
 
 @triton.jit
-def neighbours(qk, qb, ak, ab, READ_BEFORE: tl.constexpr, A_EXCLUSIVE: tl.constexpr, C: tl.constexpr):
-    """`near` of the rows q and of the rows a: of the columns k by row and by column, then of b."""
-    qk_row, qk_column = near(qk, READ_BEFORE, C)
-    qb_row, qb_column = near(qb, READ_BEFORE, C)
-    ak_row, ak_column = near(ak, A_EXCLUSIVE, C)
-    ab_row, ab_column = near(ab, A_EXCLUSIVE, C)
-    return (qk_row, qk_column, qb_row, qb_column), (ak_row, ak_column, ab_row, ab_column)
+def split_near(dA, S: tl.constexpr):
+    """dA without the pairs that no decay lies between, and `near` of each pair."""
+    PAIRS: tl.constexpr = len(S.ROW)
+    neighbours = ()
+    for p in tl.static_range(PAIRS):
+        neighbours = append(neighbours, near(dA[p], S.ROWS[S.ROW[p]].EXCLUSIVE, S))
+        if S.ROWS[S.ROW[p]].EXCLUSIVE or S.ROWS[S.ROW[p]].DIAGONAL:  # else a decay lies between all pairs
+            dA = replaced(dA, p, decays_between(dA[p], S.ROW[p], S))
+    return dA, neighbours
 
 
 @triton.jit
-def through_memory(
-    dA, chunk, head, qk, qb, ak, ab, HV: tl.constexpr, RULE: tl.constexpr, SLOTS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The pairs in the dtype of `dA`, those of a corrected rule written there and read again: what comes from memory is
-    multiplied, itself and transposed, out of shared memory; what is in registers stays there, twice.
+def add_near(gradients, keys, neighbours, x, at, d, S: tl.constexpr):
+    """Adds the share of the pairs that no decay lies between to dX and dY, [C, d] each."""
+    PAIRS: tl.constexpr = len(S.ROW)
+    LAST: tl.constexpr = len(S.ROWS) - 1
+    dX, dY = gradients
+    X, Y = keys
+    if S.ROWS[0].EXCLUSIVE or S.ROWS[LAST].EXCLUSIVE:
+        next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)
+        previous_Y = float_columns(load_column_keys(x.columns, at, d, S, -1), x.beta, at, S, -1)
+    for p in tl.static_range(PAIRS):
+        by_row, by_column = neighbours[p]
+        if S.ROWS[S.ROW[p]].EXCLUSIVE:
+            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row * previous_Y[S.COLUMN[p]])
+            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column * next_X[S.ROW[p]])
+        elif S.ROWS[S.ROW[p]].DIAGONAL:
+            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row * Y[S.COLUMN[p]])
+            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column * X[S.ROW[p]])
+    return dX, dY
+
+
+@triton.jit
+def through_memory(dA_out, dA, at, S: tl.constexpr):
+    """dA in the dtype of the inputs, of a corrected rule by a round trip through global memory: so Triton keeps a tile in shared
+    memory for both products, dA and dA^T, instead of two copies in registers.
     """
-    DT: tl.constexpr = dA.dtype.element_ty
-    qk = qk.to(DT)
-    qb = qb.to(DT)
-    ak = ak.to(DT)
-    ab = ab.to(DT)
-    if RULE != LINEAR:
-        tl.store(chunk_tile(dA, chunk, head, QB, HV, SLOTS, C), qb)
-        tl.store(chunk_tile(dA, chunk, head, AB, HV, SLOTS, C), ab)
-        if RULE == DPLR:
-            tl.store(chunk_tile(dA, chunk, head, QK, HV, SLOTS, C), qk)
-            tl.store(chunk_tile(dA, chunk, head, AK, HV, SLOTS, C), ak)
+    PAIRS: tl.constexpr = len(S.ROW)
+    DT: tl.constexpr = dA_out.dtype.element_ty
+    found = ()
+    if PAIRS == 1:
+        found = append(found, dA[0].to(DT))
+    else:
+        for p in tl.static_range(PAIRS):
+            tl.store(pair_tile(dA_out, at, p, S), dA[p].to(DT))
         tl.debug_barrier()
-        qb = tl.load(chunk_tile(dA, chunk, head, QB, HV, SLOTS, C))
-        ab = tl.load(chunk_tile(dA, chunk, head, AB, HV, SLOTS, C))
-        if RULE == DPLR:
-            qk = tl.load(chunk_tile(dA, chunk, head, QK, HV, SLOTS, C))
-            ak = tl.load(chunk_tile(dA, chunk, head, AK, HV, SLOTS, C))
-    return qk, qb, ak, ab
+        for p in tl.static_range(PAIRS):
+            found = append(found, tl.load(pair_tile(dA_out, at, p, S)))
+    return found

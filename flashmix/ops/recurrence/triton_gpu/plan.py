@@ -1,146 +1,138 @@
-"""What all calls of one kind share: the tiles, the constants of each kernel, and the kernels that were compiled with them."""
+"""The plan of calls of one kind: their tiles, and each kernel with its spec."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.gpu.compiled import Kernel
-from flashmix.ops.recurrence.call import Rule
-from flashmix.ops.recurrence.triton_gpu.adapter import Gate, Problem
-from flashmix.ops.recurrence.triton_gpu.channel_output import channel_output_backward_kernel
+from flashmix.gpu.launch import Kernel
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
-from flashmix.ops.recurrence.triton_gpu.gate import gate_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.decay import decay_sums_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
-from flashmix.ops.recurrence.triton_gpu.scores import channel_scores_forward_kernel, scores_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.scores import scores_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel, segments_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
-from flashmix.ops.recurrence.triton_gpu.table import Tiles, tiles
+from flashmix.ops.recurrence.triton_gpu.structs import ChunkSpec, RowKind
+from flashmix.ops.recurrence.triton_gpu.table import ChunkTiles, Kind, Tile, kind_of, padded, segments_of, tiles
 
-_RULES = {Rule.LINEAR: 0, Rule.TIED: 1, Rule.UNTIED: 2, Rule.DPLR: 3}
-_GATES = {Gate.NONE: 0, Gate.HEAD: 1, Gate.TOKEN: 2, Gate.CHANNEL: 3}
-SLOTS = {Rule.LINEAR: 1, Rule.TIED: 2, Rule.UNTIED: 2, Rule.DPLR: 4}
-
-
-class Plan:
-    """The tiles and kernels of a problem whose operands q, a, k, b have `heads`."""
-
-    def __init__(self, problem: Problem, heads: tuple[int, int, int, int], table: Tiles) -> None:
-        self.tiles = table
-        self.exact = problem.dtype == torch.float32  # then decays are summed in float64
-        self.heads = heads
-        if problem.rule is Rule.TIED:
-            self.state_heads = (heads[0], heads[2], heads[2], heads[2])
-        else:
-            self.state_heads = heads
-        if problem.gate is Gate.CHANNEL:  # the decayed keys, one a value head
-            self.state_heads = (problem.value_heads,) * 4
-        self.problem = problem
-        self._kernels: dict[str, Kernel] = {}
-
-    def kernel(self, name: str) -> Kernel:
-        if name not in self._kernels:
-            kernel, constants = getattr(self, "_" + name)()
-            self._kernels[name] = Kernel(kernel, constants)
-        return self._kernels[name]
-
-    def _sizes(self, heads: tuple[int, int, int, int]) -> dict[str, Any]:
-        p = self.problem
-        named = dict(zip(("HQ", "HA", "HK", "HB"), heads, strict=True))
-        return {"HV": p.value_heads, **named, "K": p.K, "RULE": _RULES[p.rule], "PACKED": p.packed, "C": self.tiles.C}
-
-    def _flags(self) -> dict[str, Any]:
-        p = self.problem
-        flags = {"READ_BEFORE": p.read_before, "PRECISION": self.tiles.precision}
-        if p.gate is Gate.CHANNEL:
-            return {**flags, **self._passes, "REACH": self.tiles.gate["BK"]}
-        return {**flags, "GATE": _GATES[p.gate]}
-
-    @property
-    def _passes(self) -> dict[str, int]:
-        """float16 has no room for factors above 1."""
-        return {"LEVELS": self.tiles.C.bit_length() - 1, "LIMIT": 0 if self.problem.dtype == torch.float16 else 80}
-
-    def _gate(self) -> tuple[Any, dict[str, Any]]:
-        p = self.problem
-        sizes = {"HV": p.value_heads, "K": p.K, "PACKED": p.packed, "C": self.tiles.C}
-        return gate_forward_kernel, {**sizes, **self._passes, "EXACT": self.exact, **self.tiles.gate}
-
-    def _scores(self) -> tuple[Any, dict[str, Any]]:
-        constants = {
-            **self._sizes(self.heads), **self._flags(), **self.tiles.scores, "SLOTS": SLOTS[self.problem.rule],
-            "INVERSE_PRECISION": self.tiles.inverse_precision,
-        }  # fmt: skip
-        if self.problem.gate is Gate.CHANNEL:
-            return channel_scores_forward_kernel, constants
-        return scores_forward_kernel, {**constants, "EXACT": self.exact}
-
-    def _state_constants(self, table: dict[str, int], **flags: bool) -> dict[str, Any]:
-        p = self.problem
-        return {
-            **self._sizes(self.state_heads), "V": p.V, "CHANNEL": p.gate is Gate.CHANNEL, "SLOTS": SLOTS[p.rule],
-            "PRECISION": self.tiles.precision, **flags, **table,
-        }  # fmt: skip
-
-    def _state_output(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=True, SAVE=False)
-
-    def _state_save(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.state, OUTPUT=False, SAVE=True)
-
-    def _state_maps(self) -> tuple[Any, dict[str, Any]]:
-        return state_forward_kernel, self._state_constants(self.tiles.maps, OUTPUT=False, SAVE=False)
-
-    def _state_backward(self) -> tuple[Any, dict[str, Any]]:
-        return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=True)
-
-    def _state_ends(self) -> tuple[Any, dict[str, Any]]:
-        return state_backward_kernel, self._state_constants(self.tiles.state_backward, SAVE=False)
-
-    def _join_constants(self) -> dict[str, Any]:
-        p = self.problem
-        return {
-            "K": p.K, "V": p.V, "DIAGONAL": p.rule is Rule.LINEAR, "PRECISION": self.tiles.segment_precision,
-            **self.tiles.join,
-        }  # fmt: skip
-
-    def _join_forward(self) -> tuple[Any, dict[str, Any]]:
-        return segments_forward_kernel, self._join_constants()
-
-    def _join_backward(self) -> tuple[Any, dict[str, Any]]:
-        return segments_backward_kernel, self._join_constants()
-
-    def _output_backward(self) -> tuple[Any, dict[str, Any]]:
-        p = self.problem
-        constants = {
-            **self._sizes(self.heads), **self._flags(), **self.tiles.output, "V": p.V, "EXACT": self.exact,
-            "SLOTS": SLOTS[p.rule],
-        }  # fmt: skip
-        if p.gate is not Gate.CHANNEL:
-            return output_backward_kernel, constants
-        return channel_output_backward_kernel, {n: c for n, c in constants.items() if n not in ("HQ", "HA")}
-
-    def _pairs_backward(self) -> tuple[Any, dict[str, Any]]:
-        return channel_pairs_backward_kernel, {
-            **self._sizes(self.heads), **self._flags(), **self.tiles.pairs, "V": self.problem.V, "EXACT": self.exact,
-        }  # fmt: skip
+DECAYS = {Decay.NONE: "none", Decay.HEAD: "head", Decay.TOKEN: "token", Decay.CHANNEL: "channel"}
+# By rule: the rows and the columns of its pairs, in the order of the tiles in memory and of all sums over them.
+PAIRS: dict[Rule, dict[str, Any]] = {
+    Rule.LINEAR: {"ROW": (0,), "COLUMN": (0,)},
+    Rule.TIED: {"ROW": (0, 1), "COLUMN": (0, 0)},
+    Rule.UNTIED: {"ROW": (0, 1), "COLUMN": (0, 0)},
+    Rule.DPLR: {"ROW": (0, 0, 1, 1), "COLUMN": (0, 1, 1, 0)},
+}
+# A column factor of a per-channel decay is at most 2 to this; float16 has no room for factors above 1.
+FACTOR_LIMIT = {torch.float32: 80, torch.bfloat16: 80, torch.float16: 0}
 
 
-def plan(problem: Problem, heads: tuple[int, int, int, int]) -> Plan:
-    """The plan of a problem; lengths and batches share one, as far as they are cut alike."""
-    kind = replace(problem, batch=0, tokens=0, sequences=0)
-    return cached_plan(
-        kind, heads, tiles(problem).segments, torch.get_float32_matmul_precision(), gpu.target(problem.device)
-    )
+def row_keys(call: RecurrenceCall) -> tuple[Tensor, ...]:
+    """q, and the key that the correction reads with; a TIED rule reads with -k."""
+    if call.rule is Rule.LINEAR:
+        return (call.q,)
+    return _given(call.q, call.k if call.rule is Rule.TIED else call.a)
+
+
+def column_keys(call: RecurrenceCall) -> tuple[Tensor, ...]:
+    """The keys that values (k) and corrected values (b) are written with; a TIED rule writes with beta k."""
+    return _given(call.k, call.b)
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple([t for t in tensors if t is not None])
+
+
+class Plan(NamedTuple):
+    """Tiles and kernels. `state_output` writes the output, `state_save` what the backward reads, `state_maps` the maps of segments,
+    `state_ends` the gradients that segments send back.
+    """
+
+    tiles: ChunkTiles
+    decay: Kernel
+    scores: Kernel
+    state_output: Kernel
+    state_save: Kernel
+    state_maps: Kernel
+    state_backward: Kernel
+    state_ends: Kernel
+    join_forward: Kernel
+    join_backward: Kernel
+    output: Kernel
+    pairs: Kernel
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for besides what tiles are chosen by."""
+
+    value_heads: int
+    row_heads: tuple[int, ...]
+    column_heads: tuple[int, ...]
+    packed: bool
+    read_before: bool
+
+
+def plan(call: RecurrenceCall) -> Plan:
+    """The plan of a call; lengths and batches share one, as far as they are cut alike."""
+    kind = kind_of(call)
+    rows, columns = (tuple([t.shape[2] for t in keys]) for keys in (row_keys(call), column_keys(call)))
+    sizes = Sizes(call.value_heads, rows, columns, call.packed, call.read_before)
+    return cached_plan(kind, sizes, segments_of(call, kind), torch.get_float32_matmul_precision())
 
 
 @lru_cache(maxsize=1024)
-def cached_plan(
-    kind: Problem, heads: tuple[int, int, int, int], segments: int, precision: str, target: gpu.Target
-) -> Plan:
-    """What a plan depends on is its key; float32 precision and the card are looked up by the table."""
-    return Plan(kind, heads, tiles(kind, segments))
+def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str) -> Plan:
+    """What a plan depends on is its key."""
+    own = tiles(kind, segments, float32_precision)
+    channel, tied = kind.decay is Decay.CHANNEL, kind.rule is Rule.TIED
+    rows, columns, HV = sizes.row_heads, sizes.column_heads, sizes.value_heads
+    basic = ChunkSpec(own.C, HV, kind.K, PACKED=sizes.packed)
+    query = RowKind(EXCLUSIVE=sizes.read_before, DIAGONAL=not sizes.read_before)
+    passes: dict[str, Any] = {
+        "LEVELS": own.C.bit_length() - 1,
+        "LIMIT": FACTOR_LIMIT[kind.dtype],
+        "REACH": own.decay.BK,
+    }
+    pairs = basic._replace(  # what the phases of pairs know
+        ROW_HEADS=rows, COLUMN_HEADS=columns, ROWS=(query, RowKind(EXCLUSIVE=not tied, DIAGONAL=False))[: len(rows)],
+        TIED=tied, DECAY=DECAYS[kind.decay], EXACT=kind.dtype == torch.float32,
+        PRECISION=own.precision, **PAIRS[kind.rule], **(passes if channel else {}),
+    )  # fmt: skip
+    of_values = pairs._replace(V=kind.V)
+    state = basic._replace(  # the state phase reads keys that are decayed, or have factors
+        V=kind.V, ROW_HEADS=(HV,) * len(rows) if channel else rows, COLUMN_HEADS=(HV,) * len(columns) if channel else columns,
+        **PAIRS[kind.rule], TIED=tied and not channel, DECAY="channel" if channel else "none",
+        DIAGONAL=kind.rule is Rule.LINEAR, PRECISION=own.precision,
+    )  # fmt: skip
+    join = ChunkSpec(
+        0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, PRECISION=own.segment_precision,
+        BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
+    )  # fmt: skip
+    return Plan(
+        tiles=own,
+        decay=_kernel(decay_sums_kernel, basic._replace(EXACT=pairs.EXACT, **passes), own.decay),
+        scores=_kernel(
+            scores_forward_kernel, pairs._replace(INVERSE_PRECISION=own.inverse_precision), own.scores, num_stages=1
+        ),
+        state_output=_kernel(state_forward_kernel, state._replace(OUTPUT=True), own.state),
+        state_save=_kernel(state_forward_kernel, state._replace(SAVE=True), own.state),
+        state_maps=_kernel(state_forward_kernel, state, own.maps),
+        state_backward=_kernel(state_backward_kernel, state._replace(SAVE=True), own.state_backward),
+        state_ends=_kernel(state_backward_kernel, state, own.state_backward),
+        join_forward=Kernel(segments_forward_kernel, join, num_warps=own.join.warps),
+        join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
+        output=_kernel(output_backward_kernel, of_values, own.output),
+        pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
+    )
+
+
+def _kernel(kernel: Any, spec: ChunkSpec, tile: Tile, **options: int) -> Kernel:
+    """A kernel with its tile and launch options."""
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
+    spec = spec._replace(BK=tile.BK, BV=tile.BV, STAGES=tile.stages)
+    return Kernel(kernel, spec, num_warps=tile.warps, **options)

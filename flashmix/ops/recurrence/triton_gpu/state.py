@@ -1,13 +1,16 @@
 """The `state` phase with the `output` of the forward: the one serial pass over the chunks of a sequence.
 
-    R = V + ~a S   (raw rules: A_ak V + ~a S)          e = T R                                  (5.1), (5.2)
-    o = ~q S + A_qk V + A_qb e                         S <- e^{G_C} S + ^k^T V + ^b^T e         (1.8), (5.3)
+    R = V + ~a S   (raw rules: A_ak V + ~a S)          nu = T R                                 (5.1), (5.2)
+    o = ~q S + A_qk V + A_qb nu                        S <- e^{G_C} S + ^k^T V + ^b^T nu        (1.8), (5.3)
 
 A program holds `BV` columns of the state of one (sequence, value head), transposed, `S^T [BV, BK]`: every product has it or a
-thing made of it on the left, which stays in registers. Backward from the end, with `dS` in its place:
+tile made of it on the left, which stays in registers. Backward from the end, with `dS` in its place:
 
-    de = A_qb^T dO + ^b dS'      dR = T^T de      dv = A_qk^T dO + A_ak^T dR + ^k dS'           (5.4), (5.5), (6.3)
+    dnu = A_qb^T dO + ^b dS'     dR = T^T dnu     dv = A_qk^T dO + A_ak^T dR + ^k dS'           (5.4), (5.5), (6.3)
     dS = e^{G_C} dS' + ~q^T dO + ~a^T dR                                                        (5.7)
+
+Columns are k, written with V, and b, written with nu, of which a rule has one or both; row 0 is q, row 1 is a. Of the tiles of pairs
+those of q come first, one for each column, then T, then ak.
 """
 
 from __future__ import annotations
@@ -16,45 +19,48 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.triton_gpu.layout import sequence_chunks
+from flashmix.ops.recurrence.triton_gpu.structs import Place
 from flashmix.ops.recurrence.triton_gpu.tiles import (
-    AK,
-    DPLR,
-    INV,
-    LINEAR,
-    QB,
-    QK,
-    TIED,
-    chunk_tile,
-    chunk_vector,
+    append,
+    factor_vector,
     load_rows,
+    map_tile,
+    pair_tile,
+    saved_tile,
+    sequence_chunks,
     state_tile,
     store_rows,
-)  # fmt: skip
+)
 
 
 @triton.jit
-def load_factor(factors, chunk, head, slot: tl.constexpr, HV: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr):
-    """The factors of the chunk's rows or columns, [1, C]; with a decay a channel the keys have them already."""
-    if CHANNEL:
-        return tl.full([1, C], 1.0, tl.float32)
+def load_factor(scores, at, SLOT: tl.constexpr, S: tl.constexpr):
+    """The factors of the chunk's rows or columns, [1, C]; with a per-channel decay the keys have them already."""
+    if S.DECAY == "channel":
+        return tl.full([1, S.C], 1.0, tl.float32)
     else:
-        return tl.load(chunk_vector(factors, chunk, head, slot, HV, 4, C))[None, :]
+        return tl.load(factor_vector(scores.factors, at, SLOT, S))[None, :]
 
 
 @triton.jit
-def load_total(total, chunk, head, k, HV: tl.constexpr, K: tl.constexpr, CHANNEL: tl.constexpr):
-    """What the whole chunk leaves of the state: a number, or [1, BK]."""
-    if CHANNEL:
-        return tl.load(total + (chunk * HV + head) * K + k, mask=k < K, other=0.0)[None, :]
+def load_total(total, at, k, S: tl.constexpr):
+    """The decay of the whole chunk: a number, or [1, BK]."""
+    if S.DECAY == "channel":
+        return tl.load(total + (at.chunk * S.HV + at.head) * S.K + k, mask=k < S.K, other=0.0)[None, :]
     else:
-        return tl.load(total + chunk * HV + head)
+        return tl.load(total + at.chunk * S.HV + at.head)
 
 
 @triton.jit
-def saved_tile(x, chunk, head, v, k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Pointers to a tile `[len(v), len(k)]` of `[chunks, HV, V, K]`."""
-    return x + (chunk * HV + head).to(tl.int64) * (V * K) + v[:, None] * K + k[None, :]
+def load_row(scores, ROW: tl.constexpr, at, k, S: tl.constexpr):
+    """A row key, [C, BK]."""
+    return load_rows(scores.rows[ROW], at, S.ROW_HEADS[ROW], S.K, k, S)
+
+
+@triton.jit
+def load_column(scores, COLUMN: tl.constexpr, at, k, S: tl.constexpr):
+    """A column key, [C, BK]."""
+    return load_rows(scores.columns[COLUMN], at, S.COLUMN_HEADS[COLUMN], S.K, k, S)
 
 
 @triton.jit
@@ -65,199 +71,187 @@ def segment_span(segment, segments, chunks):
 
 
 @triton.jit
-def map_tile(maps, index, rows, k, K: tl.constexpr, V: tl.constexpr, DIAGONAL: tl.constexpr):
-    """Pointers to a tile `[len(rows), len(k)]` of map `index` of `[..., V + K, K]`: N^T, under it M^T (7.1); of one that is
-    DIAGONAL, `[..., V + 1, K]`, under N^T its diagonal.
-    """
-    SIZE: tl.constexpr = (V + 1) * K if DIAGONAL else (V + K) * K
-    return maps + index.to(tl.int64) * SIZE + rows[:, None] * K + k[None, :]
+def load_start(starts, sequence_state, row, index, v, k, S: tl.constexpr):
+    """The state S^T, [BV, BK], that a segment begins with: its own start, the sequence's initial or final state, or 0."""
+    mask = (v < S.V)[:, None] & (k < S.K)[None, :]
+    if starts is not None:
+        return tl.load(saved_tile(starts, index, v, k, S), mask=mask, other=0.0)
+    elif sequence_state is not None:
+        return tl.load(state_tile(sequence_state, row, v, k, S), mask=mask, other=0.0)
+    else:
+        return tl.full([S.BV, S.BK], 0.0, tl.float32)
+
+
+@triton.jit
+def store_map(maps, state, whole, index, block, S: tl.constexpr):
+    """Writes BV rows of a segment's map (7.1): of N^T, or in the blocks after those of M^T; the diagonal along with N^T."""
+    NV: tl.constexpr = (S.V + S.BV - 1) // S.BV
+    k = tl.arange(0, S.BK)
+    rows = block * S.BV + tl.arange(0, S.BV)
+    rows = tl.where(block < NV, rows, rows - NV * S.BV + S.V)
+    fits = tl.where(block < NV, rows < S.V, rows < S.V + S.K)
+    tl.store(map_tile(maps, index, rows, k, S), state, mask=fits[:, None] & (k < S.K)[None, :])
+    if S.DIAGONAL:
+        ptr = map_tile(maps, index, S.V + tl.arange(0, 1), k, S)
+        tl.store(ptr, whole, mask=(k < S.K)[None, :] & (block == 0))
+
+
+@triton.jit
+def corrected(scores, state, V_T, a, at, S: tl.constexpr):
+    """nu^T = (T R)^T, [BV, C], of the rows a^T [BK, C] (5.1), (5.2)."""
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    R = tl.dot(state, a, input_precision=S.PRECISION) * load_factor(scores, at, 1, S)
+    if COLUMNS == 2:
+        ak = tl.trans(tl.load(pair_tile(scores.A, at, COLUMNS + 1, S)))  # [C, C]
+        R += tl.dot(V_T, ak, input_precision=S.PRECISION)
+    else:
+        R += V_T
+    T = tl.trans(tl.load(pair_tile(scores.A, at, COLUMNS, S)))  # [C, C]
+    return tl.dot(R.to(V_T.dtype), T, input_precision=S.PRECISION)
 
 
 @with_sound_ptxas
-@triton.jit(do_not_specialize=["T", "NT", "SEGMENTS"])
-def state_forward_kernel(
-    xq, xa, yk, yb, v, A, factors, total, S0, cu, offsets, o, e, states, S_end, starts, maps, T, NT, SEGMENTS,
-    HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, CHANNEL: tl.constexpr, PACKED: tl.constexpr,
-    SLOTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """OUTPUT writes `o`; SAVE writes `e` and the state that each chunk starts from.
+@triton.jit(do_not_specialize=["n"])
+def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
+    """OUTPUT writes o; SAVE writes nu and the state that each chunk starts from.
 
-    A sequence may be cut into SEGMENTS. With `maps`, each is worked on from nothing: N^T from a zero state, and in further
+    A sequence may be cut into segments. With `out.maps`, each is worked on from nothing: N^T from a zero state, and in further
     programs M^T, the same without values from the identity; of a rule without corrected writes M is DIAGONAL, the whole decay,
-    and made along with N. With `starts`, each begins at the state that is its own.
+    and made along with N. With `x.starts`, each begins at the state that is its own.
     """
-    MAPS: tl.constexpr = maps is not None
-    DIAGONAL: tl.constexpr = RULE == LINEAR
-    NV: tl.constexpr = (V + BV - 1) // BV
-    NB: tl.constexpr = NV + (K + BV - 1) // BV if MAPS and not DIAGONAL else NV
-    RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
-    SHARED: tl.constexpr = RULE == TIED and not CHANNEL  # a and b are one tensor, the rest is in the factors
-    DT: tl.constexpr = v.dtype.element_ty
+    MAPS: tl.constexpr = out.maps is not None
+    NV: tl.constexpr = (S.V + S.BV - 1) // S.BV
+    NB: tl.constexpr = NV + (S.K + S.BV - 1) // S.BV if MAPS and not S.DIAGONAL else NV
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    CORRECTED: tl.constexpr = len(S.ROW_HEADS) == 2
+    DT: tl.constexpr = x.v.dtype.element_ty
     block = tl.program_id(0) % NB
-    segment = (tl.program_id(0) // NB) % SEGMENTS
-    row = tl.program_id(0) // (NB * SEGMENTS)  # of sequences x heads
-    head = row % HV
-    n = row // HV
-    vs = block * BV + tl.arange(0, BV)
-    ks = tl.arange(0, BK)
-    inside = (vs < V)[:, None] & (ks < K)[None, :]
-    start, length, chunk0, chunks = sequence_chunks(cu, offsets, n, T, NT, C, PACKED)
-    begin, end = segment_span(segment, SEGMENTS, chunks)
-    S = tl.zeros([BV, BK], tl.float32)
-    whole = tl.full([1, BK], 1.0, tl.float32)
+    segment = (tl.program_id(0) // NB) % n.segments
+    row = tl.program_id(0) // (NB * n.segments)  # of sequences x heads
+    index = row.to(tl.int64) * n.segments + segment
+    head = row % S.HV
+    vs = block * S.BV + tl.arange(0, S.BV)
+    ks = tl.arange(0, S.BK)
+    mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
+    start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
+    begin, end = segment_span(segment, n.segments, chunks)
+    whole = tl.full([1, S.BK], 1.0, tl.float32)
+    state = load_start(x.starts, x.initial_state, row, index, vs, ks, S)  # [BV, BK]
     if MAPS:
         if block >= NV:
-            rows = vs - NV * BV
-            S = tl.where(rows[:, None] == ks[None, :], 1.0, 0.0)
-            vs += V  # no value is there
-    elif starts is not None:
-        S = tl.load(saved_tile(starts, row.to(tl.int64) * SEGMENTS, segment, vs, ks, 1, K, V), mask=inside, other=0.0)
-    elif S0 is not None:
-        S = tl.load(state_tile(S0, row, vs, ks, K, V), mask=inside, other=0.0)
-    for i in tl.range(begin, end, num_stages=STAGES):
-        chunk = chunk0 + i
-        first = start + i * C
-        count = tl.minimum(length - i * C, C)
-        Sb = S.to(DT)
-        if SAVE:
-            tl.store(saved_tile(states, chunk, head, vs, ks, HV, K, V), Sb, mask=inside)
-        V_T = tl.trans(load_rows(v, first, count, head, HV, V, vs, C))  # [BV, C]
-        decay = load_total(total, chunk, head, ks, HV, K, CHANNEL)
-        if RULE != LINEAR:
-            if SHARED:
-                b = load_rows(yb, first, count, head // (HV // HB), HB, K, ks, C)  # [C, BK]
-                a = tl.trans(b)
+            state = tl.where((vs - NV * S.BV)[:, None] == ks[None, :], 1.0, 0.0)
+            vs += S.V  # no value is there
+    for i in tl.range(begin, end, num_stages=S.STAGES):
+        at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
+        before = state.to(DT)
+        if S.SAVE:
+            tl.store(saved_tile(out.states, at.chunk * S.HV + head, vs, ks, S), before, mask=mask)
+        V_T = tl.trans(load_rows(x.v, at, S.HV, S.V, vs, S))  # [BV, C]
+        decay = load_total(scores.total, at, ks, S)
+        W = ()  # of each column, [BV, C]
+        if COLUMNS == 2 or not CORRECTED:
+            W = append(W, V_T)
+        if CORRECTED:
+            if S.TIED:  # a and b are one tensor: sign, beta and decay are in the factors
+                b = load_column(scores, 0, at, ks, S)  # [C, BK]
+                nu = corrected(scores, before, V_T, tl.trans(b), at, S)
             else:
-                a = tl.trans(load_rows(xa, first, count, head // (HV // HA), HA, K, ks, C))  # [BK, C]
-            R = tl.dot(Sb, a, input_precision=PRECISION) * load_factor(factors, chunk, head, 1, HV, CHANNEL, C)
-            if RULE == DPLR:
-                R += tl.dot(
-                    V_T, tl.trans(tl.load(chunk_tile(A, chunk, head, AK, HV, SLOTS, C))), input_precision=PRECISION
-                )
-            else:
-                R += V_T
-            inv = tl.trans(tl.load(chunk_tile(A, chunk, head, INV, HV, SLOTS, C)))  # [C, C]
-            e_T = tl.dot(R.to(DT), inv, input_precision=PRECISION)  # [BV, C]
-            if SAVE:
-                store_rows(e, tl.trans(e_T), first, count, head, HV, V, vs, C)
-        if OUTPUT:
-            q = tl.trans(load_rows(xq, first, count, head // (HV // HQ), HQ, K, ks, C))  # [BK, C]
-            o_T = tl.dot(Sb, q, input_precision=PRECISION) * load_factor(factors, chunk, head, 0, HV, CHANNEL, C)
-            if RAW:
-                qk = tl.trans(tl.load(chunk_tile(A, chunk, head, 0 if RULE == LINEAR else QK, HV, SLOTS, C)))
-                o_T = tl.dot(V_T, qk, o_T, input_precision=PRECISION)
-            if RULE != LINEAR:
-                qb = tl.trans(tl.load(chunk_tile(A, chunk, head, QB, HV, SLOTS, C)))
-                o_T = tl.dot(e_T.to(DT), qb, o_T, input_precision=PRECISION)
-            store_rows(o, tl.trans(o_T.to(DT)), first, count, head, HV, V, vs, C)
-        S *= decay
-        if MAPS and DIAGONAL:
+                nu = corrected(scores, before, V_T, tl.trans(load_row(scores, 1, at, ks, S)), at, S)
+            W = append(W, nu)
+            if S.SAVE:
+                store_rows(out.nu, tl.trans(nu), at, S.V, vs, S)
+        if S.OUTPUT:
+            q = tl.trans(load_row(scores, 0, at, ks, S))  # [BK, C]
+            o = tl.dot(before, q, input_precision=S.PRECISION) * load_factor(scores, at, 0, S)  # [BV, C]
+            for c in tl.static_range(COLUMNS):
+                A = tl.trans(tl.load(pair_tile(scores.A, at, c, S)))  # [C, C]
+                o = tl.dot(W[c].to(DT), A, o, input_precision=S.PRECISION)
+            store_rows(out.o, tl.trans(o.to(DT)), at, S.V, vs, S)
+        state *= decay
+        if MAPS and S.DIAGONAL:
             whole *= decay
-        if RAW:
-            k = load_rows(yk, first, count, head // (HV // HK), HK, K, ks, C)  # [C, BK]
-            w = (V_T * load_factor(factors, chunk, head, 2, HV, CHANNEL, C)).to(DT)
-            S = tl.dot(w, k, S, input_precision=PRECISION)
-        if RULE != LINEAR:
-            if not SHARED:
-                b = load_rows(yb, first, count, head // (HV // HB), HB, K, ks, C)  # [C, BK]
-            w = (e_T * load_factor(factors, chunk, head, 3, HV, CHANNEL, C)).to(DT)
-            S = tl.dot(w, b, S, input_precision=PRECISION)
+        for c in tl.static_range(COLUMNS):
+            y = b if S.TIED else load_column(scores, c, at, ks, S)  # [C, BK]
+            w = (W[c] * load_factor(scores, at, len(S.ROW_HEADS) + c, S)).to(DT)
+            state = tl.dot(w, y, state, input_precision=S.PRECISION)
     if MAPS:
-        rows = block * BV + tl.arange(0, BV)
-        rows = tl.where(block < NV, rows, rows - NV * BV + V)
-        fits = tl.where(block < NV, rows < V, rows < V + K)
-        index = row.to(tl.int64) * SEGMENTS + segment
-        at = map_tile(maps, index, rows, ks, K, V, DIAGONAL)
-        tl.store(at, S, mask=fits[:, None] & (ks < K)[None, :])
-        if DIAGONAL:
-            at = map_tile(maps, index, V + tl.arange(0, 1), ks, K, V, DIAGONAL)
-            tl.store(at, whole, mask=(ks < K)[None, :] & (block == 0))
-    elif S_end is not None:
-        tl.store(state_tile(S_end, row, vs, ks, K, V), S, mask=inside & (segment == SEGMENTS - 1))
-    if OUTPUT and PACKED:
-        if row // HV == tl.num_programs(0) // (NB * HV) - 1:  # rows past the last sequence
-            for past in range(start + length, T, C):
-                store_rows(o, tl.zeros([C, BV], DT), past, tl.minimum(T - past, C), head, HV, V, vs, C)
+        store_map(out.maps, state, whole, index, block, S)
+    elif out.final_state is not None:
+        last = mask & (segment == n.segments - 1)
+        tl.store(state_tile(out.final_state, row, vs, ks, S), state, mask=last)
+    if S.OUTPUT and S.PACKED:
+        if row // S.HV == tl.num_programs(0) // (NB * S.HV) - 1:  # rows past the last sequence
+            for past in range(start + length, n.tokens, S.C):
+                rest = Place(chunk0, head, past, tl.minimum(n.tokens - past, S.C))
+                store_rows(out.o, tl.full([S.C, S.BV], 0.0, DT), rest, S.V, vs, S)
 
 
 @with_sound_ptxas
-@triton.jit(do_not_specialize=["T", "NT", "SEGMENTS"])
-def state_backward_kernel(
-    xq, xa, yk, yb, A, factors, total, do, dS_end, cu, offsets, dstates, de, dv, dS0, starts, ends, T, NT, SEGMENTS,
-    HV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HA: tl.constexpr, HB: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, RULE: tl.constexpr, CHANNEL: tl.constexpr, PACKED: tl.constexpr,
-    SLOTS: tl.constexpr, SAVE: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """SAVE writes `de` (dR), `dv` of raw rules, and the gradient of the state that each chunk leaves.
+@triton.jit(do_not_specialize=["n"])
+def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
+    """SAVE writes dR, dv of raw writes, and the gradient of the state that each chunk leaves.
 
-    With `ends`, each of the SEGMENTS is worked on from nothing, and what it sends back is written there, transposed. With
-    `starts`, each begins at the gradient that reaches it from behind.
+    With `out.ends`, each segment is worked on from nothing, and what it sends back is written there, transposed. With `x.starts`,
+    each begins at the gradient that reaches it from behind.
     """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    RAW: tl.constexpr = RULE == LINEAR or RULE == DPLR
-    SHARED: tl.constexpr = RULE == TIED and not CHANNEL  # a and b are one tensor, the rest is in the factors
-    DT: tl.constexpr = do.dtype.element_ty
-    vs = (tl.program_id(0) % NV) * BV + tl.arange(0, BV)
-    segment = (tl.program_id(0) // NV) % SEGMENTS
-    row = tl.program_id(0) // (NV * SEGMENTS)  # of sequences x heads
-    head = row % HV
-    n = row // HV
-    ks = tl.arange(0, BK)
-    inside = (vs < V)[:, None] & (ks < K)[None, :]
-    start, length, chunk0, chunks = sequence_chunks(cu, offsets, n, T, NT, C, PACKED)
-    begin, end = segment_span(segment, SEGMENTS, chunks)
-    own = row.to(tl.int64) * SEGMENTS
-    dS = tl.zeros([BV, BK], tl.float32)
-    if starts is not None:
-        dS = tl.load(saved_tile(starts, own, segment, vs, ks, 1, K, V), mask=inside, other=0.0)
-    elif ends is None and dS_end is not None:
-        dS = tl.load(state_tile(dS_end, row, vs, ks, K, V), mask=inside, other=0.0)
-    for back in tl.range(0, end - begin, num_stages=STAGES):
+    NV: tl.constexpr = (S.V + S.BV - 1) // S.BV
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    ROWS: tl.constexpr = len(S.ROW_HEADS)
+    CORRECTED: tl.constexpr = ROWS == 2
+    DT: tl.constexpr = x.do.dtype.element_ty
+    vs = (tl.program_id(0) % NV) * S.BV + tl.arange(0, S.BV)
+    segment = (tl.program_id(0) // NV) % n.segments
+    row = tl.program_id(0) // (NV * n.segments)  # of sequences x heads
+    index = row.to(tl.int64) * n.segments + segment
+    head = row % S.HV
+    ks = tl.arange(0, S.BK)
+    mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
+    start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
+    begin, end = segment_span(segment, n.segments, chunks)
+    dstate = load_start(x.starts, x.final_state, row, index, vs, ks, S)  # [BV, BK]
+    for back in tl.range(0, end - begin, num_stages=S.STAGES):
         i = end - 1 - back
-        chunk = chunk0 + i
-        first = start + i * C
-        count = tl.minimum(length - i * C, C)
-        dSb = dS.to(DT)
-        if SAVE:
-            tl.store(saved_tile(dstates, chunk, head, vs, ks, HV, K, V), dSb, mask=inside)
-        dO_T = tl.trans(load_rows(do, first, count, head, HV, V, vs, C))  # [BV, C]
-        q = load_rows(xq, first, count, head // (HV // HQ), HQ, K, ks, C)  # [C, BK]
-        decay = load_total(total, chunk, head, ks, HV, K, CHANNEL)
-        if RULE != LINEAR:
-            b = load_rows(yb, first, count, head // (HV // HB), HB, K, ks, C)  # [C, BK]
-            d = tl.dot(dSb, tl.trans(b), input_precision=PRECISION) * load_factor(
-                factors, chunk, head, 3, HV, CHANNEL, C
+        at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
+        after = dstate.to(DT)
+        if S.SAVE:
+            tl.store(saved_tile(out.dstates, at.chunk * S.HV + head, vs, ks, S), after, mask=mask)
+        dO = tl.trans(load_rows(x.do, at, S.HV, S.V, vs, S))  # [BV, C]
+        q = load_row(scores, 0, at, ks, S)  # [C, BK]
+        decay = load_total(scores.total, at, ks, S)
+        Z = append((), dO)  # of each row, [BV, C]
+        if CORRECTED:
+            b = load_column(scores, COLUMNS - 1, at, ks, S)  # [C, BK]
+            dnu = tl.dot(after, tl.trans(b), input_precision=S.PRECISION) * load_factor(
+                scores, at, ROWS + COLUMNS - 1, S
             )
-            qb = tl.load(chunk_tile(A, chunk, head, QB, HV, SLOTS, C))  # [C, C]
-            d = tl.dot(dO_T, qb, d, input_precision=PRECISION)
-            inv = tl.load(chunk_tile(A, chunk, head, INV, HV, SLOTS, C))
-            dR = tl.dot(d.to(DT), inv, input_precision=PRECISION)  # [BV, C]
-            if SAVE:
-                store_rows(de, tl.trans(dR.to(DT)), first, count, head, HV, V, vs, C)
-        if RAW and SAVE:
-            k = tl.trans(load_rows(yk, first, count, head // (HV // HK), HK, K, ks, C))  # [BK, C]
-            w = tl.dot(dSb, k, input_precision=PRECISION) * load_factor(factors, chunk, head, 2, HV, CHANNEL, C)
-            qk = tl.load(chunk_tile(A, chunk, head, 0 if RULE == LINEAR else QK, HV, SLOTS, C))
-            w = tl.dot(dO_T, qk, w, input_precision=PRECISION)
-            if RULE == DPLR:
-                w = tl.dot(
-                    dR.to(DT), tl.load(chunk_tile(A, chunk, head, AK, HV, SLOTS, C)), w, input_precision=PRECISION
-                )
-            store_rows(dv, tl.trans(w.to(DT)), first, count, head, HV, V, vs, C)
-        dS *= decay
-        z = (dO_T * load_factor(factors, chunk, head, 0, HV, CHANNEL, C)).to(DT)
-        dS = tl.dot(z, q, dS, input_precision=PRECISION)
-        if RULE != LINEAR:
-            if SHARED:
-                a = b
+            qb = tl.load(pair_tile(scores.A, at, COLUMNS - 1, S))  # [C, C]
+            dnu = tl.dot(dO, qb, dnu, input_precision=S.PRECISION)
+            T = tl.load(pair_tile(scores.A, at, COLUMNS, S))  # [C, C]
+            dR = tl.dot(dnu.to(DT), T, input_precision=S.PRECISION)  # [BV, C]
+            Z = append(Z, dR)
+            if S.SAVE:
+                store_rows(out.dr, tl.trans(dR.to(DT)), at, S.V, vs, S)
+        if S.SAVE and (COLUMNS == 2 or not CORRECTED):
+            k = tl.trans(load_column(scores, 0, at, ks, S))  # [BK, C]
+            dv = tl.dot(after, k, input_precision=S.PRECISION) * load_factor(scores, at, ROWS, S)  # [BV, C]
+            qk = tl.load(pair_tile(scores.A, at, 0, S))  # [C, C]
+            dv = tl.dot(dO, qk, dv, input_precision=S.PRECISION)
+            if CORRECTED:
+                ak = tl.load(pair_tile(scores.A, at, COLUMNS + 1, S))  # [C, C]
+                dv = tl.dot(dR.to(DT), ak, dv, input_precision=S.PRECISION)
+            store_rows(out.dv, tl.trans(dv.to(DT)), at, S.V, vs, S)
+        dstate *= decay
+        for r in tl.static_range(ROWS):
+            z = (Z[r] * load_factor(scores, at, r, S)).to(DT)
+            if r == 0:
+                x_r = q
+            elif S.TIED:
+                x_r = b
             else:
-                a = load_rows(xa, first, count, head // (HV // HA), HA, K, ks, C)  # [C, BK]
-            z = (dR * load_factor(factors, chunk, head, 1, HV, CHANNEL, C)).to(DT)
-            dS = tl.dot(z, a, dS, input_precision=PRECISION)
-    if ends is not None:
-        tl.store(saved_tile(ends, own, segment, vs, ks, 1, K, V), dS, mask=inside)
-    elif dS0 is not None:
-        tl.store(state_tile(dS0, row, vs, ks, K, V), dS, mask=inside & (segment == 0))
+                x_r = load_row(scores, r, at, ks, S)  # [C, BK]
+            dstate = tl.dot(z, x_r, dstate, input_precision=S.PRECISION)
+    if out.ends is not None:
+        tl.store(saved_tile(out.ends, index, vs, ks, S), dstate, mask=mask)
+    elif out.initial_state is not None:
+        first = mask & (segment == 0)
+        tl.store(state_tile(out.initial_state, row, vs, ks, S), dstate, mask=first)
