@@ -64,10 +64,11 @@ def store_row_gradients(out, X, dX, sums, scale, at, k, S: tl.constexpr):
     inclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
     exclusive = tl.full([S.C, S.BK], 0.0, tl.float32)
     for r in tl.static_range(ROWS):
+        share = X[r] * dX[r]
         if S.ROWS[r].EXCLUSIVE:
-            exclusive += X[r] * dX[r]
+            exclusive = share if r == 0 else exclusive + share
         else:
-            inclusive += X[r] * dX[r]
+            inclusive = share if r == 0 else inclusive + share
         row = factor(row_sums(G, before, r, S))
         if r == 0:
             store_rows(out.rows[r], dX[r] * (scale * row), at, S.K, k, S)

@@ -92,8 +92,8 @@ def add_near(gradients, keys, neighbours, x, at, d, S: tl.constexpr):
     dX, dY = gradients
     X, Y = keys
     if S.ROWS[0].EXCLUSIVE or S.ROWS[LAST].EXCLUSIVE:
-        next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)
         previous_Y = float_columns(load_column_keys(x.columns, at, d, S, -1), x.beta, at, S, -1)
+        next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)
     for p in tl.static_range(PAIRS):
         by_row, by_column = neighbours[p]
         if S.ROWS[S.ROW[p]].EXCLUSIVE:
