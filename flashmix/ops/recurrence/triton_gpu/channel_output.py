@@ -48,8 +48,8 @@ def one_pass_gradients(dA, X, Y, reaches, S: tl.constexpr):
     to_rows = zeros(ROWS, S.C, S.BK)
     to_columns = zeros(COLUMNS, S.C, S.BK)
     for p in tl.static_range(PAIRS):
-        to_row = tl.dot(dA[p], Y[S.COLUMN[p]], to_rows[S.ROW[p]], input_precision=S.PRECISION)
         own = tl.where(reaches, X[S.ROW[p]], 0.0)
+        to_row = tl.dot(dA[p], Y[S.COLUMN[p]], to_rows[S.ROW[p]], input_precision=S.PRECISION)
         to_column = tl.dot(tl.trans(dA[p]), own, to_columns[S.COLUMN[p]], input_precision=S.PRECISION)
         to_rows = replaced(to_rows, S.ROW[p], to_row)
         to_columns = replaced(to_columns, S.COLUMN[p], to_column)
