@@ -48,8 +48,8 @@ def one_pass_gradients(dA, X, Y, reaches, S: tl.constexpr):
     to_rows = zeros(ROWS, S.C, S.BK)
     to_columns = zeros(COLUMNS, S.C, S.BK)
     for p in tl.static_range(PAIRS):
-        to_row = tl.dot(dA[p], Y[S.COLUMN[p]], to_rows[S.ROW[p]], input_precision=S.PRECISION)
         own = tl.where(reaches, X[S.ROW[p]], 0.0)
+        to_row = tl.dot(dA[p], Y[S.COLUMN[p]], to_rows[S.ROW[p]], input_precision=S.PRECISION)
         to_column = tl.dot(tl.trans(dA[p]), own, to_columns[S.COLUMN[p]], input_precision=S.PRECISION)
         to_rows = replaced(to_rows, S.ROW[p], to_row)
         to_columns = replaced(to_columns, S.COLUMN[p], to_column)
@@ -99,14 +99,15 @@ def channel_tile(inputs, dA, beta, out, at, k0, S: tl.constexpr):
     state = load_state(values.states, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
     dstate = load_state(values.dstates, at, tl.arange(0, S.BV), ks, S)  # [BV, BK]
     carried = carried_product(values, state, dstate, at, ks, S)
+    X = append((), load_rows(scores.rows[0], at, S.HV, S.K, ks, S))  # [C, BK] each
     Y = load_column_keys(x.columns, at, ks, S)  # [C, BK] each
     k = Y[0]
     if S.TIED:
         Y = ((k * beta).to(DT),)
-    X = ()
     dX = ()
     for r in tl.static_range(ROWS):
-        X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))  # [C, BK]
+        if r > 0:  # row by row, which spills less
+            X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))
         dX = append(dX, state_product(values.dz[r], dZ[r], values.states, state, at, ks, S))
     if not S.EXACT:
         back = column_factor(-G, S)
