@@ -338,7 +338,7 @@ def test_more_that_is_refused() -> None:
         DecoderConfig.from_dict({"width": 16, "layers": []})
     with pytest.raises(TypeError, match=r"layers\[0\] must be a LayerConfig, got dict"):
         DecoderConfig(64, 16, [{"mixer": "gla", "heads": 2}])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"name must be one of retnet, gla, .*, got 'gal_tiny'"):
+    with pytest.raises(ValueError, match=r"name must be one of deltanet, .*, gla, .*, got 'gal_tiny'"):
         preset("gal_tiny")
 
 

@@ -53,6 +53,20 @@ def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> lis
     return found
 
 
+# Code that the dense bfloat16 cases do not have: tables of packed batches, no decay, pairs of float32.
+OTHER_CODE = (
+    (Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16),
+    (Case("", "linear", "token", B=1, T=130, K=64, V=64, lengths=(60, 0, 70)), torch.bfloat16),
+    (Case("", "dplr", "channel", T=130, K=32, V=32), torch.float32),
+)
+
+
+@pytest.mark.parametrize("case, dtype", OTHER_CODE, ids=["no decay", "packed", "float32 pairs"])
+def test_other_code_compiles(case, dtype):
+    for launch in launches(case, dtype, (9, 0)):
+        assert compile_launch(launch).shared <= SHARED_MEMORY_KIB[9, 0] * 1024
+
+
 @pytest.mark.parametrize("capability", TARGETS, ids=str)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rule", RULES)

@@ -66,6 +66,8 @@ class Call:
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Any:
         """A call of these fields; faster than the constructor, and nothing is checked."""
+        if torch.compiler.is_compiling():  # which traces the constructor, but no `__dict__`
+            return cls(**values)
         call = object.__new__(cls)
         call.__dict__.update(values)
         return call

@@ -99,7 +99,7 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
         dA = replaced(dA, c, dA[c] * n.scale)
         same = append(same, near(dA[c], False, S)[0])
     if S.EXACT:
-        dA, neighbours = split_near(dA, S)
+        dA, by_row, by_column = split_near(dA, S)
     for p in tl.static_range(PAIRS):
         dA = replaced(dA, p, dA[p].to(DT))
     beta = load_beta(x, at, S)
@@ -123,7 +123,7 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
             if out.decay is not None:
                 store_rows(out.decay, pairs_decay_gradient(X, Y, dX, dY, S), at, S.K, ks, S, True)
             if S.EXACT:
-                dX, dY = add_near((dX, dY), (X, Y), neighbours, x, at, ks, S)
+                dX, dY = add_near((dX, dY), (X, Y), by_row, by_column, x, at, ks, S)
             elif S.ROWS[0].DIAGONAL:
                 own = (reach < S.LEVELS)[:, None]
                 for c in tl.static_range(COLUMNS):

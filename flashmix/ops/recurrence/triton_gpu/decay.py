@@ -47,7 +47,7 @@ def load_sums(g, at, S: tl.constexpr):
     t = tl.arange(0, S.C)
     mask = t < at.count
     if S.DECAY == "none":
-        own = tl.zeros([S.C], tl.float32)
+        own = tl.full([S.C], 0.0, tl.float32)
     elif S.DECAY == "head":
         own = tl.where(mask, to_base_2(tl.load(g + at.head), S), 0.0)
     else:

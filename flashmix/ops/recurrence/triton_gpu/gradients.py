@@ -1,4 +1,4 @@
-"""What both kinds of decay need in the backward of `output`: products with saved states, the decay's sums, storing gradients."""
+"""Helpers of both kinds of decay in the backward of `output`: products with saved states, the decay's sums, storing gradients."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def chunk_offsets_kernel(cu, offsets, n, S: tl.constexpr):
 def chunk_spans_kernel(cu, offsets, spans, n, S: tl.constexpr):
     """spans[c] = (first token, tokens) of chunk c; no tokens where there are fewer chunks than there might be."""
     c = tl.program_id(0) * S.BLOCK + tl.arange(0, S.BLOCK)
-    low = tl.zeros([S.BLOCK], tl.int32)  # the last s with offsets[s] <= c lies in [low, high)
+    low = tl.full([S.BLOCK], 0, tl.int32)  # the last s with offsets[s] <= c lies in [low, high)
     high = low + n.sequences + 1
     for _ in range(n.steps):
         middle = (low + high) // 2

@@ -83,7 +83,7 @@ def token_tile(x, values, whole, dA, decays, sums, out, at, k, S: tl.constexpr):
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
     PAIRS: tl.constexpr = len(S.ROW)
     dZ, W = whole
-    row_factors, column_factor, neighbours, beta = decays
+    row_factors, column_factor, by_row, by_column, beta = decays
     inclusive, exclusive, written, dbeta, carried, across = sums
     X, Y, tied_k = load_input_keys(x, beta, at, k, S)  # [C, BK] each
     state = load_state(values.states, at, tl.arange(0, S.BV), k, S)  # [BV, BK]
@@ -111,7 +111,7 @@ def token_tile(x, values, whole, dA, decays, sums, out, at, k, S: tl.constexpr):
         for p in tl.static_range(PAIRS):
             xy = tl.dot(X[S.ROW[p]], tl.trans(Y[S.COLUMN[p]]), input_precision=S.PRECISION)
             across = replaced(across, S.ROW[p], across[S.ROW[p]] + xy * dA[p])
-    gradients = add_near((dX, dY), (X, Y), neighbours, x, at, k, S)
+    gradients = add_near((dX, dY), (X, Y), by_row, by_column, x, at, k, S)
     dbeta += store_key_gradients(out, gradients, tied_k, beta, at, k, S)
     return inclusive, exclusive, written, dbeta, carried, across
 
@@ -160,9 +160,9 @@ def output_backward_kernel(scores, x, values, out, where, n, S: tl.constexpr):
             row_factors = append(row_factors, n.scale * row_factor if r == 0 else row_factor)
         column_factor = factor(last - G)[:, None]  # [C, 1]
         beta = load_beta(x, at, S)
-        dA, neighbours = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
+        dA, by_row, by_column = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
         dA = through_memory(out.dA, dA, at, S)
-        decays = (row_factors, column_factor, neighbours, beta)
+        decays = (row_factors, column_factor, by_row, by_column, beta)
         inclusive, exclusive, written, dbeta = zero_vectors(4, S.C)
         across = zeros(ROWS, S.C, S.C)  # x_i . y_j dA_ij of each row, with float32 inputs
         sums = (inclusive, exclusive, written, dbeta, tl.full([], 0.0, tl.float32), across)

@@ -74,18 +74,21 @@ def near(A, EXCLUSIVE: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def split_near(dA, S: tl.constexpr):
-    """dA without the pairs that no decay lies between, and `near` of each pair."""
+    """dA without the pairs that no decay lies between, and `near` of each pair: by row and by column, [C, 1] each."""
     PAIRS: tl.constexpr = len(S.ROW)
-    neighbours = ()
+    by_row = ()
+    by_column = ()
     for p in tl.static_range(PAIRS):
-        neighbours = append(neighbours, near(dA[p], S.ROWS[S.ROW[p]].EXCLUSIVE, S))
+        rows, columns = near(dA[p], S.ROWS[S.ROW[p]].EXCLUSIVE, S)
+        by_row = append(by_row, rows)
+        by_column = append(by_column, columns)
         if S.ROWS[S.ROW[p]].EXCLUSIVE or S.ROWS[S.ROW[p]].DIAGONAL:  # else a decay lies between all pairs
             dA = replaced(dA, p, decays_between(dA[p], S.ROW[p], S))
-    return dA, neighbours
+    return dA, by_row, by_column
 
 
 @triton.jit
-def add_near(gradients, keys, neighbours, x, at, d, S: tl.constexpr):
+def add_near(gradients, keys, by_row, by_column, x, at, d, S: tl.constexpr):
     """Adds the share of the pairs that no decay lies between to dX and dY, [C, d] each."""
     PAIRS: tl.constexpr = len(S.ROW)
     LAST: tl.constexpr = len(S.ROWS) - 1
@@ -95,13 +98,12 @@ def add_near(gradients, keys, neighbours, x, at, d, S: tl.constexpr):
         previous_Y = float_columns(load_column_keys(x.columns, at, d, S, -1), x.beta, at, S, -1)
         next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)
     for p in tl.static_range(PAIRS):
-        by_row, by_column = neighbours[p]
         if S.ROWS[S.ROW[p]].EXCLUSIVE:
-            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row * previous_Y[S.COLUMN[p]])
-            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column * next_X[S.ROW[p]])
+            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row[p] * previous_Y[S.COLUMN[p]])
+            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column[p] * next_X[S.ROW[p]])
         elif S.ROWS[S.ROW[p]].DIAGONAL:
-            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row * Y[S.COLUMN[p]])
-            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column * X[S.ROW[p]])
+            dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row[p] * Y[S.COLUMN[p]])
+            dY = replaced(dY, S.COLUMN[p], dY[S.COLUMN[p]] + by_column[p] * X[S.ROW[p]])
     return dX, dY
 
 

@@ -1,4 +1,4 @@
-"""What every decay of a slab offers to the phases, and the case without decay (docs/chunk_algorithm.md, sections 2 and 3).
+"""The interface of a slab's decay to the phases, and the case without decay (docs/chunk_algorithm.md, sections 2 and 3).
 
 Row keys `X` `[chunks, R, C, K]` read the state (the query, and the key of the correction), column keys `Y` `[chunks, S, C, K]` write
 to it. With `G` the in-chunk cumulative log decay, a decay offers
