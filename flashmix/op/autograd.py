@@ -33,7 +33,7 @@ def bump_versions_of(library: torch.library.Library, name: str, operator: Any) -
 
 
 def register(op: Any, library: torch.library.Library) -> None:
-    """Gives the operator of `op` its backward, and that backward one that raises."""
+    """Gives the operator of `op` its backward."""
     nothing = len(op.call.packings) * 2 + len(op.call.options) + 2  # packings as two arguments, options, save, impl
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,13 +46,21 @@ def register(op: Any, library: torch.library.Library) -> None:
     def backward(ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
         return *gradients(op, ctx, grads, ctx.needs_input_grad[: len(op.call.names)], True), *ctx.empty
 
+    torch.library.register_autograd(f"flashmix::{op.name}", backward, setup_context=setup_context, lib=library)
+
+
+def refuse_second_derivative(op: Any) -> None:
+    """Gives the operator of the backward a backward that raises; not at import, where each registration makes two dataclasses."""
+    if op.refuses_second:
+        return
+    op.refuses_second = True
+
     def no_second_derivative(ctx: Any, *grads: Any) -> None:
         if op.formula is not None:
             raise NotImplementedError(f"{op.name}: a compiled backward has no derivative")
         raise NotImplementedError(f"{op.name} has no second derivative")
 
-    torch.library.register_autograd(f"flashmix::{op.name}", backward, setup_context=setup_context, lib=library)
-    torch.library.register_autograd(f"flashmix::{op.name}_backward", no_second_derivative, lib=library)
+    torch.library.register_autograd(f"flashmix::{op.name}_backward", no_second_derivative, lib=op.library)
 
 
 def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence[Tensor], impl: str) -> None:
@@ -93,6 +101,8 @@ def gradients(
         made = TransformedBackward.apply(op, ctx.impl, tuple(wanted), len(kept), *fields, *kept, *grads)
         found = dict(zip(wanted, made, strict=True))
     elif dispatched or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            refuse_second_derivative(op)
         made = op.backward_operator(*op.flat(call), list(grads), list(kept), wanted, ctx.impl)
         found = dict(zip(wanted, made, strict=True))
     else:

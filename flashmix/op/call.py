@@ -135,6 +135,7 @@ class Op:
         self.sharing, self.passes = (*self.shares, *self.shares.values()), dict(passes or {})
         self._modules = {implementation.name: implementation for implementation in implementations}
         self._loaded: dict[str, Any] = {}
+        self.library, self.refuses_second = LIBRARY, False
         inputs = self._describe()
         returns = "(Tensor[] outputs, Tensor[] kept)"
         if outputs is not None:
