@@ -2,7 +2,7 @@
 
 A kernel is `kernel(x, out, ..., n, S)`: named tuples of tensors and strides, absent tensors None, and one compile-time spec `S`.
 Triton's own launcher looks at every argument at every launch (18 us for 12 pointers on the host of an H200); here the compiled code
-is kept by what it was compiled for (5 us).
+is kept by what it was compiled for (5.3 us of Python for 12 tensors in two structs and 3 numbers, without the driver, on a CPU machine).
 
 Triton specialises code for integers that are 1 or multiples of 16, and for pointers aligned to 16 bytes. In a struct it does so even where
 the kernel says `do_not_specialize` or `do_not_specialize_on_alignment`; this launcher holds to both, for all of the parameter.
