@@ -105,13 +105,15 @@ def code_of(launch: Launch) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     gpu = GPUTarget("cuda", launch.capability[0] * 10 + launch.capability[1], 32)
     backend = make_backend(gpu)
     kwargs = dict(launch.kwargs)
     bound, specialization, options = _binder(launch.kernel, launch.capability)(*launch.args, **kwargs)
     options, signature, constexprs, attrs = launch.kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return triton.compile(ASTSource(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
+    source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return triton.compile(source(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -6,6 +6,8 @@ is kept by what it was compiled for (5.3 us of Python for 12 tensors in two stru
 
 Triton specialises code for integers that are 1 or multiples of 16, and for pointers aligned to 16 bytes. In a struct it does so even where
 the kernel says `do_not_specialize` or `do_not_specialize_on_alignment`; this launcher holds to both, for all of the parameter.
+
+A tensor that TMA moves is an argument of its own, `Tiles`: Triton takes no descriptors in structs, and makes them anew at each launch.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
@@ -55,7 +57,8 @@ class Kernel:
         if grid == 0:
             return None
         if not DIRECT or not self._loose:
-            self.kernel[(grid,)](*structs, self.spec, **self.options)
+            described = [x.described() if type(x) is Tiles else x for x in structs]
+            self.kernel[(grid,)](*described, self.spec, **self.options)
             return None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         kinds: list[Any] = [device]
@@ -70,6 +73,8 @@ class Kernel:
         stream = torch._C._cuda_getCurrentRawStream(device)
         if made.direct is not None and not hooked():
             launch, code = made.direct
+            if made.maps is not None:
+                values = made.maps.place(values)
             launch(grid, 1, 1, stream, *code, *values, None)
         else:
             made.launch(grid, stream, structs, (*values, None))
@@ -81,26 +86,31 @@ class Kernel:
 
     def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
-        like = [_stand_in(x, loose) for x, loose in zip(structs, self._loose, strict=False)]
+        gluon = self.kernel.is_gluon()
+        like = [_stand_in(x, loose, gluon) for x, loose in zip(structs, self._loose, strict=False)]
         made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
-        return None if made is None else Code(made)
+        return None if made is None else Code(made, gluon)
 
 
 class Code:
     """Compiled code of a kernel; `direct` is the driver's own launch function and what it takes before a kernel's arguments."""
 
-    def __init__(self, made: Any) -> None:
-        self.made, launcher = made, made.run  # `run` loads the code
+    def __init__(self, made: Any, gluon: bool) -> None:
+        self.made, self.gluon, launcher = made, gluon, made.run  # `run` loads the code
         self.direct: tuple[Any, tuple[Any, ...]] | None = None
+        described = any(str(kind).startswith("tensordesc") for kind in made.src.signature.values())
+        self.maps = Maps(made.metadata.tensordesc_meta) if described else None
         if not launcher.global_scratch_size and not launcher.profile_scratch_size:
+            launch = without_descriptors(launcher.launch) if described else launcher.launch
             flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-            self.direct = launcher.launch, (made.function, *flags, None, None, made.packed_metadata, None, None, None)
+            self.direct = launch, (made.function, *flags, None, None, made.packed_metadata, None, None, None)
 
     def launch(self, grid: int, stream: int, structs: Sequence[Any], values: Sequence[Any]) -> None:
         """A launch through Triton's own launcher: it takes memory of its own, or a profiler looks."""
         made, runtime = self.made, triton.knobs.runtime
         metadata = made.launch_metadata((grid,), stream, *structs) if hooked() else None
         hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if hooked() else (None, None)
+        values = [x.described(self.gluon) if type(x) is Tiles else x for x in values]
         made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
 
 
@@ -153,18 +163,20 @@ def _lowered(struct: Sequence[Any], loose: tuple[bool, bool], kinds: list[Any]) 
                 kinds.append(LONG)
         elif isinstance(x, tuple):
             x, kind = _lowered(x, loose, kinds), len(x)
-        elif kind is TensorDescriptor:
-            kind = x.base.dtype, *x.block_shape
+        elif kind is Tiles:
+            kind = x.kind
         values.append(x)
         kinds.append(kind)
     return tuple(values)
 
 
-def _stand_in(value: Any, loose: tuple[bool, bool]) -> Any:
+def _stand_in(value: Any, loose: tuple[bool, bool], gluon: bool = False) -> Any:
     """An argument of the same kind, for compiling: nothing in it is specialised for that must not be."""
     if isinstance(value, tuple):
         parts = [_stand_in(part, loose) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, Tiles):
+        return value.described(gluon, Address(value.tensor.dtype, True))
     if isinstance(value, Tensor):
         return Address(value.dtype, not loose[1] and value.data_ptr() % 16 == 0)
     if isinstance(value, int) and loose[0]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.table import config_for, parts
 
@@ -216,5 +216,5 @@ def descriptors(x: Tensor, S: AttentionSpec, rows: int, width: Channels) -> tupl
         return None, None
     batch, token, head = steps_of(x)
     shape, steps = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]], [batch, head, token, 1]
-    first, second = (TensorDescriptor(x, shape, steps, [1, 1, rows, w or width.FIRST]) for w in width[1:])
+    first, second = (Tiles(x, shape, steps, (1, 1, rows, w or width.FIRST)) for w in width[1:])
     return first, second if width.SECOND else None
