@@ -147,8 +147,9 @@ def rotary(
     _check(cos, sin, x=x)
     packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
     places, start, axes = _places(positions, axes, packing, x, cos)
-    call = RotaryCall(x, None, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
-    return _run("rotary", call, inplace, impl)[0]
+    kind = RotaryInPlaceCall if inplace else RotaryCall
+    call = kind(x, None, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
+    return _run("rotary", call, impl)[0]
 
 
 def rotary_qk(
@@ -205,18 +206,19 @@ def rotary_qk(
     _check(cos, sin, q=q, k=k)
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
     places, start, axes = _places(positions, axes, packing, q, cos)
-    call = RotaryCall(q, k, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
-    q_out, k_out = _run("rotary_qk", call, inplace, impl)
+    kind = RotaryInPlaceCall if inplace else RotaryCall
+    call = kind(q, k, cos, sin, places, packing, start, axes, interleaved=interleaved, inverse=inverse)
+    q_out, k_out = _run("rotary_qk", call, impl)
     return q_out, k_out
 
 
-def _run(op: str, call: RotaryCall, inplace: bool, impl: str) -> tuple[Tensor, ...]:
+def _run(op: str, call: RotaryCall, impl: str) -> tuple[Tensor, ...]:
     """The outputs of a checked call, or the overwritten inputs."""
-    if not inplace:
+    if not call.in_place:
         return ROTARY(call, impl, op)
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
         raise ValueError("inplace must be False where a gradient is wanted, got True")
-    ROTARY_IN_PLACE(RotaryInPlaceCall.make(vars(call)), impl, op)
+    ROTARY_IN_PLACE(call, impl, op)
     return call.turned
 
 
