@@ -222,4 +222,4 @@ def _columns(rows: RowLayout) -> tuple[int, int]:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.empty(size=like.shape, dtype=like.dtype, device=like.device)

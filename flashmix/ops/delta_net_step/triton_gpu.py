@@ -264,8 +264,8 @@ def _prepared(call: DeltaNetStepCall) -> Again:
     shape, dtype, device = (call.qkv.shape[0], call.state.shape[1], call.state.shape[3]), call.dtype, call.device
 
     def run(x: Tensors) -> Tensor:
-        o = torch.empty(shape, dtype=torch.float32, device=device)
-        y = torch.empty(shape, dtype=dtype, device=device)
+        o = torch.empty(size=shape, dtype=torch.float32, device=device)
+        y = torch.empty(size=shape, dtype=dtype, device=device)
         qkv, past, slots = x["qkv"], x["conv_state"], x["state_indices"]
         weight, bias, strength, decay = x["conv_weight"], x["conv_bias"], x["strength"], x["decay"]
         inputs = (qkv, past, weight, bias, strength, decay, x["A_log"], x["dt_bias"], slots, o)

@@ -139,7 +139,7 @@ def forward(call: GatedCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: GatedCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
-    found = {name: torch.empty(call.gate.shape, dtype=call.dtype, device=call.device) for name in wanted}
+    found = {name: torch.empty(size=call.gate.shape, dtype=call.dtype, device=call.device) for name in wanted}
     if call.gate.numel():
         rows = as_rows(*_with_axes(call.gate, call.up, *grads))
         gate, up, dy = rows.rows

@@ -245,9 +245,10 @@ def _call(
     activation: str,
     mean: bool = True,
 ) -> NormCall:
-    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
-    options = {"eps": eps, "groups": groups, "center": center, "mean": mean, "activation": activation}
-    return NormCall.make({**tensors, **options, "y_dtype": x.dtype, "sums": residual is not None})
+    return NormCall.make({
+        "x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate, "eps": eps, "groups": groups, "center": center,
+        "mean": mean, "activation": activation, "y_dtype": x.dtype, "sums": residual is not None,
+    })  # fmt: skip
 
 
 def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:

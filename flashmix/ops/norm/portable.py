@@ -87,6 +87,10 @@ def _grouped(call: NormCall, h: Tensor) -> tuple[Tensor, Tensor | None, Tensor |
     return h.unflatten(-1, split), weight, bias, gate
 
 
+def _over_divisor(call: NormCall, sums: Tensor) -> Tensor:
+    return sums if call.divisor == 1 else sums.div_(call.divisor)
+
+
 def _flat(call: NormCall, t: Tensor) -> Tensor:
     return t if call.groups == 1 else t.flatten(-2)
 
@@ -98,7 +102,7 @@ def _normalise(call: NormCall, h: Tensor) -> tuple[Tensor, Outputs]:
     mean = h.mean(-1, keepdim=True, dtype=dtype) if call.center else None
     centered = h if mean is None else h - mean
     length = torch.linalg.vector_norm(centered, dim=-1, keepdim=True, dtype=dtype)
-    scale = length.mul_(length).div_(call.divisor).add_(call.eps).rsqrt_()
+    scale = _over_divisor(call, length.mul_(length)).add_(call.eps).rsqrt_()
     y = centered * scale
     if weight is not None:
         y.mul_(weight)
@@ -135,9 +139,9 @@ def _normalise_backward(call: NormCall, kept: Outputs, grad: Tensor, wanted: Col
     if "weight" in wanted:
         found["weight"] = _over_rows(room, weight)
     if "x" in wanted:
-        along = (room if weight is None else room.mul_(weight)).sum(-1, keepdim=True).div_(call.divisor)
-        d_n = room.copy_(grad) if weight is None else torch.mul(grad, weight, out=room)
-        d_n.addcmul_(n, along, value=-1)
+        along = _over_divisor(call, (room if weight is None else room.mul_(weight)).sum(-1, keepdim=True))
+        d_n = grad if weight is None else torch.mul(grad, weight, out=room)
+        d_n = torch.addcmul(d_n, n, along, value=-1, out=room)
         found["x"] = _flat(
             call, (d_n if mean is None else d_n.sub_(d_n.mean(-1, keepdim=True))).mul_(scale).to(h.dtype)
         )

@@ -141,7 +141,7 @@ def forward(call: RotaryCall, save: bool) -> tuple[Outputs, Outputs]:
     if all(x.shape[-1] == 1 or x.stride(-1) == 1 for x in call.turned):
         rotary(call, call.turned, call.turned)
         return (), ()
-    rotated = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call.turned)
+    rotated = tuple(torch.empty(size=x.shape, dtype=x.dtype, device=x.device) for x in call.turned)
     rotary(call, call.turned, rotated)
     for x, y in zip(call.turned, rotated, strict=True):
         x.copy_(y)

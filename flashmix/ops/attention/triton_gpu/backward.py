@@ -165,4 +165,4 @@ def _row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResult
 
 
 def _float32(call: AttentionCall, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=call.device)
+    return torch.empty(size=shape, dtype=torch.float32, device=call.device)

@@ -208,7 +208,7 @@ def sums_of_gradients(call: AttentionCall, at_rows: Tensor, at_keys: Tensor) -> 
     """The gradient of `log_decay` `[B, Tk, HQ]`."""
     gates = call.log_decay
     assert gates is not None
-    gradient = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    gradient = torch.empty(size=gates.shape, dtype=gates.dtype, device=gates.device)
     if gradient.numel() == 0:
         return gradient
     count = 0 if call.packing is None else call.packing.count

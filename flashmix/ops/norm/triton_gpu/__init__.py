@@ -123,7 +123,7 @@ def forward(call: NormCall, save: bool) -> tuple[Outputs, Outputs]:
 def keeps(call: NormCall) -> Outputs:
     """Of each row (group) its scale, and its mean if that is taken off."""
     x, shape = call.x, (*call.x.shape[:-1], call.groups)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = torch.empty(size=shape, dtype=torch.float32, device=x.device)
     return (scale, torch.empty_like(scale)) if call.center else (scale,)
 
 
@@ -189,7 +189,7 @@ def _sum_partial(partial: NormGradients, found: Gradients) -> None:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.empty(size=like.shape, dtype=like.dtype, device=like.device)
 
 
 def _grouped(groups: int, *tensors: Tensor | None) -> Sequence[Tensor | None]:

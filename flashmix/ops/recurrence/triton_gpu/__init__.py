@@ -182,7 +182,7 @@ def decay_sums(run: Run) -> tuple[Tensor, Tensor]:
     call, own = run.call, run.plan.tiles
     assert call.log_decay is not None
     dtype = torch.float64 if call.dtype == torch.float32 else torch.float32
-    G = torch.empty(call.log_decay.shape, dtype=dtype, device=call.device)
+    G = torch.empty(size=call.log_decay.shape, dtype=dtype, device=call.device)
     blocks = cdiv(call.K, own.decay.BK)
     reach = run.per_chunk(blocks, own.C, dtype=torch.int8)
     run.plan.decay(run.chunk_programs * blocks, call.log_decay, G, reach, run.where, run.n)

@@ -176,7 +176,7 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
 
 def gradients_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Empty, contiguous. A frozen part among others has gradients too, which are thrown away."""
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+    return tuple([torch.empty(size=t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
 def _sum_weights(
