@@ -92,11 +92,11 @@ def _dtypes(op: Any, call: Any) -> dict[str, torch.dtype] | None:
 
 
 def gradients(
-    op: Any, ctx: Any, grads: Sequence[Tensor | None], names: Sequence[str], needs: Sequence[bool], dispatched: bool | None
+    op: Any, ctx: Any, grads: Sequence[Any], names: Sequence[str], needs: Sequence[bool], dispatched: bool | None
 ) -> list[Tensor | None]:
     """The gradient of each tensor field of `names`, None where none is wanted; `dispatched`: None under torch.func."""
     needed = list(compress(names, needs))
-    if not needed or all([grad is None for grad in grads]):
+    if not needed or not [grad for grad in grads if grad is not None]:
         return [None] * len(names)
     saved, given, shared = ctx.saved_tensors, ctx.given, ctx.shared  # once: checkpoints make them again
     call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})

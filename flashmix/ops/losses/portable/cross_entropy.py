@@ -32,7 +32,7 @@ def backward(
 ) -> Gradients:
     logits, (lse,), (grad,) = call.logits, kept, grads
     assert grad is not None
-    gradient = logits if call.overwrite_logits else torch.empty(size=logits.shape, dtype=logits.dtype, device=logits.device)
+    gradient = logits if call.overwrite_logits else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     rows, vocabulary = logits.shape
     for part in chunks(rows, rows_at_once(None, vocabulary)):
         z = logits[part].to(lse.dtype, copy=True)

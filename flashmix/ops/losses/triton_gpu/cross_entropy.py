@@ -42,7 +42,7 @@ def backward(
 ) -> Gradients:
     logits, (level, whole), (grad,) = call.logits, kept, grads
     assert grad is not None
-    gradient = logits if call.overwrite_logits else torch.empty(size=logits.shape, dtype=logits.dtype, device=logits.device)
+    gradient = logits if call.overwrite_logits else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     grad = grad.to(torch.float32).masked_fill(call.target == call.ignore_index, 0.0)
     out = RowGradient(grad, gradient, gradient.stride(0))
     rows_backward(rows_of(call), call.target.contiguous(), RowStatistics(None, level, whole, None), out, call)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import PreparedLaunch, bound
-from flashmix.gpu.rows import power_of_two
 from flashmix.op.call import Outputs
 from flashmix.op.remember import Again, Tensors, by_signature
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -277,7 +277,7 @@ def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedL
         READ_BEFORE=call.read_before, ONE=T == 1,
     )  # fmt: skip
     kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
-    return kernel.prepare(B * HV * triton.cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
+    return kernel.prepare(B * HV * cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu.layout import cdiv, chunk_tables, count_chunks
+from flashmix.ops.recurrence.triton_gpu.layout import chunk_tables, count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, plan, row_keys
 from flashmix.ops.recurrence.triton_gpu.structs import (
     ChunkInputs,
