@@ -188,7 +188,9 @@ class Op:
         """The outputs of a checked call; `asked` is the public function that `explain` and errors name."""
         implementation = choose(asked or self.name, self.implementations, call, impl)
         if implementation.formula is not None:
-            return implementation.formula(call)
+            outputs = implementation.formula(call)
+            if outputs is not None:
+                return outputs
         chosen = implementation.name
         if torch.compiler.is_compiling():
             if chosen == "portable" and self.formula is not None:

@@ -11,11 +11,11 @@ from flashmix.op.checks import check_choice, check_floating, check_like, check_m
 from flashmix.op.choose import Implementation
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
-from flashmix.ops.norm.portable import formula
+from flashmix.ops.norm.portable import formula, own_formula
 
 IMPLEMENTATIONS = (
     Implementation("triton", "flashmix.ops.norm.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.norm.portable", always),
+    Implementation("portable", "flashmix.ops.norm.portable", always, own_formula),
 )
 NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 

@@ -71,6 +71,17 @@ def formula(call: NormCall) -> Outputs:
     return (y, h) if call.sums else (y,)
 
 
+def own_formula(call: NormCall) -> Outputs | None:
+    """torch's layer norm, which keeps no more than ours; None of other norms, and under autocast, which would change dtypes."""
+    if not call.center or torch.is_autocast_enabled(call.device.type):
+        return None
+    h = call.x if call.residual is None else call.x + call.residual
+    if not _is_plain_layer_norm(call, h) or (call.weight is None and call.bias is not None):
+        return None
+    y = F.layer_norm(h, h.shape[-1:], call.weight, call.bias, call.eps)
+    return (y, h.contiguous()) if call.sums else (y,)
+
+
 def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:
     """Whether torch's own layer norm computes it, which is as good in memory and faster."""
     if not call.center or not call.mean or call.groups > 1 or call.gate is not None:
@@ -125,17 +136,17 @@ def _normalise_backward(call: NormCall, kept: Outputs, grad: Tensor, wanted: Col
     h, weight, bias, gate = _grouped(call, call.x)
     grad = (grad if call.groups == 1 else grad.unflatten(-1, (call.groups, call.width))).to(scale.dtype)
     n = h * scale if mean is None else (h - mean).mul_(scale)
-    room = torch.empty_like(n)
+    room: Tensor | None = None
     if gate is not None:
         value, slope = ACTIVATIONS[call.activation].value_and_slope(gate.to(scale.dtype))
         if "gate" in wanted:
-            affine = n if weight is None else torch.mul(n, weight, out=room)
-            affine = affine if bias is None else torch.add(affine, bias, out=room)
+            affine = n if weight is None else (room := torch.mul(n, weight))
+            affine = affine if bias is None else (room := torch.add(affine, bias, out=room))
             found["gate"] = _flat(call, slope.mul_(affine).mul_(grad).to(gate.dtype))
         grad = value.mul_(grad)
     if "bias" in wanted:
         found["bias"] = _over_rows(grad, bias)
-    torch.mul(grad, n, out=room)
+    room = torch.mul(grad, n, out=room)
     if "weight" in wanted:
         found["weight"] = _over_rows(room, weight)
     if "x" in wanted:
