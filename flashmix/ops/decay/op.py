@@ -86,7 +86,7 @@ def write_strength(x: Tensor, *, negative_eigenvalues: bool = False, impl: str =
 
         beta = sigmoid(x),    or 2 sigmoid(x) where transitions may have negative eigenvalues
 
-    The backward keeps `x` and nothing else.
+    The backward keeps `x` and nothing else; in plain PyTorch the result, and not `x`.
 
     Args:
         x: any shape, floating.

@@ -1,4 +1,4 @@
-"""The gates in plain PyTorch; the backward computes them again and keeps nothing but the inputs."""
+"""The gates in plain PyTorch; the backward of a decay computes it again and keeps nothing but the inputs."""
 
 from __future__ import annotations
 
