@@ -46,14 +46,16 @@ def load_sums(g, at, S: tl.constexpr):
     """With at most one decay per token: G_i, [C], the same without the token's own decay, and the chunk's whole sum."""
     t = tl.arange(0, S.C)
     mask = t < at.count
-    if S.DECAY == "none":
-        own = tl.full([S.C], 0.0, tl.float32)
-    elif S.DECAY == "head":
-        own = tl.where(mask, to_base_2(tl.load(g + at.head), S), 0.0)
+    if S.DECAY == "none":  # constants, so that the compiler sees factors of 1
+        zero = tl.full([S.C], 0.0, tl.float32)
+        return zero, zero, tl.full([], 0.0, tl.float32)
     else:
-        own = tl.where(mask, to_base_2(tl.load(g + (at.first + t) * S.HV + at.head, mask=mask, other=0.0), S), 0.0)
-    G = tl.cumsum(own, 0)
-    return G, G - own, tl.sum(own, 0)
+        if S.DECAY == "head":
+            own = tl.where(mask, to_base_2(tl.load(g + at.head), S), 0.0)
+        else:
+            own = tl.where(mask, to_base_2(tl.load(g + (at.first + t) * S.HV + at.head, mask=mask, other=0.0), S), 0.0)
+        G = tl.cumsum(own, 0)
+        return G, G - own, tl.sum(own, 0)
 
 
 @triton.jit
