@@ -14,9 +14,9 @@ from flashmix.ops.recurrence.triton_gpu.structs import Place
 
 @triton.jit
 def sequence_span(cu, n, tokens, mask):
-    """First token and end of sequence n, both within [0, tokens] whatever `cu` holds."""
-    first = tl.minimum(tl.maximum(tl.load(cu + n, mask=mask, other=0).to(tl.int64), 0), tokens)
-    end = tl.minimum(tl.maximum(tl.load(cu + n + 1, mask=mask, other=0).to(tl.int64), first), tokens)
+    """First token and end of sequence n, a number or a tile, both within [0, tokens] whatever `cu` holds."""
+    first = tl.minimum(tl.maximum(tl.load(cu + n, mask=mask, other=0).to(tl.int64), 0), tokens)  # [n]
+    end = tl.minimum(tl.maximum(tl.load(cu + n + 1, mask=mask, other=0).to(tl.int64), first), tokens)  # [n]
     return first, end
 
 
@@ -59,7 +59,7 @@ def store_rows(x, tile, at, D: tl.constexpr, d, S: tl.constexpr, ADD: tl.constex
     offset = (at.first + t)[:, None] * (S.HV * D) + at.head * D + d[None, :]
     mask = (t < at.count)[:, None] & (d < D)[None, :]
     if ADD:
-        tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # [C, d]
     tl.store(x + offset, tile.to(x.dtype.element_ty), mask=mask)
 
 
