@@ -107,14 +107,14 @@ def channel_tile(inputs, dA, beta, out, at, k0, S: tl.constexpr):
     dX = ()
     for r in tl.static_range(ROWS):
         if r > 0:  # row by row, which spills less
-            X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))
+            X = append(X, load_rows(scores.rows[r], at, S.HV, S.K, ks, S))  # [C, BK]
         dX = append(dX, state_product(values.dz[r], dZ[r], values.states, state, at, ks, S))
     if not S.EXACT:
         back = column_factor(-G, S)
         Y_back = ()
         for c in tl.static_range(COLUMNS):
             Y_back = append(Y_back, (Y[c] * back).to(DT))
-        reaches = (load_reach(x.reach, at, k0 // S.REACH, S) == S.LEVELS)[:, None]
+        reaches = (load_reach(x.reach, at, k0 // S.REACH, S) == S.LEVELS)[:, None]  # [C, 1]
         to_rows, to_columns = one_pass_gradients(dA, X, Y_back, reaches, S)
         for r in tl.static_range(ROWS):
             dX = replaced(dX, r, dX[r] + tl.where(reaches, to_rows[r], 0.0))

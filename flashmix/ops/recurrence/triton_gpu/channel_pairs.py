@@ -93,7 +93,7 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
     PAIRS: tl.constexpr = len(S.ROW)
     DT: tl.constexpr = x.rows[0].dtype.element_ty
-    dA = pair_gradients(values, load_values(values, at, tl.arange(0, S.BV), S), at, S)
+    dA = pair_gradients(values, load_values(values, at, tl.arange(0, S.BV), S), at, S)  # [C, C] each
     same = ()  # the pairs (i, i) of the query and each column, [C, 1]
     for c in tl.static_range(COLUMNS):
         dA = replaced(dA, c, dA[c] * n.scale)
@@ -102,10 +102,10 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
         dA, by_row, by_column = split_near(dA, S)
     for p in tl.static_range(PAIRS):
         dA = replaced(dA, p, dA[p].to(DT))
-    beta = load_beta(x, at, S)
+    beta = load_beta(x, at, S)  # [C]
     dbeta = tl.full([S.C], 0.0, tl.float32)
     for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
-        reach = load_reach(x.reach, at, k0 // S.REACH, S)
+        reach = load_reach(x.reach, at, k0 // S.REACH, S)  # [C]
         needed = needed_passes(reach, S)
         if not S.EXACT:
             needed &= (1 << (S.LEVELS + 1)) - 1
@@ -118,7 +118,7 @@ def channel_pairs_backward_kernel(x, values, out, where, n, S: tl.constexpr):
             for index in tl.range(0, S.LEVELS + 2, num_stages=1):
                 if (needed >> index) & 1 == 1:
                     seen, middle = pairs_of_pass(reach, index, S)
-                    anchor = load_anchor(x.decay, middle, at, ks, S)
+                    anchor = load_anchor(x.decay, middle, at, ks, S)  # [C, BK]
                     dX, dY = pass_gradients((dX, dY), dA, (X, Y), sums, anchor, seen, S)
             if out.decay is not None:
                 store_rows(out.decay, pairs_decay_gradient(X, Y, dX, dY, S), at, S.K, ks, S, True)

@@ -46,14 +46,17 @@ def load_sums(g, at, S: tl.constexpr):
     """With at most one decay per token: G_i, [C], the same without the token's own decay, and the chunk's whole sum."""
     t = tl.arange(0, S.C)
     mask = t < at.count
-    if S.DECAY == "none":
-        own = tl.full([S.C], 0.0, tl.float32)
-    elif S.DECAY == "head":
-        own = tl.where(mask, to_base_2(tl.load(g + at.head), S), 0.0)
+    if S.DECAY == "none":  # constants, so that the compiler sees factors of 1
+        zero = tl.full([S.C], 0.0, tl.float32)
+        return zero, zero, tl.full([], 0.0, tl.float32)
     else:
-        own = tl.where(mask, to_base_2(tl.load(g + (at.first + t) * S.HV + at.head, mask=mask, other=0.0), S), 0.0)
-    G = tl.cumsum(own, 0)
-    return G, G - own, tl.sum(own, 0)
+        if S.DECAY == "head":
+            own = tl.where(mask, to_base_2(tl.load(g + at.head), S), 0.0)
+        else:
+            ptr = g + (at.first + t) * S.HV + at.head
+            own = tl.where(mask, to_base_2(tl.load(ptr, mask=mask, other=0.0), S), 0.0)  # [C]
+        G = tl.cumsum(own, 0)
+        return G, G - own, tl.sum(own, 0)
 
 
 @triton.jit
@@ -77,9 +80,9 @@ def pair_decay(rows, columns, ROW: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def channel_sums(G, at, d, S: tl.constexpr):
     """Channels `d` of the chunk's sums of decays: G_i, [C, d], the same of the token before, and of the whole chunk, [d]."""
-    own = load_rows(G, at, S.HV, S.K, d, S)
-    before = load_rows(G, at, S.HV, S.K, d, S, -1)
-    last = tl.load(G + (at.first + at.count - 1) * (S.HV * S.K) + at.head * S.K + d, mask=d < S.K, other=0.0)
+    own = load_rows(G, at, S.HV, S.K, d, S)  # [C, d]
+    before = load_rows(G, at, S.HV, S.K, d, S, -1)  # [C, d]
+    last = tl.load(G + (at.first + at.count - 1) * (S.HV * S.K) + at.head * S.K + d, mask=d < S.K, other=0.0)  # [d]
     return own, before, last
 
 
@@ -96,7 +99,8 @@ def all_reach_the_start(reach, at, S: tl.constexpr):
     COUNT: tl.constexpr = (S.K + S.REACH - 1) // S.REACH * S.C
     PADDED: tl.constexpr = triton.next_power_of_2(COUNT)
     n = tl.arange(0, PADDED)
-    found = tl.load(reach + (at.chunk.to(tl.int64) * S.HV + at.head) * COUNT + n, mask=n < COUNT, other=S.LEVELS)
+    ptr = reach + (at.chunk.to(tl.int64) * S.HV + at.head) * COUNT + n
+    found = tl.load(ptr, mask=n < COUNT, other=S.LEVELS)  # [PADDED]
     return tl.min(found, 0) == S.LEVELS
 
 

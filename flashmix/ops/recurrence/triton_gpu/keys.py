@@ -14,7 +14,7 @@ def load_row_keys(rows, at, d, S: tl.constexpr, SHIFT: tl.constexpr = 0):
     COUNT: tl.constexpr = len(rows)
     found = ()
     for r in tl.static_range(COUNT):
-        found = append(found, load_rows(rows[r], at, S.ROW_HEADS[r], S.K, d, S, SHIFT))
+        found = append(found, load_rows(rows[r], at, S.ROW_HEADS[r], S.K, d, S, SHIFT))  # [C, d]
     return found
 
 
@@ -24,18 +24,18 @@ def load_column_keys(columns, at, d, S: tl.constexpr, SHIFT: tl.constexpr = 0):
     COUNT: tl.constexpr = len(columns)
     found = ()
     for c in tl.static_range(COUNT):
-        found = append(found, load_rows(columns[c], at, S.COLUMN_HEADS[c], S.K, d, S, SHIFT))
+        found = append(found, load_rows(columns[c], at, S.COLUMN_HEADS[c], S.K, d, S, SHIFT))  # [C, d]
     return found
 
 
 @triton.jit
 def load_keys(x, at, d, S: tl.constexpr):
     """Rows and columns as they are; k of a TIED rule is loaded once."""
-    X = load_row_keys(x.rows, at, d, S)
+    X = load_row_keys(x.rows, at, d, S)  # [C, d] each
     if S.TIED:
         return X, (X[1],)
     else:
-        return X, load_column_keys(x.columns, at, d, S)
+        return X, load_column_keys(x.columns, at, d, S)  # [C, d] each
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def float_columns(Y, beta, at, S: tl.constexpr, SHIFT: tl.constexpr = 0):
     found = ()
     for c in tl.static_range(COUNT):
         if S.TIED:
-            found = append(found, Y[c].to(tl.float32) * load_numbers(beta, at, S, SHIFT)[:, None])
+            found = append(found, Y[c].to(tl.float32) * load_numbers(beta, at, S, SHIFT)[:, None])  # [C, d]
         else:
             found = append(found, Y[c].to(tl.float32))
     return found
@@ -67,14 +67,14 @@ def float_columns(Y, beta, at, S: tl.constexpr, SHIFT: tl.constexpr = 0):
 @triton.jit
 def load_float_keys(x, scale, at, d, S: tl.constexpr):
     """Channels `d` of rows X and columns Y in float32, [C, d] each."""
-    X, Y = load_keys(x, at, d, S)
+    X, Y = load_keys(x, at, d, S)  # [C, d] each
     return float_rows(X, scale, S), float_columns(Y, x.beta, at, S)
 
 
 @triton.jit
 def load_input_keys(x, beta, at, d, S: tl.constexpr):
     """Channels `d` of rows X and columns Y in the dtype of the inputs, without scale, and k of a TIED rule, [C, d] each."""
-    X, Y = load_keys(x, at, d, S)
+    X, Y = load_keys(x, at, d, S)  # [C, d] each
     k = Y[0]
     if S.TIED:
         X = (X[0], -k)

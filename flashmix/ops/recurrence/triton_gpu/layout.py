@@ -56,7 +56,7 @@ def chunk_spans_kernel(cu, offsets, spans, n, S: tl.constexpr):
         high = tl.where(before, high, tl.maximum(middle, low + 1))
     mask = (low < n.sequences) & (c < n.chunks)
     first, end = sequence_span(cu, low, n.tokens, mask)
-    row = first + (c - tl.load(offsets + low, mask=mask, other=0)).to(tl.int64) * S.C
+    row = first + (c - tl.load(offsets + low, mask=mask, other=0)).to(tl.int64) * S.C  # [BLOCK]
     tl.store(spans + c * 2, row, mask=c < n.chunks)
     tl.store(spans + c * 2 + 1, tl.maximum(tl.minimum(end - row, S.C), 0), mask=c < n.chunks)
 

@@ -140,26 +140,26 @@ def output_backward_kernel(scores, x, values, out, where, n, S: tl.constexpr):
     if at.count == 0:
         return
     ROWS: tl.constexpr = len(S.ROWS)
-    whole = load_values(values, at, tl.arange(0, S.BV), S)
+    whole = load_values(values, at, tl.arange(0, S.BV), S)  # [C, BV] each
     if S.DECAY == "channel":
         dA = ()
         if not S.EXACT:
             dA = seen_pair_gradients(pair_gradients(values, whole, at, S), S)
             dA = through_memory(out.dA, dA, at, S)
-        beta = load_beta(x, at, S)
+        beta = load_beta(x, at, S)  # [C]
         dbeta = tl.full([S.C], 0.0, tl.float32)
         for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
             inputs = (scores, x, values, whole, n.scale)
             dbeta += channel_tile(inputs, dA, beta, out, at, k0, S)
     else:
         dA = pair_gradients(values, whole, at, S)
-        G, before, last = load_sums(x.decay, at, S)
+        G, before, last = load_sums(x.decay, at, S)  # [C], [C], []
         row_factors = ()  # [C] each
         for r in tl.static_range(ROWS):
             row_factor = factor(row_sums(G, before, r, S))
             row_factors = append(row_factors, n.scale * row_factor if r == 0 else row_factor)
         column_factor = factor(last - G)[:, None]  # [C, 1]
-        beta = load_beta(x, at, S)
+        beta = load_beta(x, at, S)  # [C]
         dA, by_row, by_column = split_near(decayed_pair_gradients(dA, G, before, n.scale, S), S)
         dA = through_memory(out.dA, dA, at, S)
         decays = (row_factors, column_factor, by_row, by_column, beta)

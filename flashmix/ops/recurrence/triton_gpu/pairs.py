@@ -17,9 +17,9 @@ def load_values(x, at, v, S: tl.constexpr):
     dZ = ()
     W = ()
     for r in tl.static_range(ROWS):
-        dZ = append(dZ, load_rows(x.dz[r], at, S.HV, S.V, v, S))
+        dZ = append(dZ, load_rows(x.dz[r], at, S.HV, S.V, v, S))  # [C, v]
     for c in tl.static_range(COLUMNS):
-        W = append(W, load_rows(x.w[c], at, S.HV, S.V, v, S))
+        W = append(W, load_rows(x.w[c], at, S.HV, S.V, v, S))  # [C, v]
     return dZ, W
 
 
@@ -42,7 +42,7 @@ def pair_gradients(x, values, at, S: tl.constexpr):
         dA = add_pair_gradients(dA, values, S)
     else:
         for v0 in tl.range(0, S.V, S.BV):
-            dA = add_pair_gradients(dA, load_values(x, at, v0 + tl.arange(0, S.BV), S), S)
+            dA = add_pair_gradients(dA, load_values(x, at, v0 + tl.arange(0, S.BV), S), S)  # [C, C] each
     return dA
 
 
@@ -95,8 +95,8 @@ def add_near(gradients, keys, by_row, by_column, x, at, d, S: tl.constexpr):
     dX, dY = gradients
     X, Y = keys
     if S.ROWS[0].EXCLUSIVE or S.ROWS[LAST].EXCLUSIVE:
-        previous_Y = float_columns(load_column_keys(x.columns, at, d, S, -1), x.beta, at, S, -1)
-        next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)
+        previous_Y = float_columns(load_column_keys(x.columns, at, d, S, -1), x.beta, at, S, -1)  # [C, d] each
+        next_X = float_rows(load_row_keys(x.rows, at, d, S, 1), 1.0, S)  # [C, d] each
     for p in tl.static_range(PAIRS):
         if S.ROWS[S.ROW[p]].EXCLUSIVE:
             dX = replaced(dX, S.ROW[p], dX[S.ROW[p]] + by_row[p] * previous_Y[S.COLUMN[p]])
@@ -122,5 +122,5 @@ def through_memory(dA_out, dA, at, S: tl.constexpr):
             tl.store(pair_tile(dA_out, at, p, S), dA[p].to(DT))
         tl.debug_barrier()
         for p in tl.static_range(PAIRS):
-            found = append(found, tl.load(pair_tile(dA_out, at, p, S)))
+            found = append(found, tl.load(pair_tile(dA_out, at, p, S)))  # [C, C]
     return found

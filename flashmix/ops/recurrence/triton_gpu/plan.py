@@ -92,8 +92,9 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
     rows, columns, HV = sizes.row_heads, sizes.column_heads, sizes.value_heads
     basic = ChunkSpec(own.C, HV, kind.K, PACKED=sizes.packed)
     query = RowKind(EXCLUSIVE=sizes.read_before, DIAGONAL=not sizes.read_before)
+    levels = own.C.bit_length() - 1
     passes: dict[str, Any] = {
-        "LEVELS": own.C.bit_length() - 1,
+        "LEVELS": levels,
         "LIMIT": FACTOR_LIMIT[kind.dtype],
         "REACH": own.decay.BK,
     }
@@ -116,7 +117,10 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         tiles=own,
         decay=_kernel(decay_sums_kernel, basic._replace(EXACT=pairs.EXACT, **passes), own.decay),
         scores=_kernel(
-            scores_forward_kernel, pairs._replace(INVERSE_PRECISION=own.inverse_precision), own.scores, num_stages=1
+            scores_forward_kernel,
+            pairs._replace(LEVELS=levels, INVERSE_PRECISION=own.inverse_precision),
+            own.scores,
+            num_stages=1,
         ),
         state_output=_kernel(state_forward_kernel, state._replace(OUTPUT=True), own.state),
         state_save=_kernel(state_forward_kernel, state._replace(SAVE=True), own.state),

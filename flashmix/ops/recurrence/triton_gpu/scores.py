@@ -57,7 +57,7 @@ def store_pairs(out, A, at, S: tl.constexpr):
 def products(x, A, d, at, S: tl.constexpr):
     """A += X Y^T over the channels `d`, as they are."""
     PAIRS: tl.constexpr = len(S.ROW)
-    X, Y = load_keys(x, at, d, S)
+    X, Y = load_keys(x, at, d, S)  # [C, BK] each
     for p in tl.static_range(PAIRS):
         row = X[S.ROW[p]]
         column = tl.trans(Y[S.COLUMN[p]])
@@ -71,7 +71,7 @@ def decayed_pairs(x, out, A, scale, at, S: tl.constexpr):
     ROWS: tl.constexpr = len(S.ROWS)
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
     PAIRS: tl.constexpr = len(S.ROW)
-    G, before, last = load_sums(x.decay, at, S)
+    G, before, last = load_sums(x.decay, at, S)  # [C], [C], []
     column = factor(last - G)  # [C]
     for r in tl.static_range(ROWS):
         sums = row_sums(G, before, r, S)
@@ -83,7 +83,7 @@ def decayed_pairs(x, out, A, scale, at, S: tl.constexpr):
             row = factor(sums)
             decay = pair_decay(sums, G, r, S)
             if S.TIED:
-                beta = load_numbers(x.beta, at, S)
+                beta = load_numbers(x.beta, at, S)  # [C]
                 A = replaced(A, 0, A[0] * beta[None, :])
                 decay *= -beta[None, :]
                 row = -row
@@ -147,12 +147,12 @@ def scores_forward_kernel(x, out, where, n, S: tl.constexpr):
         d = k0 + tl.arange(0, S.BK)
         if S.DECAY == "channel":
             tl.static_assert(S.REACH % S.BK == 0, "a tile's channels must have one reach")
-            X, Y = load_float_keys(x, n.scale, at, d, S)
+            X, Y = load_float_keys(x, n.scale, at, d, S)  # [C, BK] each
             sums = channel_sums(x.decay, at, d, S)
             store_decayed_keys(out, X, Y, sums, at, d, S)
             for c in tl.static_range(COLUMNS):
                 own = replaced(own, c, own[c] + tl.sum(X[0] * Y[c], 1))
-            A = channel_products(x, A, (X, Y), sums, load_reach(x.reach, at, k0 // S.REACH, S), d, at, S)
+            A = channel_products(x, A, (X, Y), sums, load_reach(x.reach, at, k0 // S.REACH, S), d, at, S)  # [C, C] each
         else:
             A = products(x, A, d, at, S)
     if S.DECAY == "channel":

@@ -59,11 +59,11 @@ def segments_forward_kernel(maps, initial_state, starts, n, S: tl.constexpr):
                 N = tl.dot(state, M, N, input_precision=S.PRECISION)
                 tl.store(saved_tile(starts, index + 1, vs, cs, S), N, mask=part)
             tl.debug_barrier()
-            state = load_state(starts, index + 1, vs, ks, S)
+            state = load_state(starts, index + 1, vs, ks, S)  # [BV, BK]
         else:
             N = tl.load(map_tile(maps, index, vs, ks, S), mask=mask, other=0.0)  # [BV, BK]
             if S.DIAGONAL:
-                state = state * load_diagonal(maps, index, ks, S) + N
+                state = state * load_diagonal(maps, index, ks, S) + N  # [BV, BK]
             else:
                 M = load_map(maps, index, ks, ks, S)  # M^T, [BK, BK]
                 state = tl.dot(state, M, N, input_precision=S.PRECISION)
@@ -95,11 +95,11 @@ def segments_backward_kernel(maps, ends, final_state, starts, n, S: tl.constexpr
                 part = (vs < S.V)[:, None] & (cs < S.K)[None, :]
                 tl.store(saved_tile(starts, index - 1, vs, cs, S), own, mask=part)
             tl.debug_barrier()
-            dstate = load_state(starts, index - 1, vs, ks, S)
+            dstate = load_state(starts, index - 1, vs, ks, S)  # [BV, BK]
         else:
             own = load_state(ends, index, vs, ks, S)  # [BV, BK]
             if S.DIAGONAL:
-                dstate = dstate * load_diagonal(maps, index, ks, S) + own
+                dstate = dstate * load_diagonal(maps, index, ks, S) + own  # [BV, BK]
             else:
                 M = load_map(maps, index, ks, ks, S)  # M^T, [BK, BK]
                 dstate = tl.dot(dstate, tl.trans(M), own, input_precision=S.PRECISION)

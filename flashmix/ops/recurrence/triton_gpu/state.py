@@ -100,7 +100,7 @@ def store_map(maps, state, whole, index, block, S: tl.constexpr):
 def corrected(scores, state, V_T, a, at, S: tl.constexpr):
     """nu^T = (T R)^T, [BV, C], of the rows a^T [BK, C] (5.1), (5.2)."""
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
-    R = tl.dot(state, a, input_precision=S.PRECISION) * load_factor(scores, at, 1, S)
+    R = tl.dot(state, a, input_precision=S.PRECISION) * load_factor(scores, at, 1, S)  # [BV, C]
     if COLUMNS == 2:
         ak = tl.trans(tl.load(pair_tile(scores.A, at, COLUMNS + 1, S)))  # [C, C]
         R += tl.dot(V_T, ak, input_precision=S.PRECISION)
@@ -147,7 +147,7 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
         if S.SAVE:
             tl.store(saved_tile(out.states, at.chunk * S.HV + head, vs, ks, S), before, mask=mask)
         V_T = tl.trans(load_rows(x.v, at, S.HV, S.V, vs, S))  # [BV, C]
-        decay = load_total(scores.total, at, ks, S)
+        decay = load_total(scores.total, at, ks, S)  # [] or [1, BK]
         W = ()  # of each column, [BV, C]
         if COLUMNS == 2 or not CORRECTED:
             W = append(W, V_T)
@@ -156,7 +156,7 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
                 b = load_column(scores, 0, at, ks, S)  # [C, BK]
                 nu = corrected(scores, before, V_T, tl.trans(b), at, S)
             else:
-                nu = corrected(scores, before, V_T, tl.trans(load_row(scores, 1, at, ks, S)), at, S)
+                nu = corrected(scores, before, V_T, tl.trans(load_row(scores, 1, at, ks, S)), at, S)  # [BV, C]
             W = append(W, nu)
             if S.SAVE:
                 store_rows(out.nu, tl.trans(nu), at, S.V, vs, S)
@@ -172,7 +172,7 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
             whole *= decay
         for c in tl.static_range(COLUMNS):
             y = b if S.TIED else load_column(scores, c, at, ks, S)  # [C, BK]
-            w = (W[c] * load_factor(scores, at, len(S.ROW_HEADS) + c, S)).to(DT)
+            w = (W[c] * load_factor(scores, at, len(S.ROW_HEADS) + c, S)).to(DT)  # [BV, C]
             state = tl.dot(w, y, state, input_precision=S.PRECISION)
     if MAPS:
         store_map(out.maps, state, whole, index, block, S)
@@ -217,11 +217,11 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
             tl.store(saved_tile(out.dstates, at.chunk * S.HV + head, vs, ks, S), after, mask=mask)
         dO = tl.trans(load_rows(x.do, at, S.HV, S.V, vs, S))  # [BV, C]
         q = load_row(scores, 0, at, ks, S)  # [C, BK]
-        decay = load_total(scores.total, at, ks, S)
+        decay = load_total(scores.total, at, ks, S)  # [] or [1, BK]
         Z = append((), dO)  # of each row, [BV, C]
         if CORRECTED:
             b = load_column(scores, COLUMNS - 1, at, ks, S)  # [C, BK]
-            dnu = tl.dot(after, tl.trans(b), input_precision=S.PRECISION) * load_factor(
+            dnu = tl.dot(after, tl.trans(b), input_precision=S.PRECISION) * load_factor(  # [BV, C]
                 scores, at, ROWS + COLUMNS - 1, S
             )
             qb = tl.load(pair_tile(scores.A, at, COLUMNS - 1, S))  # [C, C]
@@ -242,7 +242,7 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
             store_rows(out.dv, tl.trans(dv.to(DT)), at, S.V, vs, S)
         dstate *= decay
         for r in tl.static_range(ROWS):
-            z = (Z[r] * load_factor(scores, at, r, S)).to(DT)
+            z = (Z[r] * load_factor(scores, at, r, S)).to(DT)  # [BV, C]
             if r == 0:
                 x_r = q
             elif S.TIED:

@@ -38,7 +38,7 @@ class ChunkSpec(NamedTuple):
     TIED: bool = False  # a = -k and b = beta k
     DECAY: str = "none"  # "head", "token", "channel"
     EXACT: bool = False  # decays are summed in float64, for float32 inputs
-    LEVELS: int = 0  # log2 C: levels of passes over pairs, per-channel decay
+    LEVELS: int = 0  # log2 C: levels of the inverse, and of passes over pairs with a per-channel decay
     LIMIT: int = 0  # a column factor is at most 2^LIMIT
     REACH: int = 0  # channels that share one reach
     OUTPUT: bool = False  # the state pass writes o

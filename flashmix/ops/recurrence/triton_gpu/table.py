@@ -52,7 +52,7 @@ Rows = dict[str, dict[tuple[str, int, int], tuple[int, ...]]]
 # channels of keys and values that a row serves; the first row that fits is taken. Then BK, BV, warps, stages, registers.
 HOPPER: Rows = {
     "decay": {("", ALL, ALL): (32,)},
-    # With 168 registers a third program of 4 warps runs on a multiprocessor, at the cost of 100 bytes of spills. With few heads
+    # With 168 registers a third program of 4 warps runs on a multiprocessor, at the cost of 16 to 112 bytes of spills. With few heads
     # (segments) 128 channels at a time take 0.093 ms instead of 0.099, with many heads 0.87 instead of 0.80.
     "scores": {
         ("channel dplr", ALL, ALL): (32, 0, 8), ("channel", ALL, ALL): (32, 0, 4),

@@ -14,9 +14,9 @@ from flashmix.ops.recurrence.triton_gpu.structs import Place
 
 @triton.jit
 def sequence_span(cu, n, tokens, mask):
-    """First token and end of sequence n, both within [0, tokens] whatever `cu` holds."""
-    first = tl.minimum(tl.maximum(tl.load(cu + n, mask=mask, other=0).to(tl.int64), 0), tokens)
-    end = tl.minimum(tl.maximum(tl.load(cu + n + 1, mask=mask, other=0).to(tl.int64), first), tokens)
+    """First token and end of sequence n, a number or a tile, both within [0, tokens] whatever `cu` holds."""
+    first = tl.minimum(tl.maximum(tl.load(cu + n, mask=mask, other=0).to(tl.int64), 0), tokens)  # [n]
+    end = tl.minimum(tl.maximum(tl.load(cu + n + 1, mask=mask, other=0).to(tl.int64), first), tokens)  # [n]
     return first, end
 
 
@@ -59,7 +59,7 @@ def store_rows(x, tile, at, D: tl.constexpr, d, S: tl.constexpr, ADD: tl.constex
     offset = (at.first + t)[:, None] * (S.HV * D) + at.head * D + d[None, :]
     mask = (t < at.count)[:, None] & (d < D)[None, :]
     if ADD:
-        tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # [C, d]
     tl.store(x + offset, tile.to(x.dtype.element_ty), mask=mask)
 
 
@@ -126,14 +126,18 @@ def inverse_product(x, y, S: tl.constexpr):
 
 @triton.jit
 def inverse(A, S: tl.constexpr):
-    """(I - A)^-1 of a strictly lower triangular A, [C, C], float32 (4.4): inverses of blocks of h become those of 2h."""
+    """(I - A)^-1 of a strictly lower triangular A, [C, C], float32 (4.4): inverses of blocks of h become those of 2h.
+
+    The loop is not unrolled: the masks of all levels at once need so many registers that ptxas serializes all products, or spills.
+    """
     i = tl.arange(0, S.C)[:, None]
     j = tl.arange(0, S.C)[None, :]
     D = tl.where(i == j, 1.0, 0.0) + tl.where((i // 2 == j // 2) & (i > j), A, 0.0)
-    for level in tl.static_range(1, 6):
-        if (1 << level) < S.C:
-            below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level), A, 0.0)
-            D += inverse_product(D, inverse_product(below, D, S), S)
+    i //= 2  # so that the two columns of a register have one mask
+    j //= 2
+    for level in tl.range(0, S.LEVELS - 1, num_stages=1):
+        below = tl.where((i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level), A, 0.0)
+        D += inverse_product(D, inverse_product(below, D, S), S)
     return D
 
 
