@@ -196,6 +196,7 @@ class Op:
         if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
             return autograd.transformed(self, call, chosen, asked or self.name)
         data, gradient = only_data(tensors)
+        data = data and not tensors[0].is_meta
         save = gradient and not self.writes and torch.is_grad_enabled()
         if not data:
             return self._outputs(self.operator(*self.flat(call), save, chosen))
