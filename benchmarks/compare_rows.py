@@ -196,6 +196,7 @@ def hosts(dtype: torch.dtype) -> Cases:
         "token_shift": small(flashmix.token_shift, (1, 16, 128)),
         "short_conv": small(flashmix.short_conv, (1, 16, 128), (128, 4)),
         "softplus_decay": small(decay, (1, 16, 4, 64), (4,), (4, 64)),
+        "write_strength": small(flashmix.write_strength, (1, 16, 4)),
         "softmax_attention": small(lambda q, k, v: flashmix.softmax_attention(q, k, v, causal=True), *qkv),
         "gated_deltanet": small(mixed, *qkv, (1, 64, 4), (1, 64, 4)),
     }

@@ -40,8 +40,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@constant_when_compiled
 def refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton kernels cannot run tensors of `dtype` on `device`; None if they can."""
+    return _refusal(device, dtype)
+
+
+@lru_cache(maxsize=256)
+def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in KERNEL_DTYPES:
         return f"its kernels take float32, bfloat16 and float16, got {dtype}"
     if device.type != "cuda" and not interpreted():

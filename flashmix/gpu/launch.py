@@ -127,7 +127,7 @@ class PreparedLaunch:
         self._launch: Any = None
 
     def __call__(self, device: torch.device, *tensors: tuple[Tensor | None, ...]) -> None:
-        if self._launch is None or device.index != torch.cuda.current_device() or hooked():
+        if self._launch is None or device.index != torch._C._cuda_getDevice() or hooked():
             with gpu.on(device):
                 named = [struct(*given) for struct, given in zip(self.structs, tensors, strict=True)]
                 made = self.kernel(self.grid, *named, *self.numbers)

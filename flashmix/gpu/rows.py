@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 
 INTERPRETED = tl.constexpr(gpu.interpreted())  # the interpreter knows no assembly
@@ -41,7 +42,7 @@ def as_rows(*tensors: Tensor | None) -> RowLayout:
     """The rows of tensors of one shape; copies only those with a stride along the row, or with outer axes past three."""
     present = [t for t in tensors if t is not None]
     shape = present[0].shape
-    if all(t.is_contiguous() for t in present):
+    if not [t for t in present if not t.is_contiguous()]:
         total = present[0].numel() // max(shape[-1], 1)
         return RowLayout(total, 0, (), tuple([None if t is None else Rows(t, ()) for t in tensors]))
     tensors = tuple([None if t is None else inner_contiguous(t) for t in tensors])
@@ -75,10 +76,6 @@ def inner_contiguous(x: Tensor) -> Tensor:
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
-
-
-def power_of_two(size: int) -> int:
-    return 1 << (max(size, 1) - 1).bit_length()
 
 
 def programs_for(tiles: int, device: torch.device, each: int) -> int:
@@ -233,4 +230,4 @@ def sum_columns(partial: Tensor, out: Tensor) -> None:
     programs, columns = partial.shape[0], out.numel()
     block = 32 if columns >= 32 else power_of_two(columns)
     kernel = bound(column_sums_kernel, ColumnSums(32, block), num_warps=4)
-    kernel(triton.cdiv(columns, block), partial, out, programs, columns)
+    kernel(cdiv(columns, block), partial, out, programs, columns)

@@ -109,7 +109,7 @@ class RWKV6(Mixer[RecurrentCache]):
         inner = heads * self.head_dim
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(size=shape, device=device, dtype=dtype))
 
         def linear(out: int) -> nn.Linear:
             return nn.Linear(width, out, bias=False, device=device, dtype=dtype)

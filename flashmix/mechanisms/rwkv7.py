@@ -121,7 +121,7 @@ class RWKV7(Mixer[RecurrentCache]):
             return LowRank(width, rank, inner, activation=activation, bias=bias, device=device, dtype=dtype)
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(size=shape, device=device, dtype=dtype))
 
         self.shift_mix = parameter(6, width)
         self.receptance = nn.Linear(width, inner, bias=False, device=device, dtype=dtype)

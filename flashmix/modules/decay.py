@@ -54,7 +54,7 @@ class MambaDecay(nn.Module):
         self.rate_range = rate_range
         shape = (heads,) if channels is None else (heads, channels)
         self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
-        self.dt_bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(size=shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class BoundedDecay(nn.Module):
         self.lower = lower
         shape = (heads,) if channels is None else (heads, channels)
         self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
-        self.dt_bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(size=shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

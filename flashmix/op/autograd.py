@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 
 def bump_versions(*overwritten: Tensor | None) -> None:
@@ -44,7 +45,8 @@ def register(op: Any, library: torch.library.Library) -> None:
         ]  # an empty list counts as one of tensors
 
     def backward(ctx: Any, grads: Any, _: Any) -> tuple[Any, ...]:
-        return *gradients(op, ctx, grads, ctx.needs_input_grad[: len(op.call.names)], True), *ctx.empty
+        names = op.call.names
+        return *gradients(op, ctx, grads, names, ctx.needs_input_grad[: len(names)], True), *ctx.empty
 
     torch.library.register_autograd(f"flashmix::{op.name}", backward, setup_context=setup_context, lib=library)
 
@@ -66,49 +68,61 @@ def refuse_second_derivative(op: Any) -> None:
 def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence[Tensor], impl: str) -> None:
     """Saves the tensors of the call that its backward needs, the outputs it reads, and what the implementation kept."""
     ctx.set_materialize_grads(False)
-    if op.shares:
-        ctx.shared = {name: t.dtype for name in op.sharing if (t := getattr(call, name)) is not None}
+    ctx.shared = _dtypes(op, call) if op.shares else None
     if op.keeps_outputs:
         kept = (*[outputs[i] for i in op.keeps_outputs if i < len(outputs)], *kept)
-    values = call.for_backward(outputs).__dict__
-    ctx.given = given = [name for name in call.names if values[name] is not None]
-    ctx.save_for_backward(*[values[name] for name in given], *kept)
-    ctx.values, ctx.impl = {**values, **dict.fromkeys(given)}, impl
+    values = {**call.for_backward(outputs).__dict__}
+    given, tensors = [], []
+    for name in call.names:
+        t = values[name]
+        if t is not None:
+            given.append(name)
+            tensors.append(t)
+            values[name] = None
+    ctx.save_for_backward(*tensors, *kept)
+    ctx.given, ctx.values, ctx.impl = given, values, impl
+
+
+def _dtypes(op: Any, call: Any) -> dict[str, torch.dtype] | None:
+    """Dtypes of the fields that share a gradient; None where none of those is given that take it from another."""
+    for name in op.shares:
+        if getattr(call, name) is not None:
+            return {name: t.dtype for name in op.sharing if (t := getattr(call, name)) is not None}
+    return None
 
 
 def gradients(
-    op: Any, ctx: Any, grads: Sequence[Tensor | None], needs: Sequence[bool], dispatched: bool | None
+    op: Any, ctx: Any, grads: Sequence[Any], names: Sequence[str], needs: Sequence[bool], dispatched: bool | None
 ) -> list[Tensor | None]:
-    """The gradient of each tensor field of the call, None where none is wanted; `dispatched`: None under torch.func."""
-    names = op.call.names
+    """The gradient of each tensor field of `names`, None where none is wanted; `dispatched`: None under torch.func."""
     needed = list(compress(names, needs))
-    if not needed or all(grad is None for grad in grads):
+    if not needed or not [grad for grad in grads if grad is not None]:
         return [None] * len(names)
-    saved, given = ctx.saved_tensors, ctx.given  # once: checkpoints make them again
+    saved, given, shared = ctx.saved_tensors, ctx.given, ctx.shared  # once: checkpoints make them again
     call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})
-    kept = saved[len(given) :]
-    wanted = list(dict.fromkeys([op.shares.get(name, name) for name in needed])) if op.shares else needed
+    kept, recorded = saved[len(given) :], torch.is_grad_enabled()
+    wanted = needed if shared is None else list(dict.fromkeys([op.shares.get(name, name) for name in needed]))
     if op.passes:
         wanted = [name for name in wanted if name not in op.passes]
     if not wanted:
         found = {}
     elif op.adjoint is not None:
         found = op.adjoint(call, grads, wanted, ctx.impl)
-    elif torch.is_grad_enabled() and op.formula is not None:
+    elif recorded and op.formula is not None:
         found = of_formula(op.formula, call, grads, wanted)
     elif dispatched is None:
         fields = [getattr(call, name) for name in op.fields]
         made = TransformedBackward.apply(op, ctx.impl, tuple(wanted), len(kept), *fields, *kept, *grads)
         found = dict(zip(wanted, made, strict=True))
-    elif dispatched or torch.is_grad_enabled():
-        if torch.is_grad_enabled():
+    elif dispatched or recorded:
+        if recorded:
             refuse_second_derivative(op)
         made = op.backward_operator(*op.flat(call), list(grads), list(kept), wanted, ctx.impl)
         found = dict(zip(wanted, made, strict=True))
     else:
         found = op.backward(call, kept, grads, wanted, ctx.impl)
-    if op.shares:
-        found = _shared(op, ctx.shared, found, needed)
+    if shared is not None:
+        found = _shared(op, shared, found, needed)
     if op.passes:
         found = {**found, **{name: grads[index] for name, index in op.passes.items()}}
     return [found.get(name) if need else None for name, need in zip(names, needs, strict=False)]
@@ -135,26 +149,32 @@ def of_formula(formula: Any, call: Any, grads: Sequence[Tensor | None], wanted: 
     return dict(zip(sources, found, strict=True))
 
 
-def run_eager(op: Any, call: Any, impl: str) -> tuple[Tensor, ...]:
-    """The outputs of a call that autograd records, without the dispatcher in between."""
-    return Eager.apply(op, impl, call, *[getattr(call, name) for name in call.names])
+def run_eager(op: Any, call: Any, impl: str, names: list[str], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a call that autograd records, without the dispatcher in between; `tensors` are its given fields `names`."""
+    # As `Eager.apply`, which would also look for arguments with defaults and for transforms: there are none of either.
+    return _apply_eager(op, impl, call, names, *[unwrap_if_dead(t) for t in tensors])
 
 
 class Eager(torch.autograd.Function):
-    """An op called at once. The tensors of the call are arguments of their own, for autograd sees no others."""
+    """An op called at once. The given tensors of the call are arguments of their own, for autograd sees no others."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, impl: str, call: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: Any, impl: str, call: Any, names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, kept = op.forward(call, True, impl)
         save(op, ctx, call, outputs, kept, impl)
-        ctx.op = op
+        ctx.op, ctx.names = op, names
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        subclass = any(g is not None and type(g) is not Tensor for g in grads)
-        found = gradients(ctx.op, ctx, grads, ctx.needs_input_grad[3:], subclass or torch.compiler.is_compiling())
-        return None, None, None, *found
+        dispatched = torch.compiler.is_compiling()
+        for g in grads:
+            if g is not None and type(g) is not Tensor:
+                dispatched = True
+        return None, None, None, None, *gradients(ctx.op, ctx, grads, ctx.names, ctx.needs_input_grad[4:], dispatched)
+
+
+_apply_eager = super(torch.autograd.Function, Eager).apply
 
 
 def once_differentiable(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -236,7 +256,8 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op = ctx.op
-        found = gradients(op, ctx, grads[: ctx.count], ctx.needs_input_grad[3 : 3 + len(op.call.names)], None)
+        names = op.call.names
+        found = gradients(op, ctx, grads[: ctx.count], names, ctx.needs_input_grad[3 : 3 + len(names)], None)
         return None, None, None, *found, *[None] * (len(op.fields) - len(found))
 
     @staticmethod

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from flashmix.gpu import device as gpu
 from flashmix.op import autograd
@@ -64,12 +65,12 @@ class Call:
         return self
 
     @classmethod
-    def make(cls, values: Mapping[str, Any]) -> Any:
-        """A call of these fields; faster than the constructor, and nothing is checked."""
+    def make(cls, values: dict[str, Any]) -> Any:
+        """A call of these fields, which keeps the dict; faster than the constructor, and nothing is checked."""
         if torch.compiler.is_compiling():  # which traces the constructor, but no `__dict__`
             return cls(**values)
         call = object.__new__(cls)
-        call.__dict__.update(values)
+        object.__setattr__(call, "__dict__", values)
         return call
 
     def but(self, **changes: Any) -> Any:
@@ -79,8 +80,9 @@ class Call:
 
 def triton_refuses(call: Call) -> str | None:
     """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
-    for t in call.tensors():
-        if t.is_floating_point():
+    for name in call.names:
+        t = getattr(call, name)
+        if t is not None and t.is_floating_point():
             reason = gpu.refuses(t.device, t.dtype)
             if reason is not None:
                 return reason
@@ -186,22 +188,22 @@ class Op:
         """The outputs of a checked call; `asked` is the public function that `explain` and errors name."""
         implementation = choose(asked or self.name, self.implementations, call, impl)
         if implementation.formula is not None:
-            return implementation.formula(call)
+            outputs = implementation.formula(call)
+            if outputs is not None:
+                return outputs
         chosen = implementation.name
         if torch.compiler.is_compiling():
             if chosen == "portable" and self.formula is not None:
                 return self.formula(call)
             return self._outputs(self.operator(*self.flat(call), self._saves(call), chosen))
-        tensors = call.tensors()
-        if torch._C._are_functorch_transforms_active() or has_tangent(tensors):
+        names, tensors, data, gradient = given(call)
+        if torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and has_tangent(tensors)):
             return autograd.transformed(self, call, chosen, asked or self.name)
-        data, gradient = only_data(tensors)
-        data = data and not tensors[0].is_meta
         save = gradient and not self.writes and torch.is_grad_enabled()
         if not data:
             return self._outputs(self.operator(*self.flat(call), save, chosen))
         if save:
-            return autograd.run_eager(self, call, chosen)
+            return autograd.run_eager(self, call, chosen, names, tensors)
         outputs = self.forward(call, False, chosen)[0]
         if self.writes:
             autograd.bump_versions(*(getattr(call, name) for name in call.written))
@@ -213,28 +215,29 @@ class Op:
 
     def forward(self, call: Call, save: bool, impl: str) -> tuple[Outputs, Outputs]:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
-        device = call.device
-        if plain(device):
-            return self.module(impl).forward(call, save)
-        with plainly(device):
-            return self.module(impl).forward(call, save)
+        module = self._loaded.get(impl) or self.module(impl)
+        first = getattr(call, call.names[0])
+        if plain(first):
+            return module.forward(call, save)
+        with plainly(first.device):
+            return module.forward(call, save)
 
     def module(self, impl: str) -> Any:
         """The module of an implementation, imported when it is first used."""
-        module = self._loaded.get(impl)
-        if module is None:
-            module = self._loaded[impl] = self._modules[impl].load()
-        return module
+        if impl not in self._loaded:
+            self._loaded[impl] = self._modules[impl].load()
+        return self._loaded[impl]
 
     def backward(
         self, call: Call, kept: Outputs, grads: Sequence[Tensor | None], wanted: Sequence[str], impl: str
     ) -> Gradients:
         """The gradients of the fields `wanted`, by an implementation."""
-        device = (kept[0] if kept else next(g for g in grads if g is not None)).device
-        if plain(device):
-            return self.module(impl).backward(call, kept, grads, frozenset(wanted))
-        with plainly(device):
-            return self.module(impl).backward(call, kept, grads, frozenset(wanted))
+        module = self._loaded.get(impl) or self.module(impl)
+        first = kept[0] if kept else next(g for g in grads if g is not None)
+        if plain(first):
+            return module.backward(call, kept, grads, frozenset(wanted))
+        with plainly(first.device):
+            return module.backward(call, kept, grads, frozenset(wanted))
 
     # ---- the operator, as torch.compile and tensor subclasses see it -----------------------------------------------------
 
@@ -285,16 +288,24 @@ class Op:
     def _backward_fake(self, *flat: Any) -> list[Tensor]:
         call, (_, _, wanted, _) = self.from_flat(flat)
         like = [getattr(call, name) for name in wanted]
-        return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
+        return [torch.empty(size=t.shape, dtype=t.dtype, device=t.device) for t in like]
 
 
-def only_data(tensors: Sequence[Tensor]) -> tuple[bool, bool]:
-    """Whether no tensor is of a subclass (fake, functional, …) that must go through the dispatcher; whether one requires a gradient."""
-    data, gradient = True, False
-    for t in tensors:
-        data = data and (type(t) is Tensor or type(t) is torch.nn.Parameter)
-        gradient = gradient or t.requires_grad
-    return data, gradient
+def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
+    """Names and tensors of the given operands; whether none is without data or of a subclass (fake, functional, …), which must go through
+    the dispatcher; whether one requires a gradient.
+    """
+    names, tensors, data, gradient = [], [], True, False
+    for name in call.names:
+        t = getattr(call, name)
+        if t is not None:
+            names.append(name)
+            tensors.append(t)
+            if type(t) is not Tensor and type(t) is not Parameter:
+                data = False
+            if t.requires_grad:
+                gradient = True
+    return names, tensors, data and not tensors[0].is_meta, gradient
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:
@@ -303,11 +314,13 @@ def has_tangent(tensors: Sequence[Tensor]) -> bool:
     return level >= 0 and any(forward_ad.unpack_dual(t, level=level).tangent is not None for t in tensors)
 
 
-def plain(device: torch.device) -> bool:
-    """Whether an implementation can run as things are: no autocast, and the device of its tensors is the current one."""
-    if torch.is_autocast_enabled(device.type):
-        return False
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+def plain(t: Tensor) -> bool:
+    """Whether an implementation can run as things are: no autocast on the device of `t`, and that device is the current one."""
+    if t.is_cpu:
+        return not torch.is_autocast_enabled("cpu")
+    if t.is_cuda:
+        return t.get_device() == torch.cuda.current_device() and not torch.is_autocast_enabled("cuda")
+    return not torch.is_autocast_enabled(t.device.type)
 
 
 def plainly(device: torch.device) -> AbstractContextManager[object]:

@@ -20,13 +20,13 @@ class Implementation(Generic[Problem]):
 
     `supports(problem)` is None when it can run the problem, else the reason why not; it imports nothing heavy and touches
     no GPU. `module` is imported when the implementation is first used. `formula(call) -> outputs` is given where torch
-    differentiates all of it: an op then calls that, and adds no backward of its own.
+    differentiates all of it: an op then calls that, and adds no backward of its own. It is None of calls that `module` runs.
     """
 
     name: str
     module: str
     supports: Callable[[Problem], str | None]
-    formula: Callable[[Problem], tuple[torch.Tensor, ...]] | None = None
+    formula: Callable[[Problem], tuple[torch.Tensor, ...] | None] | None = None
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype that a row-wise op computes in: float64 if any input is float64, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    for t in tensors:
+        if t is not None and t.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

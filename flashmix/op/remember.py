@@ -49,7 +49,11 @@ class Remembered:
             key = (asked, impl, *options.values(), signature(tensors))
             known = self.known.get(key)
             if known is not None:
-                written = [t for name in self.written if (t := tensors[name]) is not None]
+                written = []
+                for name in self.written:
+                    t = tensors[name]
+                    if t is not None:
+                        written.append(t)
                 if aligned(written):
                     output = known(tensors)
                     for t in written:
@@ -70,23 +74,24 @@ class Remembered:
 def rememberable(tensors: Tensors) -> bool:
     """Whether sizes, dtypes, strides and options tell all about a call: it is on a GPU, has no gradient and asks for no more checks."""
     first = next(iter(tensors.values()))
-    return (
-        type(first) is Tensor
-        and first.is_cuda
-        and not torch.is_autocast_enabled("cuda")
-        and not explaining()
-        and not contents_everywhere()
-        and not (
-            torch.is_grad_enabled()
-            and any(type(t) is not Tensor or t.requires_grad for t in tensors.values() if t is not None)
-        )
-    )
+    if type(first) is not Tensor or not first.is_cuda or torch.is_autocast_enabled("cuda"):
+        return False
+    if explaining() or contents_everywhere():
+        return False
+    if torch.is_grad_enabled():
+        for t in tensors.values():
+            if t is not None and (type(t) is not Tensor or t.requires_grad):
+                return False
+    return True
 
 
 def signature(tensors: Tensors) -> Any:
-    """What checks and choices depend on besides options: dtype, device, sizes and strides of each tensor."""
+    """What checks and choices depend on besides options: dtype, device and sizes of each tensor, and strides where they do not follow."""
     try:
-        return tuple([None if t is None else (t.dtype, t.get_device(), t.shape, t.stride()) for t in tensors.values()])
+        return tuple([
+            None if t is None else (t.dtype, t.get_device(), t.shape, None if t.is_contiguous() else t.stride())
+            for t in tensors.values()
+        ])  # fmt: skip
     except AttributeError:  # not a tensor: the checks will say so
         return None
 
@@ -94,7 +99,7 @@ def signature(tensors: Tensors) -> Any:
 def aligned(written: Iterable[Tensor]) -> bool:
     """Whether written tensors begin on 16 bytes, as all that torch allocates do: what is remembered is compiled for that."""
     for t in written:  # noqa: SIM110  (a generator takes longer, at every call)
-        if t.data_ptr() % 16:
+        if t.data_ptr() & 15:
             return False
     return True
 

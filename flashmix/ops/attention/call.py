@@ -84,7 +84,7 @@ class AttentionCall(Call):
         if not self.return_lse:
             return (o,)
         shape = self.rows[1:] if self.packed else self.rows
-        return o, torch.empty(shape, dtype=state_dtype(q.dtype), device=q.device)
+        return o, torch.empty(size=shape, dtype=state_dtype(q.dtype), device=q.device)
 
     def row_statistics(self) -> Outputs:
         """Empty tensors `[B, HQ, Tq]` for the largest score m of each row and the sum l of its exponentials, kept for backward."""

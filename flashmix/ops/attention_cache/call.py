@@ -69,7 +69,7 @@ class AttentionCacheCall(Call):
         batch, tokens, heads_q, _ = self.q.shape
         shape = (0,) if not self.return_lse else (heads_q, tokens) if self.packed else (batch, heads_q, tokens)
         o = torch.empty(batch, tokens, heads_q, self.values.shape[3], dtype=self.dtype, device=self.device)
-        return o, torch.empty(shape, dtype=state_dtype(self.dtype), device=self.device)
+        return o, torch.empty(size=shape, dtype=state_dtype(self.dtype), device=self.device)
 
 
 def triton_supports(call: AttentionCacheCall) -> str | None:

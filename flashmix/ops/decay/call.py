@@ -33,4 +33,4 @@ class GateCall(Call):
 
     def results(self) -> Outputs:
         x = self.x
-        return (torch.empty(x.shape, dtype=compute_dtype(*self.tensors()), device=x.device),)
+        return (torch.empty(size=x.shape, dtype=compute_dtype(*self.tensors()), device=x.device),)

@@ -9,11 +9,11 @@ from flashmix.op.checks import check_floating, check_like, check_range, check_sh
 from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.ops.decay.call import GateCall
-from flashmix.ops.decay.portable import formula
+from flashmix.ops.decay.portable import formula, own_formula
 
 IMPLEMENTATIONS = (
     Implementation("triton", "flashmix.ops.decay.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.decay.portable", always),
+    Implementation("portable", "flashmix.ops.decay.portable", always, own_formula),
 )
 GATE = Op("gate", GateCall, IMPLEMENTATIONS, formula=formula)
 
@@ -90,7 +90,7 @@ def write_strength(x: Tensor, *, negative_eigenvalues: bool = False, impl: str =
 
         beta = sigmoid(x),    or 2 sigmoid(x) where transitions may have negative eigenvalues
 
-    The backward keeps `x` and nothing else.
+    The backward keeps `x` and nothing else; in plain PyTorch the result, and not `x`.
 
     Args:
         x: any shape, floating.

@@ -1,4 +1,4 @@
-"""The gates in plain PyTorch; the backward computes them again and keeps nothing but the inputs."""
+"""The gates in plain PyTorch; the backward of a decay computes it again and keeps nothing but the inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
 def formula(call: GateCall) -> Outputs:
     x = _at_least_float32(call.x)
     if call.A_log is None or call.dt_bias is None:
-        return (call.factor * _even(torch.sigmoid, x),)
+        s = _even(torch.sigmoid, x)
+        return (s if call.factor == 1 else call.factor * s,)
     rate, z = _rate(call.A_log, call.dt_bias), x + call.dt_bias
     if call.kind == "softplus_decay":
         return (_even(F.softplus, z) * -rate,)
     return (call.factor * _even(torch.sigmoid, rate * z),)
+
+
+def own_formula(call: GateCall) -> Outputs | None:
+    """The formula of a write strength, of which torch keeps the result; None of the decays, of which it would keep every step."""
+    return formula(call) if call.A_log is None else None
 
 
 def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:

@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.rows import (
     RowLayout,
     as_rows,
     contiguous,
     exp_of_minus,
-    power_of_two,
     programs_for,
     row_starts,
     sigmoid,
@@ -166,7 +166,7 @@ def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
     (x,) = rows.rows
     width, block = _columns(rows)
     spec = GateSpec(call.kind, width, call.channels, rows.outer, ROWS=TILE // block, BLOCK=block)
-    grid = triton.cdiv(rows.total, TILE // block) * triton.cdiv(width, block)
+    grid = cdiv(rows.total, TILE // block) * cdiv(width, block)
     inputs = GateInputs(x, contiguous(call.A_log), contiguous(call.dt_bias), None, rows.sizes)
     bound(gate_forward_kernel, spec, num_warps=WARPS)(grid, inputs, g, GateNumbers(rows.total, 1, call.factor))
     return outputs, ()
@@ -179,7 +179,7 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
     rows = _tokens(call, call.x, *grads)
     x, dg = rows.rows
     width, block = _columns(rows)
-    blocks, tiles = triton.cdiv(width, block), triton.cdiv(rows.total, TILE_BACKWARD // block)
+    blocks, tiles = cdiv(width, block), cdiv(rows.total, TILE_BACKWARD // block)
     parts = min(tiles, max(1, programs_for(2**31 - 1, call.device, PROGRAMS[call.x.element_size()]) // blocks))
     dA, dbias = (
         torch.empty((parts, width), dtype=torch.float32, device=call.device) if name in found else None
@@ -222,4 +222,4 @@ def _columns(rows: RowLayout) -> tuple[int, int]:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.empty(size=like.shape, dtype=like.dtype, device=like.device)

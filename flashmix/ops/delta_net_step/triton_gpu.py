@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import PreparedLaunch, bound
 from flashmix.op.call import Outputs
 from flashmix.op.remember import Again, Tensors, by_signature
@@ -264,8 +265,8 @@ def _prepared(call: DeltaNetStepCall) -> Again:
     shape, dtype, device = (call.qkv.shape[0], call.state.shape[1], call.state.shape[3]), call.dtype, call.device
 
     def run(x: Tensors) -> Tensor:
-        o = torch.empty(shape, dtype=torch.float32, device=device)
-        y = torch.empty(shape, dtype=dtype, device=device)
+        o = torch.empty(size=shape, dtype=torch.float32, device=device)
+        y = torch.empty(size=shape, dtype=dtype, device=device)
         qkv, past, slots = x["qkv"], x["conv_state"], x["state_indices"]
         weight, bias, strength, decay = x["conv_weight"], x["conv_bias"], x["strength"], x["decay"]
         inputs = (qkv, past, weight, bias, strength, decay, x["A_log"], x["dt_bias"], slots, o)
@@ -301,21 +302,21 @@ def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
         decay=_strides(call.decay), slots=_slot_stride(call), scale=K**-0.5, lower=call.lower or 0.0,
     )  # fmt: skip
     spec = AdvanceSpec(
-        H=call.heads, HV=HV, K=K, V=V, W=W, BK=BK, BV=BV, BW=triton.next_power_of_2(W),
+        H=call.heads, HV=HV, K=K, V=V, W=W, BK=BK, BV=BV, BW=power_of_two(W),
         CHANNEL=call.decay is not None and call.decay.dim() == 3, BOUNDED=call.lower is not None,
         STRONGEST=2.0 if call.negative_eigenvalues else 1.0,
     )  # fmt: skip
     strides = AdvanceStrides(call.state.stride()[:2], call.conv_weight.stride())
     kernel = bound(delta_net_kernel, spec, num_warps=warps, num_stages=1)
-    return kernel.prepare(B * HV * triton.cdiv(V, BV), (AdvanceInputs, StatePool), numbers, strides)
+    return kernel.prepare(B * HV * cdiv(V, BV), (AdvanceInputs, StatePool), numbers, strides)
 
 
 def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
     """The launch of the second kernel."""
     (B, C), (P, HV, _, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
     spec = FinishSpec(
-        HV=HV, V=V, C=C, W=W, BV=triton.next_power_of_2(V), BC=triton.next_power_of_2(triton.cdiv(C, HV)),
-        BW=triton.next_power_of_2(W), SIGMOID=call.gate_activation == "sigmoid",
+        HV=HV, V=V, C=C, W=W, BV=power_of_two(V), BC=power_of_two(cdiv(C, HV)),
+        BW=power_of_two(W), SIGMOID=call.gate_activation == "sigmoid",
     )  # fmt: skip
     numbers = FinishNumbers(
         P, call.qkv.stride(0), call.conv_state.stride()[:2], _strides(call.gate), _slot_stride(call), call.eps

@@ -20,4 +20,4 @@ class GatedCall(Call):
 
     def results(self) -> Outputs:
         gate = self.gate
-        return (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),)
+        return (torch.empty(size=gate.shape, dtype=gate.dtype, device=gate.device),)

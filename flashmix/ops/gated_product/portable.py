@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +40,22 @@ def in_whole_vectors(function: Callable[..., Tensor], x: Tensor, *more: Tensor) 
 
     On the CPU padded until every thread's share is whole vectors, without an odd end.
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return function(x, *more)
-    size = padded = x.numel()
-    shares = 0
-    while shares != (shares := max(1, min(torch.get_num_threads(), -(-padded // THREAD_SHARE)))):
-        padded = -(-size // (shares * VECTORS)) * shares * VECTORS
+    size = x.numel()
+    padded = _padded(size, torch.get_num_threads())
     if padded == size:
-        return function(*[t.contiguous() for t in (x, *more)])
+        return function(x.contiguous(), *[t.contiguous() for t in more])
     return function(*[F.pad(t.flatten(), (0, padded - size)) for t in (x, *more)])[:size].view(x.shape)
+
+
+@lru_cache(maxsize=1024)
+def _padded(size: int, threads: int) -> int:
+    """The least number of elements from `size` on of which the share of every thread is whole vectors."""
+    padded, shares = size, 0
+    while shares != (shares := max(1, min(threads, -(-padded // THREAD_SHARE)))):
+        padded = -(-size // (shares * VECTORS)) * shares * VECTORS
+    return padded
 
 
 def _sigmoid(x: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import Kernel, bound
-from flashmix.gpu.rows import RowLayout, activation, activation_slope, as_rows, power_of_two, row_starts
+from flashmix.gpu.rows import RowLayout, activation, activation_slope, as_rows, row_starts
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.gated_product.call import GatedCall
 
@@ -139,7 +140,7 @@ def forward(call: GatedCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: GatedCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
-    found = {name: torch.empty(call.gate.shape, dtype=call.dtype, device=call.device) for name in wanted}
+    found = {name: torch.empty(size=call.gate.shape, dtype=call.dtype, device=call.device) for name in wanted}
     if call.gate.numel():
         rows = as_rows(*_with_axes(call.gate, call.up, *grads))
         gate, up, dy = rows.rows
@@ -159,10 +160,10 @@ def _launch(kernel: Any, call: GatedCall, rows: RowLayout) -> tuple[Kernel, int,
     elements = call.gate.numel()
     if rows.outer == 0:
         spec = GatedSpec(call.activation, 1, 0, ROWS=1, BLOCK=TILE)
-        grid = triton.cdiv(elements, TILE)
+        grid = cdiv(elements, TILE)
     else:
         width = call.gate.shape[-1]
         block = min(power_of_two(width), WIDEST_BLOCK)
         spec = GatedSpec(call.activation, width, rows.outer, ROWS=TILE // block, BLOCK=block)
-        grid = triton.cdiv(width, block) * triton.cdiv(rows.total, TILE // block)
+        grid = cdiv(width, block) * cdiv(rows.total, TILE // block)
     return bound(kernel, spec, num_warps=WARPS), grid, GatedNumbers(rows.total, elements)

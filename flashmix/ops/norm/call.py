@@ -43,10 +43,10 @@ class NormCall(Call):
 
     def results(self) -> Outputs:
         x = self.x
-        y = torch.empty(x.shape, dtype=self.y_dtype, device=x.device)
+        y = torch.empty(size=x.shape, dtype=self.y_dtype, device=x.device)
         if self.residual is None:
             return (y,)
-        return y, torch.empty(x.shape, dtype=torch.promote_types(x.dtype, self.residual.dtype), device=x.device)
+        return y, torch.empty(size=x.shape, dtype=torch.promote_types(x.dtype, self.residual.dtype), device=x.device)
 
     def for_backward(self, outputs: Outputs) -> NormCall:
         """With `h` in place of `x` and the residual."""

@@ -12,11 +12,11 @@ from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
-from flashmix.ops.norm.portable import formula
+from flashmix.ops.norm.portable import formula, own_formula
 
 IMPLEMENTATIONS = (
     Implementation("triton", "flashmix.ops.norm.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.norm.portable", always),
+    Implementation("portable", "flashmix.ops.norm.portable", always, own_formula),
 )
 NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 
@@ -250,9 +250,10 @@ def _call(
     activation: str,
     mean: bool = True,
 ) -> NormCall:
-    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate}
-    options = {"eps": eps, "groups": groups, "center": center, "mean": mean, "activation": activation}
-    return NormCall.make({**tensors, **options, "y_dtype": x.dtype, "sums": residual is not None})
+    return NormCall.make({
+        "x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate, "eps": eps, "groups": groups, "center": center,
+        "mean": mean, "activation": activation, "y_dtype": x.dtype, "sums": residual is not None,
+    })  # fmt: skip
 
 
 def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:

@@ -71,6 +71,17 @@ def formula(call: NormCall) -> Outputs:
     return (y, h) if call.sums else (y,)
 
 
+def own_formula(call: NormCall) -> Outputs | None:
+    """torch's layer norm, which keeps no more than ours; None of other norms, and under autocast, which would change dtypes."""
+    if not call.center or torch.is_autocast_enabled(call.device.type):
+        return None
+    h = call.x if call.residual is None else call.x + call.residual
+    if not _is_plain_layer_norm(call, h) or (call.weight is None and call.bias is not None):
+        return None
+    y = F.layer_norm(h, h.shape[-1:], call.weight, call.bias, call.eps)
+    return (y, h.contiguous()) if call.sums else (y,)
+
+
 def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:
     """Whether torch's own layer norm computes it, which is as good in memory and faster."""
     if not call.center or not call.mean or call.groups > 1 or call.gate is not None:
@@ -87,6 +98,10 @@ def _grouped(call: NormCall, h: Tensor) -> tuple[Tensor, Tensor | None, Tensor |
     return h.unflatten(-1, split), weight, bias, gate
 
 
+def _over_divisor(call: NormCall, sums: Tensor) -> Tensor:
+    return sums if call.divisor == 1 else sums.div_(call.divisor)
+
+
 def _flat(call: NormCall, t: Tensor) -> Tensor:
     return t if call.groups == 1 else t.flatten(-2)
 
@@ -98,7 +113,7 @@ def _normalise(call: NormCall, h: Tensor) -> tuple[Tensor, Outputs]:
     mean = h.mean(-1, keepdim=True, dtype=dtype) if call.center else None
     centered = h if mean is None else h - mean
     length = torch.linalg.vector_norm(centered, dim=-1, keepdim=True, dtype=dtype)
-    scale = length.mul_(length).div_(call.divisor).add_(call.eps).rsqrt_()
+    scale = _over_divisor(call, length.mul_(length)).add_(call.eps).rsqrt_()
     y = centered * scale
     if weight is not None:
         y.mul_(weight)
@@ -121,23 +136,23 @@ def _normalise_backward(call: NormCall, kept: Outputs, grad: Tensor, wanted: Col
     h, weight, bias, gate = _grouped(call, call.x)
     grad = (grad if call.groups == 1 else grad.unflatten(-1, (call.groups, call.width))).to(scale.dtype)
     n = h * scale if mean is None else (h - mean).mul_(scale)
-    room = torch.empty_like(n)
+    room: Tensor | None = None
     if gate is not None:
         value, slope = ACTIVATIONS[call.activation].value_and_slope(gate.to(scale.dtype))
         if "gate" in wanted:
-            affine = n if weight is None else torch.mul(n, weight, out=room)
-            affine = affine if bias is None else torch.add(affine, bias, out=room)
+            affine = n if weight is None else (room := torch.mul(n, weight))
+            affine = affine if bias is None else (room := torch.add(affine, bias, out=room))
             found["gate"] = _flat(call, slope.mul_(affine).mul_(grad).to(gate.dtype))
         grad = value.mul_(grad)
     if "bias" in wanted:
         found["bias"] = _over_rows(grad, bias)
-    torch.mul(grad, n, out=room)
+    room = torch.mul(grad, n, out=room)
     if "weight" in wanted:
         found["weight"] = _over_rows(room, weight)
     if "x" in wanted:
-        along = (room if weight is None else room.mul_(weight)).sum(-1, keepdim=True).div_(call.divisor)
-        d_n = room.copy_(grad) if weight is None else torch.mul(grad, weight, out=room)
-        d_n.addcmul_(n, along, value=-1)
+        along = _over_divisor(call, (room if weight is None else room.mul_(weight)).sum(-1, keepdim=True))
+        d_n = grad if weight is None else torch.mul(grad, weight, out=room)
+        d_n = torch.addcmul(d_n, n, along, value=-1, out=room)
         found["x"] = _flat(
             call, (d_n if mean is None else d_n.sub_(d_n.mean(-1, keepdim=True))).mul_(scale).to(h.dtype)
         )

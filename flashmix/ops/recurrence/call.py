@@ -125,8 +125,8 @@ class RecurrenceCall(Call):
     def results(self) -> Outputs:
         """Output `[B, T, HV, V]` and final state `[N, HV, K, V]`."""
         v, shape = self.v, (self.sequences, self.value_heads, self.K, self.V)
-        state = torch.empty(shape, dtype=self.state_dtype, device=v.device)
-        return torch.empty(v.shape, dtype=v.dtype, device=v.device), state
+        state = torch.empty(size=shape, dtype=self.state_dtype, device=v.device)
+        return torch.empty(size=v.shape, dtype=v.dtype, device=v.device), state
 
 
 def check_operands(

@@ -43,7 +43,7 @@ class RotaryCall(Call):
         return self.positions if self.packing is None else self.packing.positions.unsqueeze(0)
 
     def results(self) -> Outputs:
-        return tuple([torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self.turned])
+        return tuple([torch.empty(size=x.shape, dtype=x.dtype, device=x.device) for x in self.turned])
 
     def for_backward(self, outputs: Outputs) -> RotaryCall:
         """Without queries and keys, which the gradient of neither needs."""

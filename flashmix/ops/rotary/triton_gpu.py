@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import inner_contiguous, power_of_two
+from flashmix.gpu.rows import inner_contiguous
 from flashmix.op.call import Outputs
 from flashmix.ops.rotary.call import RotaryCall
 
@@ -141,7 +142,7 @@ def forward(call: RotaryCall, save: bool) -> tuple[Outputs, Outputs]:
     if all(x.shape[-1] == 1 or x.stride(-1) == 1 for x in call.turned):
         rotary(call, call.turned, call.turned)
         return (), ()
-    rotated = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call.turned)
+    rotated = tuple(torch.empty(size=x.shape, dtype=x.dtype, device=x.device) for x in call.turned)
     rotary(call, call.turned, rotated)
     for x, y in zip(call.turned, rotated, strict=True):
         x.copy_(y)
@@ -182,7 +183,7 @@ def rotary(call: RotaryCall, sources: tuple[Tensor, ...], results: tuple[Tensor,
         heads_q, heads_k, width, half, call.interleaved, call.inverse, call.in_place,
         TOKENS=block_tokens, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=block_rest,
     )  # fmt: skip
-    blocks = triton.cdiv(heads_q, block_heads) + triton.cdiv(heads_k, block_heads)
+    blocks = cdiv(heads_q, block_heads) + cdiv(heads_k, block_heads)
     numbers = Numbers(batch * tokens, tokens, call.start, cos.shape[0])
-    grid = triton.cdiv(batch * tokens, block_tokens) * blocks
+    grid = cdiv(batch * tokens, block_tokens) * blocks
     bound(rotary_kernel, spec, num_warps=WARPS)(grid, turned[0], turned[1] if heads_k else None, angles, numbers)

@@ -66,10 +66,10 @@ class Convolutions(Call):
         return q.shape[0] if self.packing is None else self.packing.count
 
     def results(self) -> Outputs:
-        outputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
+        outputs = [torch.empty(size=x.shape, dtype=x.dtype, device=x.device) for x in self.inputs]
         if self.return_state:
             shape = self.sequences, self.width - 1, sum(self.channels)
-            outputs.append(torch.empty(shape, dtype=self.dtype, device=self.device))
+            outputs.append(torch.empty(size=shape, dtype=self.dtype, device=self.device))
         return tuple(outputs)
 
     def flows(self, grads: Any) -> tuple[tuple[Tensor | None, ...], Tensor | None]:

@@ -32,7 +32,7 @@ class ShiftCall(Call):
 
     def results(self) -> Outputs:
         x = self.x
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y = torch.empty(size=x.shape, dtype=x.dtype, device=x.device)
         if not self.return_state:
             return (y,)
         return y, torch.empty((self.count, 1, x.shape[2]), dtype=x.dtype, device=x.device)

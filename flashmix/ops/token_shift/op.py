@@ -29,7 +29,7 @@ def _shifted_back(call: ShiftCall, grads: Sequence[Tensor | None], wanted: Seque
 
 IMPLEMENTATIONS = (
     Implementation("triton", "flashmix.ops.token_shift.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.token_shift.portable", always),
+    Implementation("portable", "flashmix.ops.token_shift.portable", always, formula),
 )
 SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back)
 

@@ -13,7 +13,9 @@ def forward(call: ShiftCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def formula(call: ShiftCall) -> Outputs:
-    y, last = _shifted(call) if call.packing is None else _shifted_in_sequences(call)
+    if call.packing is None:
+        return _shifted(call)
+    y, last = _shifted_in_sequences(call)
     return (y, last) if call.return_state else (y,)
 
 
@@ -26,7 +28,8 @@ def _shifted(call: ShiftCall) -> Outputs:
     else:
         joined = torch.cat([state, x], dim=1)
         y, last = joined[:, :tokens], joined[:, tokens:]
-    return y.contiguous(), last.clone(memory_format=torch.contiguous_format)
+    y = y.contiguous()
+    return (y, last.clone(memory_format=torch.contiguous_format)) if call.return_state else (y,)
 
 
 def _shifted_in_sequences(call: ShiftCall) -> Outputs:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import inner_contiguous, power_of_two
+from flashmix.gpu.rows import inner_contiguous
 from flashmix.op.call import Outputs
 from flashmix.ops.token_shift.call import ShiftCall
 
@@ -97,11 +98,11 @@ def forward(call: ShiftCall, save: bool) -> tuple[Outputs, Outputs]:
     x, state = inner_contiguous(call.x), None if call.initial_state is None else inner_contiguous(call.initial_state)
     last = outputs[1] if call.return_state else None
     block = min(power_of_two(width), WIDEST_BLOCK)
-    rows, blocks = TILE // block, triton.cdiv(width, block)
+    rows, blocks = TILE // block, cdiv(width, block)
     tensors = Shifted(x, state, outputs[0], last, x.stride()[:2], 0 if state is None else state.stride(0))
     spec = ShiftSpec(width, call.reverse, packing is not None, ROWS=rows, BLOCK=block)
     if x.numel():
-        grid = triton.cdiv(batch * tokens, rows) * blocks
+        grid = cdiv(batch * tokens, rows) * blocks
         bound(token_shift_kernel, spec, num_warps=WARPS)(grid, tensors, ShiftNumbers(tokens, batch * tokens))
     elif last is not None and packing is None:  # no tokens: the state is what it was
         last.zero_() if state is None else last.copy_(state)

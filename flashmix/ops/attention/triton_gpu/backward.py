@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import power_of_two
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.backward_keys import attention_backward_keys
@@ -149,7 +149,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
 
 def _row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:
     """What each row of scores needs; delta is empty in float32 (`exact`)."""
-    padded = (*call.rows[:2], triton.cdiv(call.tokens_q, 4) * 4)
+    padded = (*call.rows[:2], cdiv(call.tokens_q, 4) * 4)
     level, delta = (_float32(call, padded) for _ in range(2))
     share = _float32(call, (2, *padded)) if exact else None
     d_sink = _float32(call, call.rows) if call.sink is not None and not exact else None
@@ -160,9 +160,9 @@ def _row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResult
     x = x._replace(
         d_o=None if x.d_o is None else x.d_o.contiguous(), d_lse=None if x.d_lse is None else x.d_lse.contiguous()
     )
-    bound(attention_backward_rows_kernel, spec, num_warps=4)(triton.cdiv(n.rows, spec.ROWS), x, out, n)
+    bound(attention_backward_rows_kernel, spec, num_warps=4)(cdiv(n.rows, spec.ROWS), x, out, n)
     return out
 
 
 def _float32(call: AttentionCall, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=call.device)
+    return torch.empty(size=shape, dtype=torch.float32, device=call.device)

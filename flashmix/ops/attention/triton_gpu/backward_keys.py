@@ -271,7 +271,7 @@ def attention_backward_keys(call: AttentionCall, x: BackwardInputs) -> tuple[Ten
     at_keys = None
     if call.log_decay is not None:
         shape = (call.batch, call.heads_q, call.tokens_k)
-        at_keys = torch.empty(shape, dtype=torch.float32, device=call.device)
+        at_keys = torch.empty(size=shape, dtype=torch.float32, device=call.device)
     out = KeyResults(k.new_empty(k.shape), k.new_empty(v.shape), at_keys)
     for phase in phases_of_keys(max(k.shape[3], v.shape[3]), call.dtype, gpu.target(call.device)):
         spec, options = spec_of(call, phase)

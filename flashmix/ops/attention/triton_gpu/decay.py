@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, bounded, find_sequence
@@ -190,7 +191,7 @@ def running_sums(call: AttentionCall, spec: AttentionSpec | None = None) -> Sums
     if spec is not None:
         scale, _ = factors(call.scale, call.softcap, exact)
         factor = 1 / scale if spec.SCALED else 1.0
-        size = call.batch * heads * triton.cdiv(tokens, 4) * 4 + spec.BN
+        size = call.batch * heads * cdiv(tokens, 4) * 4 + spec.BN
         tiles = torch.empty(size, dtype=torch.float32, device=device)
     pieces, table = blocks_of(call.packing_k, tokens, PIECE)
     programs = pieces * call.batch * heads
@@ -208,7 +209,7 @@ def sums_of_gradients(call: AttentionCall, at_rows: Tensor, at_keys: Tensor) -> 
     """The gradient of `log_decay` `[B, Tk, HQ]`."""
     gates = call.log_decay
     assert gates is not None
-    gradient = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    gradient = torch.empty(size=gates.shape, dtype=gates.dtype, device=gates.device)
     if gradient.numel() == 0:
         return gradient
     count = 0 if call.packing is None else call.packing.count

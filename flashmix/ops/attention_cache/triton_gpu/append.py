@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashmix.gpu.blocks import power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import inner_contiguous, power_of_two
+from flashmix.gpu.rows import inner_contiguous
 from flashmix.ops.attention.triton_gpu.packed import bounded
 from flashmix.ops.attention_cache.call import AttentionCacheCall
 

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.gpu.rows import power_of_two
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, find_sequence
 from flashmix.ops.attention.triton_gpu.scores import LN_2, LOG2_E, LOWEST, tanh
 from flashmix.ops.attention.triton_gpu.spec import Channels, bounded_window, channels, factors, strides

@@ -71,7 +71,7 @@ def empty_sums(call: HeadCall, names: Collection[str], rows: int) -> dict[str, T
         "bias": torch.float32,
     }
     given = {name: getattr(call, name) for name in dtypes if name in names}
-    return {name: torch.empty(t.shape, dtype=dtypes[name], device=t.device) for name, t in given.items()}
+    return {name: torch.empty(size=t.shape, dtype=dtypes[name], device=t.device) for name, t in given.items()}
 
 
 class HeadSums:
@@ -115,6 +115,6 @@ def scaled_sums(call: HeadCall, sums: Outputs, grads: Sequence[Tensor | None], w
     found: Gradients = {}
     for name, total in zip(call.needs, sums, strict=True):
         if name in wanted:
-            found[name] = torch.empty(total.shape, dtype=getattr(call, name).dtype, device=total.device)
+            found[name] = torch.empty(size=total.shape, dtype=getattr(call, name).dtype, device=total.device)
             torch.mul(total, grad, out=found[name])
     return found

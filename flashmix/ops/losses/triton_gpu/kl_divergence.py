@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
 from flashmix.gpu.rows import divided
 from flashmix.op.call import Gradients, Outputs
@@ -171,7 +172,7 @@ def run(call: KLDivergenceCall, grad: Tensor | None, sums: Mapping[str, Tensor])
     out = Divergences(*statistics_of(call.hidden, 5))
     lines, lanes, warps = lanes_of(call.weight.shape[0])
     size, column_warps = columns_of(call.weight.shape[0])
-    blocks = triton.cdiv(call.weight.shape[0], size)
+    blocks = cdiv(call.weight.shape[0], size)
     forward_kernel = bound(kl_forward_kernel, DivergenceTiles(call.reverse, lines, lanes), num_warps=warps)
     backward_kernel = bound(kl_backward_kernel, DivergenceColumns(call.reverse, size), num_warps=column_warps)
     for (part, z), (_, z_teacher) in zip(student.chunks(), teacher.chunks(), strict=True):

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import divided, exp_of_minus, power_of_two
+from flashmix.gpu.rows import divided, exp_of_minus
 from flashmix.ops.losses.call import LossOptions
 
 
@@ -191,7 +192,7 @@ def cross_entropy_backward_kernel(logits, target, found, out, blocks, n, S: tl.c
 def lanes_of(vocabulary: int) -> tuple[int, int, int]:
     """Lines and lanes of a row's program, and its warps."""
     lanes = min(1024, power_of_two(vocabulary))
-    lines = min(4, power_of_two(triton.cdiv(vocabulary, lanes)))
+    lines = min(4, power_of_two(cdiv(vocabulary, lanes)))
     return lines, lanes, max(1, lanes // 256)
 
 
@@ -229,6 +230,6 @@ def rows_backward(
 ) -> None:
     """Fills `out.dz`, which may be the logits, for the gradient `out.grad` of the losses (0 for rows that are ignored)."""
     size, warps = columns_of(logits.vocabulary)
-    blocks = triton.cdiv(logits.vocabulary, size)
+    blocks = cdiv(logits.vocabulary, size)
     kernel = bound(cross_entropy_backward_kernel, ColumnTiles(size), num_warps=warps)
     kernel(logits.z.shape[0] * blocks, logits, target, found, out, blocks, numbers(options, total or logits.vocabulary))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import Kernel, bound
-from flashmix.gpu.rows import as_rows, contiguous, power_of_two, programs_for, sum_columns
+from flashmix.gpu.rows import as_rows, contiguous, programs_for, sum_columns
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.norm.call import NormCall
 from flashmix.ops.norm.triton_gpu.rows import norm_backward_kernel, norm_forward_kernel
@@ -112,7 +112,7 @@ def forward(call: NormCall, save: bool) -> tuple[Outputs, Outputs]:
     norm = (call.width, call.groups, call.divisor, call.center, call.activation, rows.outer)
     kernel, each = forward_kernel(norm, residual is not None, gate is not None)
     kernel(
-        triton.cdiv(rows.total, each),
+        cdiv(rows.total, each),
         NormInputs(x, residual, contiguous(call.weight), contiguous(call.bias), gate, rows.sizes),
         NormResults(outputs[0], outputs[1] if call.sums else None, kept[0], kept[1] if call.center else None),
         NormNumbers(rows.total, call.eps),
@@ -123,7 +123,7 @@ def forward(call: NormCall, save: bool) -> tuple[Outputs, Outputs]:
 def keeps(call: NormCall) -> Outputs:
     """Of each row (group) its scale, and its mean if that is taken off."""
     x, shape = call.x, (*call.x.shape[:-1], call.groups)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = torch.empty(size=shape, dtype=torch.float32, device=x.device)
     return (scale, torch.empty_like(scale)) if call.center else (scale,)
 
 
@@ -146,7 +146,7 @@ def backward(call: NormCall, kept: Outputs, grads: Sequence[Tensor | None], want
     size = max([t.data.element_size() for t in (h, gate, dy) if t is not None])
     shared_memory = gpu.target(call.device).shared_memory
     kernel, tile = backward_kernel(norm, size, call.bias is not None, gate is not None, shared_memory)
-    programs = triton.cdiv(rows.total // call.groups, tile.rows)
+    programs = cdiv(rows.total // call.groups, tile.rows)
     if "weight" in found or "bias" in found:
         programs = programs_for(programs, call.device, max(1, tile.programs // call.groups))
     partial = _partial(found, programs)
@@ -164,9 +164,9 @@ def _wide_backward(saved: NormSaved, found: Gradients, count: int, norm: Norm) -
         bound(norm_backward_wide_kernel, spec, num_warps=WARPS)(count, saved, gradients, count)
     if "weight" not in found and "bias" not in found:
         return
-    blocks = triton.cdiv(width * groups, COLUMNS)
-    each = triton.cdiv(programs_for(2**31 - 1, saved.dy.data.device, EACH), blocks)
-    parts = min(triton.cdiv(count // groups, LINES), each)
+    blocks = cdiv(width * groups, COLUMNS)
+    each = cdiv(programs_for(2**31 - 1, saved.dy.data.device, EACH), blocks)
+    parts = min(cdiv(count // groups, LINES), each)
     partial = _partial(found, parts)
     kernel = bound(norm_weights_backward_kernel, NormSpec(*norm, ROWS=LINES, BLOCK=COLUMNS), num_warps=4)
     kernel(blocks * parts, saved, partial, count, parts)
@@ -175,11 +175,12 @@ def _wide_backward(saved: NormSaved, found: Gradients, count: int, norm: Norm) -
 
 def _partial(found: Gradients, programs: int) -> NormGradients:
     """The gradients, with partial sums of `programs` in place of those of weight and bias."""
-    weight, bias = (
-        None if (t := found.get(name)) is None else t.new_empty((programs, t.numel()), dtype=torch.float32)
+    sums = {
+        name: found[name].new_empty((programs, found[name].numel()), dtype=torch.float32)
         for name in ("weight", "bias")
-    )
-    return NormGradients(found.get("x"), found.get("gate"), weight, bias)
+        if name in found
+    }
+    return NormGradients(found.get("x"), found.get("gate"), sums.get("weight"), sums.get("bias"))
 
 
 def _sum_partial(partial: NormGradients, found: Gradients) -> None:
@@ -189,7 +190,7 @@ def _sum_partial(partial: NormGradients, found: Gradients) -> None:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return torch.empty(size=like.shape, dtype=like.dtype, device=like.device)
 
 
 def _grouped(groups: int, *tensors: Tensor | None) -> Sequence[Tensor | None]:

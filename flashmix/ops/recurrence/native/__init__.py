@@ -69,7 +69,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 
 def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32)
+    return torch.empty(size=shape, dtype=torch.float32)
 
 
 def _like(gradient: Tensor, operand: Tensor | None) -> Tensor:

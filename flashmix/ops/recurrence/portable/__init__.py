@@ -41,7 +41,7 @@ def keeps(call: RecurrenceCall) -> Outputs:
     if call.is_step:
         return ()
     shapes = _kept_shapes(call).values()
-    return tuple([torch.empty(shape, dtype=call.state_dtype, device=call.device) for shape in shapes])
+    return tuple([torch.empty(size=shape, dtype=call.state_dtype, device=call.device) for shape in shapes])
 
 
 def _kept_shapes(call: RecurrenceCall) -> dict[str, tuple[int, ...]]:
@@ -57,7 +57,7 @@ def _kept_shapes(call: RecurrenceCall) -> dict[str, tuple[int, ...]]:
 
 
 def _chunked_forward(call: RecurrenceCall, layout: Layout, save: bool) -> tuple[Tensor, Tensor, Outputs]:
-    o = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.device)
+    o = torch.empty(size=call.v.shape, dtype=call.v.dtype, device=call.device)
     S = layout.first_state(call.initial_state, call.state_dtype)
     kept = {name: S.new_empty(shape) for name, shape in _kept_shapes(call).items()} if save else {}
     for slab in layout.slabs():

@@ -110,4 +110,4 @@ class SlabGradients:
 
 
 def _empty_like(t: Tensor) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    return torch.empty(size=t.shape, dtype=t.dtype, device=t.device)

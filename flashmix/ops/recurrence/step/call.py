@@ -60,7 +60,7 @@ class StepCall(Call):
 
     def results(self) -> Outputs:
         """Output `[B, T, HV, V]`."""
-        return (torch.empty(self.v.shape, dtype=self.v.dtype, device=self.v.device),)
+        return (torch.empty(size=self.v.shape, dtype=self.v.dtype, device=self.v.device),)
 
 
 def check_state(

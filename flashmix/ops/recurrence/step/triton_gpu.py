@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import PreparedLaunch, bound
-from flashmix.gpu.rows import power_of_two
 from flashmix.op.call import Outputs
 from flashmix.op.remember import Again, Tensors, by_signature
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -202,7 +202,7 @@ def step(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     """Output `[B, T, HV, V]` and the next state `[B, HV, K, V]` of a few tokens, from the initial state or zeros."""
     B, _, HV, V = call.v.shape
     new = torch.empty(B, HV, call.K, V, dtype=torch.float32, device=call.device)
-    o = torch.empty(call.v.shape, dtype=call.dtype, device=call.device)
+    o = torch.empty(size=call.v.shape, dtype=call.dtype, device=call.device)
     old = call.initial_state
     old = old if old is None or _is_packed(old) else old.contiguous()
     made = StepCall.make({
@@ -243,7 +243,7 @@ def prepare(call: StepCall) -> Again | None:
     shape, dtype, device = call.v.shape, call.dtype, call.device
 
     def run(x: Tensors) -> Tensor:
-        o = torch.empty(shape, dtype=dtype, device=device)
+        o = torch.empty(size=shape, dtype=dtype, device=device)
         state = x["state"]
         vectors = (x["q"], x["k"], x["v"], x["a"], x["b"], x["beta"], x["log_decay"], x["state_indices"], o)
         launch(device, vectors, (state, state, x["history"]))
@@ -277,7 +277,7 @@ def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedL
         READ_BEFORE=call.read_before, ONE=T == 1,
     )  # fmt: skip
     kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
-    return kernel.prepare(B * HV * triton.cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
+    return kernel.prepare(B * HV * cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu.layout import cdiv, chunk_tables, count_chunks
+from flashmix.ops.recurrence.triton_gpu.layout import chunk_tables, count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, plan, row_keys
 from flashmix.ops.recurrence.triton_gpu.structs import (
     ChunkInputs,
@@ -182,7 +183,7 @@ def decay_sums(run: Run) -> tuple[Tensor, Tensor]:
     call, own = run.call, run.plan.tiles
     assert call.log_decay is not None
     dtype = torch.float64 if call.dtype == torch.float32 else torch.float32
-    G = torch.empty(call.log_decay.shape, dtype=dtype, device=call.device)
+    G = torch.empty(size=call.log_decay.shape, dtype=dtype, device=call.device)
     blocks = cdiv(call.K, own.decay.BK)
     reach = run.per_chunk(blocks, own.C, dtype=torch.int8)
     run.plan.decay(run.chunk_programs * blocks, call.log_decay, G, reach, run.where, run.n)

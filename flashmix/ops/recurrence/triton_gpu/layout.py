@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -58,11 +59,6 @@ def chunk_spans_kernel(cu, offsets, spans, n, S: tl.constexpr):
     row = first + (c - tl.load(offsets + low, mask=mask, other=0)).to(tl.int64) * S.C
     tl.store(spans + c * 2, row, mask=c < n.chunks)
     tl.store(spans + c * 2 + 1, tl.maximum(tl.minimum(end - row, S.C), 0), mask=c < n.chunks)
-
-
-def cdiv(size: int, block: int) -> int:
-    """How many blocks cover `size` (`triton.cdiv` takes 1.4 us on the host)."""
-    return -(-size // block)
 
 
 def count_chunks(call: RecurrenceCall, C: int) -> int:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
-from flashmix.ops.recurrence.triton_gpu.layout import cdiv
 
 
 class Tile(NamedTuple):

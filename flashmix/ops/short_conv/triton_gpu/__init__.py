@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import Kernel, bound
 from flashmix.gpu.rows import inner_contiguous
 from flashmix.op.call import Gradients, Outputs
@@ -87,22 +87,22 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
     kind, size = 0 if dbias is None else 1 if whole else 2, call.dtype.itemsize
     tile = next(tiles[kind] for width, most, *tiles in TABLE if call.width <= width and size <= most)
     group, programs = tile.group, gpu.target(device).multiprocessors * tile.programs
-    block = min(tile.block, triton.next_power_of_2(max(channels)))
-    blocks = sum(triton.cdiv(size, block) for size in channels)
+    block = min(tile.block, power_of_two(max(channels)))
+    blocks = sum(cdiv(size, block) for size in channels)
     if whole:
         mode, length, sequences = LONG, tokens, batch
     else:
         mode, length, sequences = PACKED if packed else FOLDED, batch * tokens, 1
         group = 1 if tokens == 1 else group
     spans = _spans(programs, sequences * blocks, length)
-    span = triton.cdiv(max(triton.cdiv(length, spans), 1), group) * group
+    span = cdiv(max(cdiv(length, spans), 1), group) * group
     align = math.gcd(16, *channels, *(stride for part in rows for axis in strides_of(part) for stride in axis))
     spec = ConvSpec(
-        call.width, triton.next_power_of_2(call.width), len(channels), mode.value, call.activation or "",
+        call.width, power_of_two(call.width), len(channels), mode.value, call.activation or "",
         PRECISE=call.dtype == torch.float32, HAS_BIAS=call.biases is not None, HAS_DBIAS=bool(dbias),
         BLOCK=block, GROUP=group, ALIGN=align,
     )  # fmt: skip
-    jobs, units = sequences * triton.cdiv(length, span), tuple([size // align for size in channels])
+    jobs, units = sequences * cdiv(length, span), tuple([size // align for size in channels])
     n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
     return ConvPlan(spec, n, max(1, tile.warps * block // tile.block), tile.registers)
 
@@ -112,7 +112,7 @@ def _spans(programs: int, each: int, rows: int) -> int:
     most = max(1, programs // each)
     if most > 3:
         return most
-    return min(range(1, max(2, min(9, rows // SHORT))), key=lambda spans: triton.cdiv(spans * each, programs) / spans)
+    return min(range(1, max(2, min(9, rows // SHORT))), key=lambda spans: cdiv(spans * each, programs) / spans)
 
 
 def rows_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -176,14 +176,14 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
 
 def gradients_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Empty, contiguous. A frozen part among others has gradients too, which are thrown away."""
-    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+    return tuple([torch.empty(size=t.shape, dtype=t.dtype, device=t.device) for t in tensors])
 
 
 def _sum_weights(
     p: ConvPlan, channels: Sequence[int], partial: Tensor, dweight: Outputs | None, dbias: Outputs | None
 ) -> None:
     width, block = p.spec.WIDTH, min(64, p.spec.BLOCK)
-    blocks = sum(triton.cdiv(size, block) for size in channels)
+    blocks = sum(cdiv(size, block) for size in channels)
     spec = backward_kernels.ConvSumSpec(width, len(channels), BLOCK=block, GROUP=16, ALIGN=p.spec.ALIGN)
     grid = blocks * (width + 1 if dbias else width)
     kernel = bound(backward_kernels.short_conv_weight_backward_kernel, spec)
