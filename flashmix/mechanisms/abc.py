@@ -16,10 +16,12 @@ from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_range
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
 
 
+@public
 def abc(
     q: Tensor,
     k: Tensor,

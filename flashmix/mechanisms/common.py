@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
-from flashmix.op.dtypes import state_dtype
+from flashmix.op.dtypes import autocast_dtype, state_dtype
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
@@ -55,7 +57,7 @@ def scan(
     """
     one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:3], 1)
     decay = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
-    with torch.autocast(x.device.type, enabled=False):
+    with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
         h, state = linear_attention(
             one,
             one,

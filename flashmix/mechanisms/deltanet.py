@@ -17,11 +17,13 @@ from flashmix.modules.projection import head_size
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.checks import check_multiple
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.delta_net_step import delta_net_step
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule
 
 
+@public
 def deltanet(
     q: Tensor,
     k: Tensor,

@@ -13,10 +13,12 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import check_range, check_shape, dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 
+@public
 def deltaproduct(
     q: Tensor,
     k: Tensor,

@@ -15,9 +15,11 @@ from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 
 
+@public
 def gated_deltanet(
     q: Tensor,
     k: Tensor,

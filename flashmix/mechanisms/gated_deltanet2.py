@@ -13,10 +13,12 @@ from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 
+@public
 def gated_deltanet2(
     q: Tensor,
     k: Tensor,

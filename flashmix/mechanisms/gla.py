@@ -16,9 +16,11 @@ from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 
 
+@public
 def gla(
     q: Tensor,
     k: Tensor,

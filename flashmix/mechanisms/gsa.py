@@ -17,8 +17,10 @@ from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_range
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 
 
+@public
 def gsa(
     q: Tensor,
     k: Tensor,

@@ -16,10 +16,12 @@ from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
 
+@public
 def hgrn2(
     q: Tensor,
     log_forget: Tensor,

@@ -11,10 +11,12 @@ from flashmix.mechanisms.common import Result
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
 
 
+@public
 def iplr(
     q: Tensor,
     k: Tensor,

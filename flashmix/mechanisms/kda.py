@@ -15,9 +15,11 @@ from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 
 
+@public
 def kda(
     q: Tensor,
     k: Tensor,

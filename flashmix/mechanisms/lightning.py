@@ -16,9 +16,11 @@ from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_range, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 
 
+@public
 def lightning(
     q: Tensor,
     k: Tensor,

@@ -13,10 +13,12 @@ from flashmix.mechanisms.common import check_states
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
 
+@public
 def normalised_linear_attention(
     q: Tensor,
     k: Tensor,

@@ -17,11 +17,13 @@ from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.checks import check_multiple, check_range, check_shape, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
 
+@public
 def mamba2(
     x: Tensor,
     dt: Tensor,

@@ -12,12 +12,14 @@ from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
 from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
 from flashmix.ops.recurrence.op import IMPLEMENTATIONS
 
 
+@public
 def oja(
     q: Tensor,
     k: Tensor,

@@ -19,6 +19,7 @@ from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
@@ -28,6 +29,7 @@ EPS = 1e-6
 LOG_SCALE = -0.2
 
 
+@public
 def preconditioned_gated_deltanet(
     q: Tensor,
     k: Tensor,
@@ -85,6 +87,7 @@ def preconditioned_gated_deltanet(
     )
 
 
+@public
 def preconditioned_kda(
     q: Tensor,
     k: Tensor,

@@ -13,12 +13,14 @@ from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 FEEDBACK_BIAS = -0.9  # of the layer's lambda: at first a third of the query is mixed in
 
 
+@public
 def qdelta(
     q: Tensor,
     k: Tensor,

@@ -18,9 +18,11 @@ from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 
 
+@public
 def retnet(
     q: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from flashmix.modules.mlp import LowRank
 from flashmix.modules.projection import head_size
 from flashmix.op.checks import check_range, dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
@@ -23,6 +24,7 @@ from flashmix.ops.token_shift.op import token_shift
 NORM_EPS = 64e-5
 
 
+@public
 def rwkv6(
     r: Tensor,
     k: Tensor,

@@ -16,6 +16,7 @@ from flashmix.modules.mlp import LowRank
 from flashmix.modules.projection import head_size
 from flashmix.op.checks import check_shape, dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
 from flashmix.ops.recurrence.call import check_operands
@@ -24,6 +25,7 @@ from flashmix.ops.token_shift.op import token_shift
 NORM_EPS = 64e-5
 
 
+@public
 def rwkv7(
     r: Tensor,
     log_decay: Tensor,

@@ -8,9 +8,11 @@ from flashmix.mechanisms.common import Result
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 
 
+@public
 def simple_gla(
     q: Tensor,
     k: Tensor,

@@ -177,6 +177,39 @@ class Eager(torch.autograd.Function):
 _apply_eager = super(torch.autograd.Function, Eager).apply
 
 
+def once_differentiable(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors for operators of torch that have no second derivative, which raises by the name of our op."""
+    if torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
+        return tensors
+    return OnceDifferentiable.apply(name, *tensors) if any(t.requires_grad for t in tensors) else tensors
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """The identity, whose derivative is `NotDifferentiable`."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *NotDifferentiable.apply(ctx.name, *grads)
+
+
+class NotDifferentiable(torch.autograd.Function):
+    """The identity, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple(g if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(f"{ctx.name} has no second derivative")
+
+
 def transformed(op: Any, call: Any, impl: str, asked: str) -> tuple[Tensor, ...]:
     """The outputs under torch.func and forward-mode derivatives: by the plain formula, else by implementations one row at a time."""
     if op.formula is not None:
@@ -187,14 +220,15 @@ def transformed(op: Any, call: Any, impl: str, asked: str) -> tuple[Tensor, ...]
         )
     if not torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{asked} has no forward-mode derivative")
-    count = Count()
+    count = Count(asked)
     return Transformed.apply(op, impl, count, *[getattr(call, name) for name in op.fields])[: count.outputs]
 
 
 class Count:
-    """How many of the outputs of `Transformed` are the op's; an object, for torch.func copies lists."""
+    """How many of the outputs of `Transformed` are the op's (an object, for torch.func copies lists), and the public op's name."""
 
-    outputs = 0
+    def __init__(self, asked: str) -> None:
+        self.outputs, self.asked = 0, asked
 
 
 class Transformed(torch.autograd.Function):
@@ -213,7 +247,11 @@ class Transformed(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept)
         call = op.call.make(dict(zip(op.fields, fields, strict=True)))
         save(op, ctx, call, outputs, kept, impl)
-        ctx.op, ctx.count = op, count.outputs
+        ctx.op, ctx.count, ctx.asked = op, count.outputs, count.asked
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"{ctx.asked} has no forward-mode derivative")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

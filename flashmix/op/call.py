@@ -292,8 +292,8 @@ class Op:
 
 
 def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
-    """Names and tensors of the given operands; whether none is of a subclass (fake, functional, …) that must go through the dispatcher;
-    whether one requires a gradient.
+    """Names and tensors of the given operands; whether none is without data or of a subclass (fake, functional, …), which must go through
+    the dispatcher; whether one requires a gradient.
     """
     names, tensors, data, gradient = [], [], True, False
     for name in call.names:
@@ -305,7 +305,7 @@ def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
                 data = False
             if t.requires_grad:
                 gradient = True
-    return names, tensors, data, gradient
+    return names, tensors, data and not tensors[0].is_meta, gradient
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _contents_everywhere = False
 
 
@@ -43,6 +45,13 @@ def contents_are_checked(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or _contents_everywhere
 
 
+def have_addresses(*tensors: Tensor) -> bool:
+    """Whether it can be asked where the tensors lie: not while tracing, under torch.func, or of tensors without data."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+
+
 def contents_everywhere() -> bool:
     """Whether `checks(True)` asks for the contents of tensors on GPUs."""
     return _contents_everywhere
@@ -53,9 +62,21 @@ def _brackets(sizes: Sequence[int | str]) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is a tensor."""
+    """Raises TypeError unless `value` is a tensor with strides: neither sparse nor nested."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
+
+
+def check_pair(name: str, value: object, of: str) -> tuple[Any, Any]:
+    """Both entries of a pair of `of`."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(
+            f"{name} must be a pair of {of}, got {value if isinstance(value, tuple) else type(value).__name__}"
+        )
+    return value[0], value[1]
 
 
 def dims(name: str, tensor: Tensor, axes: str) -> tuple[int, ...]:
@@ -75,9 +96,11 @@ def check_shape(name: str, tensor: Tensor, *expected: int) -> None:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless `tensor` is of a floating dtype."""
+    """Raises TypeError unless `tensor` is of a floating dtype that ops compute with."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must have a floating dtype, got {_dtype(tensor)}")
+    if tensor.dtype not in FLOATING:
+        check_dtype(name, tensor, *FLOATING)
 
 
 def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
@@ -93,6 +116,15 @@ def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dty
         raise ValueError(f"{name} must be on {other.device} like {other_name}, got {tensor.device}")
     if dtype and tensor.dtype != other.dtype:
         raise TypeError(f"{name} must have dtype {_dtype(other)} like {other_name}, got {_dtype(tensor)}")
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Raises ValueError unless each number of a tensor that is written has memory of its own."""
+    reach = 0  # of the axes with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach and tensor.numel():
+            raise ValueError(f"{name} must have memory of its own for each number, got strides {list(tensor.stride())}")
+        reach += stride * (size - 1)
 
 
 def check_multiple(name: str, value: int, of_name: str, of: int) -> None:

@@ -21,11 +21,15 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants of `t`; None where it is off, where there is none (on "meta"), and for float64."""
+    kind = t.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or t.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors in the autocast dtype of their device, where autocast is on and the first is not float64."""
-    first = next(t for t in tensors if t is not None)
-    kind = first.device.type
-    if not torch.is_autocast_enabled(kind) or first.dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple([None if t is None else t.to(dtype) for t in tensors])
+    """The tensors in the autocast dtype of the first one's device, if that is wanted of it."""
+    dtype = autocast_dtype(next(t for t in tensors if t is not None))
+    return tensors if dtype is None else tuple([None if t is None else t.to(dtype) for t in tensors])

@@ -39,20 +39,23 @@ class Packing:
         (entries,) = dims("cu_seqlens", cu_seqlens, "N+1")
         if entries < 1:
             raise ValueError("cu_seqlens must have shape [N+1], got [0]")
-        if contents_are_checked(cu_seqlens):
-            check_boundaries(cu_seqlens.tolist(), total)
         self.cu_seqlens = cu_seqlens
         self.total = total
         # Computed when first asked for. Not cached_property: its lock (Python 3.10, 3.11) breaks torch.compile's graph.
         self._sequence: Tensor | None = None
         self._positions: Tensor | None = None
         self._tables: dict[Any, Any] = {}
-        self._tables_of = 0  # the version of the boundaries that they were made of
+        self._version = -1  # of the boundaries that were checked and that the tables were made of
+        if not self._is_current() and contents_are_checked(cu_seqlens):
+            check_boundaries(cu_seqlens.tolist(), total)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Packing:
         """The packing of sequences of these lengths (tokens), on `device`."""
-        counts = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+        counts = torch.as_tensor(lengths, device=device)
+        if counts.numel() and (counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool):
+            raise TypeError(f"lengths must be integers, got {str(counts.dtype).removeprefix('torch.')}")
+        counts = counts.to(torch.int64)
         if contents_are_checked(counts) and bool((counts < 0).any()):
             raise ValueError(f"lengths must be non-negative, got {counts.tolist()}")
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -64,8 +67,26 @@ class Packing:
         packing = object.__new__(cls)
         packing.cu_seqlens, packing.total = cu_seqlens, total
         packing._sequence = packing._positions = None
-        packing._tables, packing._tables_of = {}, 0
+        packing._tables, packing._version = {}, 0
         return packing
+
+    def check(self) -> None:
+        """Raises ValueError if the boundaries, where they may be read, were overwritten by ones that no packing has."""
+        if not self._is_current() and contents_are_checked(self.cu_seqlens):
+            check_boundaries(self.cu_seqlens.tolist(), self.total)
+
+    def _is_current(self) -> bool:
+        """Whether the boundaries are those of the last time; what was made of others is forgotten."""
+        if torch.compiler.is_compiling():  # which does not trace versions, and checks no contents
+            return True
+        version = (
+            0 if self.cu_seqlens.is_inference() else self.cu_seqlens._version
+        )  # tensors of inference mode count none
+        if version == self._version:
+            return True
+        self._sequence = self._positions = None
+        self._tables, self._version = {}, version
+        return False
 
     def table(self, key: Hashable, make: Callable[[], Table]) -> Table:
         """`make()`, a table of the boundaries, made once a batch whichever ops ask for it, forward or backward.
@@ -79,10 +100,9 @@ class Packing:
             if torch.cuda.is_current_stream_capturing():
                 return make()
             stream = torch._C._cuda_getCurrentRawStream(cu_seqlens.device.index)
-        if cu_seqlens.is_inference():  # which counts no versions
+        if cu_seqlens.is_inference():
             return make()
-        if cu_seqlens._version != self._tables_of:
-            self._tables, self._tables_of = {}, cu_seqlens._version
+        self._is_current()
         found = self._tables.get((key, stream))
         if found is None:
             with torch.inference_mode(False):
@@ -102,7 +122,7 @@ class Packing:
     @property
     def sequence(self) -> Tensor:
         """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
-        if self._sequence is None:
+        if not self._is_current() or self._sequence is None:
             tokens = torch.arange(self.total, device=self.cu_seqlens.device)
             # Not searched in cu_seqlens[1:]: compiled by Inductor for a GPU (torch 2.11) that gave wrong numbers.
             after = torch.searchsorted(self.cu_seqlens.to(torch.int64), tokens, right=True)
@@ -112,7 +132,7 @@ class Packing:
     @property
     def positions(self) -> Tensor:
         """`[total]` int64: the place of each token in its own sequence, from 0."""
-        if self._positions is None:
+        if not self._is_current() or self._positions is None:
             tokens = torch.arange(self.total, device=self.cu_seqlens.device)
             self._positions = tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
         return self._positions
@@ -141,7 +161,11 @@ def as_packing(cu_seqlens: Tensor | Packing | None, batch: int, tokens: int, dev
         return None
     if batch != 1:
         raise ValueError(f"cu_seqlens must come with inputs of batch size 1 (sequences end to end), got {batch}")
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens, tokens)
+    if isinstance(cu_seqlens, Packing):
+        packing = cu_seqlens
+        packing.check()
+    else:
+        packing = Packing(cu_seqlens, tokens)
     if packing.total != tokens:
         raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {packing.total}")
     if packing.cu_seqlens.device != device:

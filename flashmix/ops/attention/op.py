@@ -10,6 +10,7 @@ from flashmix.op.checks import check_dtype, check_floating, check_like, check_mu
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.attention import sdpa
 from flashmix.ops.attention.call import AttentionCall, sdpa_supports, triton_supports
 
@@ -22,6 +23,7 @@ IMPLEMENTATIONS = (
 ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,))
 
 
+@public
 def softmax_attention(
     q: Tensor,
     k: Tensor,

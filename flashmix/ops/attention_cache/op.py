@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Op, always
-from flashmix.op.checks import check_dtype, check_like, check_multiple, check_range, check_shape, check_tensor, dims
+from flashmix.op.checks import (
+    check_dtype,
+    check_like,
+    check_multiple,
+    check_pair,
+    check_range,
+    check_shape,
+    check_tensor,
+    dims,
+)
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.attention.op import check_features, check_softcap, check_window
 from flashmix.ops.attention_cache.call import AttentionCacheCall, triton_supports
 from flashmix.ops.rotary.op import rotary as rotate
@@ -85,6 +95,7 @@ class KVCache:
         return self.page_table.shape[1] * self.keys.shape[1]
 
 
+@public
 def attention_with_cache(
     q: Tensor,
     cache: KVCache,
@@ -148,16 +159,19 @@ def attention_with_cache(
     left, _ = check_window(window)
     check_features(q, sink, alibi_slopes, None, (1, 0, q.shape[2]), 0)
     check_softcap(softcap)
-    inputs = (q, k, v, cache.keys, cache.values, sink, alibi_slopes, *(rotary or ()))
+    table = () if rotary is None else check_pair("rotary", rotary, "tensors")
+    for part in table:
+        check_tensor("rotary", part)
+    inputs = (q, k, v, cache.keys, cache.values, sink, alibi_slopes, *table)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise RuntimeError("attention_with_cache has no gradient: call it under torch.no_grad(), or softmax_attention")
 
     if rotary is not None:
         positions = _positions(cache.lengths, packing, q.shape[1], appends=k is not None)
         if k is None:
-            q = rotate(q, *rotary, positions=positions, interleaved=interleaved)
+            q = rotate(q, *table, positions=positions, interleaved=interleaved)
         else:
-            q, k = rotary_qk(q, k, *rotary, positions=positions, interleaved=interleaved)
+            q, k = rotary_qk(q, k, *table, positions=positions, interleaved=interleaved)
     call = AttentionCacheCall(
         q,
         k,

@@ -7,6 +7,7 @@ from torch import Tensor
 from flashmix.op.call import Op, always, triton_refuses
 from flashmix.op.checks import check_floating, check_like, check_range, check_shape, check_tensor, dims
 from flashmix.op.choose import Implementation
+from flashmix.op.public import public
 from flashmix.ops.decay.call import GateCall
 from flashmix.ops.decay.portable import formula, own_formula
 
@@ -17,6 +18,7 @@ IMPLEMENTATIONS = (
 GATE = Op("gate", GateCall, IMPLEMENTATIONS, formula=formula)
 
 
+@public
 def softplus_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, impl: str = "auto") -> Tensor:
     """The decay of Mamba-2 and Gated DeltaNet (one a head) and of Kimi Delta Attention (one a channel).
 
@@ -48,6 +50,7 @@ def softplus_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, impl: str = "auto"
     return _gate("softplus_decay", x, A_log, dt_bias, 1.0, impl)
 
 
+@public
 def bounded_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower: float = -5.0, impl: str = "auto") -> Tensor:
     """A decay with a floor.
 
@@ -81,6 +84,7 @@ def bounded_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower: float = -
     return _gate("bounded_decay", x, A_log, dt_bias, lower, impl)
 
 
+@public
 def write_strength(x: Tensor, *, negative_eigenvalues: bool = False, impl: str = "auto") -> Tensor:
     """The `beta` of a delta rule.
 

@@ -15,13 +15,15 @@ from flashmix.op.checks import (
     check_range,
     check_shape,
     check_tensor,
+    check_written,
     dims,
 )
 from flashmix.op.choose import Implementation
+from flashmix.op.public import public
 from flashmix.op.remember import Remembered
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.recurrence.call import DTYPES
-from flashmix.ops.recurrence.step.call import check_indices, check_state, check_written
+from flashmix.ops.recurrence.step.call import check_indices, check_state
 
 IMPLEMENTATIONS: tuple[Implementation[DeltaNetStepCall], ...] = (
     Implementation(
@@ -33,6 +35,7 @@ DELTA_NET_STEP = Op("delta_net_step", DeltaNetStepCall, IMPLEMENTATIONS, outputs
 DELTA_NET_STEPS = Remembered(DELTA_NET_STEP)
 
 
+@public
 def delta_net_step(
     qkv: Tensor,
     strength: Tensor,
@@ -129,7 +132,8 @@ def _checked(call: DeltaNetStepCall) -> DeltaNetStepCall:
     check_range("the width of conv_weight", W, 2, 64)
     check_shape("conv_state", conv_state, state.shape[0], W - 1, C)
     check_like("conv_state", conv_state, "qkv", qkv)
-    check_written("conv_state", conv_state, "qkv", qkv)
+    check_like("conv_state", conv_state, "qkv", qkv, dtype=False)
+    check_written("conv_state", conv_state)
     if decay is not None:
         check_tensor("decay", decay)
         if tuple(decay.shape) not in ((B, HV), (B, HV, K)):

@@ -7,6 +7,7 @@ from torch import Tensor
 from flashmix.op.call import Op, always, triton_refuses
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, check_tensor
 from flashmix.op.choose import Implementation
+from flashmix.op.public import public
 from flashmix.ops.gated_product.call import GatedCall
 from flashmix.ops.gated_product.portable import ACTIVATIONS, formula
 
@@ -17,6 +18,7 @@ IMPLEMENTATIONS = (
 GATED = Op("gated", GatedCall, IMPLEMENTATIONS, formula=formula)
 
 
+@public
 def gated(gate: Tensor, up: Tensor, activation: str = "silu", impl: str = "auto") -> Tensor:
     """The gated product of a feed-forward block.
 
@@ -57,6 +59,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu", impl: str = "auto"
     return _gated_product("gated", gate, up, activation, impl)
 
 
+@public
 def swiglu(gate: Tensor, up: Tensor, impl: str = "auto") -> Tensor:
     """The gated product of a feed-forward block.
 

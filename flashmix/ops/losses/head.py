@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
 from flashmix.op.checks import (
     check_choice,
     check_dtype,
@@ -20,6 +19,7 @@ from flashmix.op.checks import (
     contents_are_checked,
     dims,
 )
+from flashmix.op.dtypes import autocast_dtype
 from flashmix.ops.losses.call import GRPOCall
 
 
@@ -36,7 +36,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
         raise ValueError(f"{names[1]} must have shape [V, D] with V >= 1, got [0, {hidden.shape[-1]}]")
     check_floating(names[1], weight)
     check_like(names[1], weight, names[0], hidden, dtype=False)
-    check_like(names[1], weight, names[0], hidden, dtype=_autocast_dtype(hidden) is None)
+    check_like(names[1], weight, names[0], hidden, dtype=autocast_dtype(hidden) is None)
     if bias is not None:
         check_shape(names[2], bias, vocabulary)
         check_floating(names[2], bias)
@@ -134,24 +134,10 @@ def needed(**tensors: Tensor | None) -> tuple[str, ...]:
 
 def as_rows(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`hidden` as `[N, D]` and `weight`, under autocast both in its dtype."""
-    dtype = _autocast_dtype(hidden)
+    dtype = autocast_dtype(hidden)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     return hidden.reshape(-1, hidden.shape[-1]) if hidden.shape[-1] else hidden.flatten(0, -2), weight
-
-
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """The dtype that autocast wants of `hidden`, or None: it is off, or unknown on this device, or passes float64 by."""
-    kind = hidden.device.type
-    if hidden.dtype == torch.float64 or not _knows_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-@gpu.constant_when_compiled
-def _knows_autocast(kind: str) -> bool:
-    """Whether autocast may be asked about devices of this kind: it may not about "meta". Compilers cannot trace the question."""
-    return torch.amp.is_autocast_available(kind)
 
 
 def count_of(target: Tensor, ignore_index: int) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Op, always, triton_refuses
-from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, check_tensor
+from flashmix.op.checks import check_choice, check_floating, check_like, check_pair, check_shape, check_tensor
 from flashmix.op.choose import Implementation, choose
 from flashmix.op.dtypes import compute_dtype
+from flashmix.op.public import check_number, public
 from flashmix.ops.losses.call import (
     CrossEntropyCall,
     GRPOCall,
@@ -57,6 +58,7 @@ GRPO_IMPLEMENTATIONS: tuple[Implementation[Any], ...] = (
 GRPO = Op("linear_grpo", GRPOCall, GRPO_IMPLEMENTATIONS)
 
 
+@public
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -121,6 +123,7 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / count_of(target, ignore_index)
 
 
+@public
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -184,6 +187,8 @@ def linear_cross_entropy(
         2.0794
     """
     vocabulary = check_head(hidden, weight, bias)
+    if group is not None and not hasattr(group, "group_name"):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
     total = vocabulary if group is None else vocabulary * group.size()
     check_target(target, hidden.shape[:-1], "hidden", hidden, total, ignore_index)
     options = row_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
@@ -202,6 +207,7 @@ def linear_cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / count_of(target, ignore_index)
 
 
+@public
 def linear_kl_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -284,6 +290,7 @@ def linear_kl_divergence(
     return mean_over(losses.view(hidden.shape[:-1]), mask, reduction) if reduction == "none" else losses
 
 
+@public
 def linear_grpo(
     hidden: Tensor,
     weight: Tensor,
@@ -343,6 +350,7 @@ def linear_grpo(
         >>> linear_grpo(hidden, weight, target, torch.tensor([1.0, 3.0])).item()
         -2.0
     """
+    low, high = check_pair("clip", clip, "numbers")
     call = GRPOCall(
         hidden=hidden,
         weight=weight,
@@ -354,7 +362,7 @@ def linear_grpo(
         old_log_probs=old_log_probs,
         reference_log_probs=reference_log_probs,
         mask=mask,
-        clip=tuple(clip),
+        clip=(check_number("clip", low), check_number("clip", high)),
         kl_weight=kl_weight,
         temperature=temperature,
         reduction=reduction,

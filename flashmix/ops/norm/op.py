@@ -9,6 +9,7 @@ from torch import Tensor
 from flashmix.op.call import Op, always, triton_refuses
 from flashmix.op.checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
 from flashmix.op.choose import Implementation
+from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
 from flashmix.ops.norm.portable import formula, own_formula
@@ -20,6 +21,7 @@ IMPLEMENTATIONS = (
 NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 
 
+@public
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -73,6 +75,7 @@ def rms_norm(
     return _results("rms_norm", call, return_residual, impl)
 
 
+@public
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -124,6 +127,7 @@ def layer_norm(
     return _results("layer_norm", call, return_residual, impl)
 
 
+@public
 def group_norm(
     x: Tensor,
     groups: int,
@@ -185,6 +189,7 @@ def group_norm(
     return _results("group_norm", call, return_residual, impl)
 
 
+@public
 def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
     """Divides each row by its length.
 

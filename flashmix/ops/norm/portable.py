@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
-from flashmix.op.dtypes import compute_dtype
+from flashmix.op.dtypes import autocast_dtype, compute_dtype
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
 
@@ -73,7 +73,7 @@ def formula(call: NormCall) -> Outputs:
 
 def own_formula(call: NormCall) -> Outputs | None:
     """torch's layer norm, which keeps no more than ours; None of other norms, and under autocast, which would change dtypes."""
-    if not call.center or torch.is_autocast_enabled(call.device.type):
+    if not call.center or autocast_dtype(call.x) is not None:
         return None
     h = call.x if call.residual is None else call.x + call.residual
     if not _is_plain_layer_norm(call, h) or (call.weight is None and call.bias is not None):

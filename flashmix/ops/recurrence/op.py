@@ -10,6 +10,7 @@ from flashmix.op.call import Op, always
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing
+from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, check_operands
 from flashmix.ops.recurrence.native.binding import missing
 
@@ -44,6 +45,7 @@ IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
 RECURRENCE = Op("recurrence", RecurrenceCall, IMPLEMENTATIONS)
 
 
+@public
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -110,6 +112,7 @@ def linear_attention(
     return o, state if return_state else None
 
 
+@public
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -190,6 +193,7 @@ def delta_rule(
     return o, state if return_state else None
 
 
+@public
 def dplr(
     q: Tensor,
     k: Tensor,

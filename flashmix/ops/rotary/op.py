@@ -15,11 +15,13 @@ from flashmix.op.checks import (
     check_like,
     check_range,
     check_shape,
+    check_written,
     contents_are_checked,
     dims,
 )
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import check_integer, public
 from flashmix.ops.rotary.call import RotaryCall, RotaryInPlaceCall, triton_supports
 from flashmix.ops.rotary.portable import formula
 from flashmix.ops.rotary.scaling import RotaryScaling, plain_frequencies
@@ -43,6 +45,7 @@ ROTARY = Op("rotary", RotaryCall, IMPLEMENTATIONS, formula=formula, adjoint=_tur
 ROTARY_IN_PLACE = Op("rotary_in_place", RotaryInPlaceCall, IMPLEMENTATIONS, outputs=0)
 
 
+@public
 def rotary_table(
     positions: int,
     dim: int,
@@ -89,6 +92,7 @@ def rotary_table(
     return angles.cos().mul_(magnitude).to(dtype), angles.sin().mul_(magnitude).to(dtype)
 
 
+@public
 def rotary(
     x: Tensor,
     cos: Tensor,
@@ -152,6 +156,7 @@ def rotary(
     return _run("rotary", call, impl)[0]
 
 
+@public
 def rotary_qk(
     q: Tensor,
     k: Tensor,
@@ -218,6 +223,8 @@ def _run(op: str, call: RotaryCall, impl: str) -> tuple[Tensor, ...]:
         return ROTARY(call, impl, op)
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
         raise ValueError("inplace must be False where a gradient is wanted, got True")
+    for name, t in zip(("x",) if op == "rotary" else ("q", "k"), call.turned, strict=False):
+        check_written(name, t)
     ROTARY_IN_PLACE(call, impl, op)
     return call.turned
 
@@ -272,6 +279,8 @@ def _places_by_axes(
     positions: int | Tensor | None, axes: Sequence[int], packing: Packing | None, x: Tensor, cos: Tensor
 ) -> tuple[Tensor, int, tuple[int, ...]]:
     table, half = cos.shape
+    if not isinstance(axes, (tuple, list)):
+        raise TypeError(f"axes must be a sequence of integers, got {type(axes).__name__}")
     if packing is not None:
         raise ValueError("cu_seqlens must be None with axes (positions say it all), got a packing")
     *_, count = dims("positions", positions, "B T A")  # type: ignore[arg-type]
@@ -279,7 +288,7 @@ def _places_by_axes(
     if len(axes) != half:
         raise ValueError(f"axes must have R/2 = {half} entries, got {len(axes)}")
     for axis in axes:
-        check_range("axes", axis, 0, count - 1)
+        check_range("axes", check_integer("axes", axis), 0, count - 1)
     return _checked(positions, x, table), 0, tuple(axes)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from flashmix.op.call import Op, always
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, dims
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.short_conv.call import ShortConvCall, ShortConvQKVCall, triton_supports
 from flashmix.ops.short_conv.portable import formula
@@ -20,6 +21,7 @@ SHORT_CONV = Op("short_conv", ShortConvCall, IMPLEMENTATIONS, formula=formula, p
 SHORT_CONV_QKV = Op("short_conv_qkv", ShortConvQKVCall, IMPLEMENTATIONS, formula=formula)
 
 
+@public
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -92,6 +94,7 @@ def short_conv(
     return outputs[0], outputs[1] if return_state else None
 
 
+@public
 def short_conv_qkv(
     q: Tensor,
     k: Tensor,

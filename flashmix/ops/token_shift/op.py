@@ -10,6 +10,7 @@ from flashmix.op.call import Gradients, Op, always, triton_refuses
 from flashmix.op.checks import check_floating, check_like, check_shape, dims
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
 from flashmix.ops.token_shift.call import ShiftCall
 from flashmix.ops.token_shift.portable import formula
 
@@ -33,6 +34,7 @@ IMPLEMENTATIONS = (
 SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back)
 
 
+@public
 def token_shift(
     x: Tensor,
     *,

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Call, Outputs, Written
-from flashmix.op.checks import check_dtype, check_like, check_range, check_shape, contents_are_checked, dims
+from flashmix.op.checks import (
+    check_dtype,
+    check_like,
+    check_range,
+    check_shape,
+    check_written,
+    contents_are_checked,
+    dims,
+    have_addresses,
+)
 
 MOST_TOKENS = 16
 
@@ -61,16 +70,10 @@ def check_state(
     slots = dims("state", state, "P HV K V")[0] if state_indices is not None else batch
     check_shape("state", state, slots, heads, K, V)
     check_dtype("state", state, *((torch.float64,) if q.dtype == torch.float64 else (torch.float32, torch.bfloat16)))
-    check_written("state", state, like, q)
+    check_like("state", state, like, q, dtype=False)
+    check_written("state", state)
     if state_indices is not None and slots < 1:
         raise ValueError("state must have at least one slot, got 0")
-
-
-def check_written(name: str, t: Tensor, like: str, q: Tensor) -> None:
-    """On the device of `q`, and no number of it in two places."""
-    check_like(name, t, like, q, dtype=False)
-    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-        raise ValueError(f"{name} must have memory of its own for each number, got strides {list(t.stride())}")
 
 
 def check_indices(state_indices: Tensor | None, q: Tensor, batch: int, slots: int, like: str = "q") -> None:
@@ -100,4 +103,6 @@ def check_history(history: Tensor | None, state: Tensor, q: Tensor, tokens: int)
     if not 1 <= kept <= tokens:
         raise ValueError(f"history must hold between 1 and {tokens} tokens, those of the call, got {kept}")
     check_like("history", history, "state", state)
-    check_written("history", history, "q", q)
+    check_written("history", history)
+    if have_addresses(history, state) and history.untyped_storage().data_ptr() == state.untyped_storage().data_ptr():
+        raise ValueError("history must not be in the memory of state, got a view of it")

@@ -8,6 +8,7 @@ from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, always
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
+from flashmix.op.public import public
 from flashmix.op.remember import Remembered
 from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.step.call import StepCall, check_history, check_indices, check_state
@@ -22,6 +23,7 @@ STEP = Op("recurrent_step", StepCall, IMPLEMENTATIONS, outputs=1)
 STEPS = Remembered(STEP)
 
 
+@public
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -81,6 +83,7 @@ def linear_attention_step(
     return STEPS("linear_attention_step", impl, _ready, tensors, options)
 
 
+@public
 def delta_rule_step(
     q: Tensor,
     k: Tensor,
@@ -150,6 +153,7 @@ def delta_rule_step(
     return STEPS("delta_rule_step", impl, _delta_ready, tensors, options)
 
 
+@public
 def dplr_step(
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,7 @@ def step(call: RecurrenceCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`[B, 1, H, D]` as a matrix of one row per value head, `[B * HV, 1, D]`."""
         if t.shape[2] != HV:
             t = t.repeat_interleave(HV // t.shape[2], dim=2)
-        return t.to(dtype).reshape(B * HV, 1, -1)
+        return t.to(dtype).reshape(B * HV, 1, t.shape[-1])
 
     q, v = row(call.q), row(call.v)
     K = q.shape[-1]
@@ -25,7 +25,8 @@ def step(call: RecurrenceCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if call.log_decay is not None:
         g = call.log_decay.to(dtype)
         factor = g.exp().expand(B, HV) if g.dim() == 1 else g.exp()
-        decayed = S * (factor.reshape(B * HV, 1, -1) if call.value_decay else factor.reshape(B * HV, -1, 1))
+        factor = factor.reshape(B * HV, g.shape[3] if g.dim() == 4 else 1)
+        decayed = S * factor.unsqueeze(1 if call.value_decay else 2)
     if call.a is not None and call.b is not None:  # both read the state before its decay
         nu = row(call.a) @ S
         new = torch.baddbmm(decayed, row(call.b).mT, nu if call.k is not None else nu.add_(v))
