@@ -75,11 +75,7 @@ def tensors(row: Row, device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
     made: dict[str, Any] = {"device": device, "dtype": torch.float32}
     unit = partial(normalize, dim=-1)
     keys, values = (row.B, row.T, row.H, row.K), (row.B, row.T, row.HV, row.V)
-    x = {
-        "q": unit(torch.randn(keys, **made)),
-        "k": unit(torch.randn(keys, **made)),
-        "v": torch.randn(values, **made),
-    }
+    x = {"q": unit(torch.randn(keys, **made)), "k": unit(torch.randn(keys, **made)), "v": torch.randn(values, **made)}
     if row.rule == "rwkv7":
         removal = unit(torch.randn(keys, **made))
         x |= {"a": -removal, "b": removal * torch.rand(keys, **made)}

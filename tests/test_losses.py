@@ -173,12 +173,7 @@ KL = {
     "teacher_hidden": torch.ones(2, 5, 6),
     "teacher_weight": torch.ones(11, 6),
 }
-GRPO = {
-    "hidden": KL["hidden"],
-    "weight": KL["weight"],
-    "target": TARGET.where(MASK, 0),
-    "advantages": torch.ones(2),
-}
+GRPO = {"hidden": KL["hidden"], "weight": KL["weight"], "target": TARGET.where(MASK, 0), "advantages": torch.ones(2)}
 REFUSED = [
     (
         linear_kl_divergence,

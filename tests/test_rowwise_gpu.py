@@ -60,12 +60,7 @@ def norm_cases() -> list[Case]:
         plain = [
             ("rms_norm", rms_norm, definitions.rms_norm, (shape,)),
             ("rms_norm weight", rms_norm, definitions.rms_norm, (shape, (width,))),
-            (
-                "rms_norm gate",
-                lambda x, w, g: rms_norm(x, w, gate=g),
-                definitions.rms_norm,
-                (shape, (width,), shape),
-            ),
+            ("rms_norm gate", lambda x, w, g: rms_norm(x, w, gate=g), definitions.rms_norm, (shape, (width,), shape)),
             (
                 "rms_norm sigmoid gate",
                 lambda x, g: rms_norm(x, gate=g, gate_activation="sigmoid"),

@@ -57,5 +57,5 @@ CASES = {
                 "k must have shape [B, T, n, H, K] with n >= 1, got [1, 6, 0, 2, 8]",
             ),
         ],
-    ),
+    )
 }

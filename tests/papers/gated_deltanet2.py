@@ -47,8 +47,6 @@ CASES = {
         draw={"k": 1.0},
         layers={"gated_deltanet2": {"heads": 2, "value_heads": 4, "rank": 3}},
         layer=layer_output,
-        errors=[
-            ({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]"),
-        ],
-    ),
+        errors=[({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]")],
+    )
 }
