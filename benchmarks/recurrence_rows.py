@@ -57,14 +57,21 @@ RULES = {
     "delta_rule": Rule("none", True, False, "fla.ops.delta_rule", "chunk_delta_rule"),
     "rwkv7": Rule("channel", True, True, "fla.ops.rwkv7", "chunk_rwkv7"),
 }
+MANY = (
+    (4, 8192, 16, 64),
+    (1, 32768, 16, 64),
+    (1, 32768, 2, 8),
+    (8, 4096, 16, 16),
+    (1, 32768, 16, 16),
+    (1, 32768, 4, 4),
+)
+TWO = ((8, 4096, 16, 16), (1, 32768, 16, 16))
 ROWS = (
-    *(Row("gated_delta_rule", *sizes) for sizes in (
-        (4, 8192, 16, 64), (1, 32768, 16, 64), (1, 32768, 2, 8), (8, 4096, 16, 16), (1, 32768, 16, 16), (1, 32768, 4, 4)
-    )),
+    *(Row("gated_delta_rule", *sizes) for sizes in MANY),
     *(Row("gated_delta_rule", 4, 8192, 16, 16, *widths) for widths in ((64, 64), (256, 256), (96, 80))),
-    *(Row(rule, *sizes) for rule in RULES if rule != "gated_delta_rule" for sizes in ((8, 4096, 16, 16), (1, 32768, 16, 16))),
-    *(Row("rwkv7", *sizes, 64, 64) for sizes in ((8, 4096, 16, 16), (1, 32768, 16, 16))),
-)  # fmt: skip
+    *(Row(rule, *sizes) for rule in RULES if rule != "gated_delta_rule" for sizes in TWO),
+    *(Row("rwkv7", *sizes, 64, 64) for sizes in TWO),
+)
 Tensors = dict[str, Tensor]
 
 

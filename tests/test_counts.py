@@ -10,7 +10,7 @@ import pytest
 from counts import laws
 
 # The laws that do not hold yet, with how often each is broken today. A law that holds is taken out: its test says so by failing.
-NOT_YET = {"loaded tiles without shape in triton_gpu": 48, "fmt: skip": 97}
+NOT_YET = {"loaded tiles without shape in triton_gpu": 48}
 LAWS = laws()
 
 

@@ -171,9 +171,17 @@ def test_operators_are_sound_and_compile() -> None:
         assert_sound_operator(losses.KL_DIVERGENCE, divergence, *names, impl="triton")
     ones = torch.ones(2, 5, device="cuda")
     policy = GRPOCall(
-        **fields, target=TARGET.cuda().clamp(min=0), advantages=ones, old_log_probs=ones, reference_log_probs=ones,
-        mask=None, clip=(0.2, 0.2), kl_weight=0.1, temperature=1.0, reduction="sequence",
-    )  # fmt: skip
+        **fields,
+        target=TARGET.cuda().clamp(min=0),
+        advantages=ones,
+        old_log_probs=ones,
+        reference_log_probs=ones,
+        mask=None,
+        clip=(0.2, 0.2),
+        kl_weight=0.1,
+        temperature=1.0,
+        reduction="sequence",
+    )
     assert_sound_operator(losses.GRPO, policy, *names, impl="triton")
     for reduction in ("mean", "none"):
         call = partial(moved(linear_cross_entropy, "cuda"), reduction=reduction, chunk=4)

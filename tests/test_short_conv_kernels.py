@@ -68,9 +68,14 @@ def definition(lengths: list[int] | None, activation: str | None) -> Callable[..
 
 
 def check(
-    width: int, tokens: int, channels: int, dtype: torch.dtype, device: str, activation: str | None = "silu",
+    width: int,
+    tokens: int,
+    channels: int,
+    dtype: torch.dtype,
+    device: str,
+    activation: str | None = "silu",
     lengths: list[int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Outputs, the state and all gradients."""
     batch, count, tokens = (1, len(lengths), sum(lengths)) if lengths else (2, 2, tokens)
     packing = Packing.from_lengths(lengths, device=device) if lengths else None
@@ -397,7 +402,7 @@ CALLS = FAST | {
     for channels, dtype in ((4096, torch.float16), (100, BF16), (7, torch.float32))
     for tokens, packed in ((100, False), (5, False), (100, True))
     for state in (False, True)
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS if EVERYTHING else FAST)

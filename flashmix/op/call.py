@@ -22,11 +22,9 @@ from flashmix.op.choose import Implementation, choose
 from flashmix.op.packing import Packing
 
 LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
-SCHEMA: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "SymInt", int | None: "SymInt?",
-    bool: "bool", str: "str", str | None: "str?", tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]",
-    torch.dtype: "ScalarType",
-}  # fmt: skip
+SCHEMA: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "SymInt", str: "str"}
+SCHEMA |= {kind | None: f"{name}?" for kind, name in SCHEMA.items()} | {bool: "bool", torch.dtype: "ScalarType"}
+SCHEMA |= {tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]"}
 Written = Annotated[Tensor, "written"]  # a tensor field of a call that the op overwrites
 Outputs = tuple[Tensor, ...]
 Gradients = dict[str, Tensor]
@@ -147,10 +145,9 @@ class Op:
         if self.writes:
             autograd.bump_versions_of(LIBRARY, name, self.operator)
             return
-        grads = "Tensor?[] grads, Tensor[] kept, str[] wanted"
-        self.backward_operator = self._define(
-            f"{name}_backward", f"({inputs}, {grads}, str impl) -> Tensor[]", self._backward_dispatched, self._backward_fake
-        )  # fmt: skip
+        backward = f"({inputs}, Tensor?[] grads, Tensor[] kept, str[] wanted, str impl) -> Tensor[]"
+        run, fake = self._backward_dispatched, self._backward_fake
+        self.backward_operator = self._define(f"{name}_backward", backward, run, fake)
         autograd.register(self, LIBRARY)
 
     def _describe(self) -> str:

@@ -35,8 +35,14 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
     q, k, v = delta_inputs(layer, x)
     gates = {n: torch.sigmoid(heads(linear(x, getattr(layer, n)), 4)) for n in ("erase", "write")}
     o = loop(
-        CASES["gated_deltanet2"], q=q, k=k, v=v, erase_gate=gates["erase"], write_gate=gates["write"], log_decay=kda_decay(layer, x)
-    )  # fmt: skip
+        CASES["gated_deltanet2"],
+        q=q,
+        k=k,
+        v=v,
+        erase_gate=gates["erase"],
+        write_gate=gates["write"],
+        log_decay=kda_decay(layer, x),
+    )
     return finish_kda(layer, x, o)
 
 

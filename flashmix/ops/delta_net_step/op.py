@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
@@ -104,15 +106,11 @@ def delta_net_step(
         >>> y.shape, bool(state.any()), bool(past[:, :-1].any())
         (torch.Size([2, 4, 8]), True, False)
     """
-    tensors = {
-        "qkv": qkv, "strength": strength, "state": state, "conv_state": conv_state, "conv_weight": conv_weight,
-        "conv_bias": conv_bias, "decay": decay, "A_log": A_log, "dt_bias": dt_bias, "norm_weight": norm_weight, "gate": gate,
-        "state_indices": state_indices,
-    }  # fmt: skip
-    options = {
-        "heads": heads, "lower": lower, "negative_eigenvalues": negative_eigenvalues, "gate_activation": gate_activation,
-        "eps": eps,
-    }  # fmt: skip
+    tensors: dict[str, Any] = {"qkv": qkv, "strength": strength, "state": state, "conv_state": conv_state}
+    tensors |= {"conv_weight": conv_weight, "conv_bias": conv_bias, "decay": decay, "A_log": A_log, "dt_bias": dt_bias}
+    tensors |= {"norm_weight": norm_weight, "gate": gate, "state_indices": state_indices}
+    options: dict[str, Any] = {"heads": heads, "lower": lower, "negative_eigenvalues": negative_eigenvalues}
+    options |= {"gate_activation": gate_activation, "eps": eps}
     return DELTA_NET_STEPS("delta_net_step", impl, _checked, tensors, options)
 
 
@@ -137,10 +135,9 @@ def _checked(call: DeltaNetStepCall) -> DeltaNetStepCall:
     if (decay is None) != (call.A_log is None) or (decay is None) != (call.dt_bias is None):
         raise ValueError("decay, A_log and dt_bias must be given together")
     per_head = () if decay is None else tuple(decay.shape[1:])
-    expected = {
-        "strength": (B, HV), "conv_weight": (C, W), "conv_bias": (C,), "decay": (B, *per_head), "A_log": (HV,),
-        "dt_bias": per_head, "norm_weight": (V,), "gate": (B, HV, V),
-    }  # fmt: skip
+    expected: dict[str, tuple[int, ...]] = {"strength": (B, HV), "conv_weight": (C, W), "conv_bias": (C,)}
+    expected |= {"decay": (B, *per_head), "A_log": (HV,), "dt_bias": per_head}
+    expected |= {"norm_weight": (V,), "gate": (B, HV, V)}
     for name, shape in expected.items():
         value = getattr(call, name)
         if value is not None or name == "strength":

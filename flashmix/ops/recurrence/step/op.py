@@ -73,10 +73,8 @@ def linear_attention_step(
         >>> linear_attention_step(q, k, v, state).shape, bool(state.any())
         (torch.Size([2, 1, 4, 32]), True)
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state}
+    tensors |= {"history": history, "state_indices": state_indices}
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("linear_attention_step", impl, _ready, tensors, options)
 
@@ -142,10 +140,8 @@ def delta_rule_step(
         >>> o = delta_rule_step(q, flashmix.l2_norm(k), v, torch.rand(2, 3, 4), state, history=history)
         >>> _ = state.copy_(history[torch.arange(2), torch.tensor([1, 3]) - 1])
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state}
+    tensors |= {"history": history, "state_indices": state_indices}
     options = {"scale": scale, "read_before": read_before, "minus_a": erase is not None}
     return STEPS("delta_rule_step", impl, _delta_ready, tensors, options)
 
@@ -206,10 +202,8 @@ def dplr_step(
         >>> pool.flatten(1).any(1).tolist(), bool(o[1].any())
         ([False, False, False, False, False, True, False, False], False)
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state}
+    tensors |= {"history": history, "state_indices": state_indices}
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("dplr_step", impl, _dplr_ready, tensors, options)
 
