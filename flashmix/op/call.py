@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -75,19 +75,40 @@ class Call:
         return self.make({**self.__dict__, **changes})
 
 
-def triton_refuses(call: Call) -> str | None:
-    """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
-    for t in call.tensors():
-        if t.is_floating_point():
+def refused(tensors: Iterable[Tensor | None]) -> str | None:
+    """The reason why Triton kernels cannot run on the floating tensors among these, None if they can."""
+    for t in tensors:
+        if t is not None and t.is_floating_point():
             reason = gpu.refuses(t.device, t.dtype)
             if reason is not None:
                 return reason
     return None
 
 
+def triton_refuses(call: Call) -> str | None:
+    """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
+    return refused(call.tensors())
+
+
+def triton_refuses_first(call: Call) -> str | None:
+    """The same of the call's first tensor alone: its checks say which dtypes the others may have."""
+    return gpu.refuses(call.device, call.dtype)
+
+
 def always(call: Call) -> None:
     """The `supports` of plain PyTorch."""
     return None
+
+
+def implementations(
+    op: str, refuses: Callable[[Any], str | None] = triton_refuses, module: str = ""
+) -> tuple[Implementation[Any], ...]:
+    """The two that most ops have, Triton's kernels before plain PyTorch: in `flashmix/ops/<op>`, or a `module` of their folders."""
+    place, module = f"flashmix.ops.{op}", module and f".{module}"
+    return (
+        Implementation("triton", f"{place}.triton_gpu{module}", refuses),
+        Implementation("portable", f"{place}.portable{module}", always),
+    )
 
 
 class Op:

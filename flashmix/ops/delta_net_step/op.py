@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, implementations, triton_refuses_first
 from flashmix.op.checks import (
     check_choice,
     check_dtype,
@@ -19,18 +18,12 @@ from flashmix.op.checks import (
     check_tensor,
     dims,
 )
-from flashmix.op.choose import Implementation
 from flashmix.op.remember import Remembered
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.recurrence.call import DTYPES
 from flashmix.ops.recurrence.step.call import check_indices, check_state, check_written
 
-IMPLEMENTATIONS: tuple[Implementation[DeltaNetStepCall], ...] = (
-    Implementation(
-        "triton", "flashmix.ops.delta_net_step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
-    ),
-    Implementation("portable", "flashmix.ops.delta_net_step.portable", always),
-)
+IMPLEMENTATIONS = implementations("delta_net_step", triton_refuses_first)
 DELTA_NET_STEP = Op("delta_net_step", DeltaNetStepCall, IMPLEMENTATIONS, outputs=1)
 DELTA_NET_STEPS = Remembered(DELTA_NET_STEP)
 

@@ -6,17 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
-from flashmix.op.choose import Implementation
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
 from flashmix.ops.norm.portable import formula
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.norm.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.norm.portable", always),
-)
+IMPLEMENTATIONS = implementations("norm")
 NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 
 

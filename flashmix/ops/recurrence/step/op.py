@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, always, triton_refuses_first
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.remember import Remembered
@@ -13,9 +12,7 @@ from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.step.call import StepCall, check_history, check_indices, check_state
 
 IMPLEMENTATIONS: tuple[Implementation[StepCall], ...] = (
-    Implementation(
-        "triton", "flashmix.ops.recurrence.step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
-    ),
+    Implementation("triton", "flashmix.ops.recurrence.step.triton_gpu", triton_refuses_first),
     Implementation("portable", "flashmix.ops.recurrence.step.portable.in_place", always),
 )
 STEP = Op("recurrent_step", StepCall, IMPLEMENTATIONS, outputs=1)
