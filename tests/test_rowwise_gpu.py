@@ -10,7 +10,14 @@ import definitions
 import pytest
 import torch
 from budget import assert_within_budget
-from rowwise_cases import assert_matches, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import (
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    assert_same_bits,
+    nothing_waits,
+    random,
+)
 from test_rotary import counted, halves_to_pairs, pairs_to_halves
 from torch import Tensor
 
@@ -399,11 +406,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
