@@ -26,3 +26,8 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple([None if t is None else t.to(dtype) for t in tensors])
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if float32 or float64, else in float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -173,7 +173,7 @@ def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
-    found = {name: _empty(getattr(call, name)) for name in wanted}
+    found = {name: (t := getattr(call, name)).new_empty(t.shape) for name in wanted}
     if call.x.numel() == 0:
         return {name: gradient.zero_() for name, gradient in found.items()}
     rows = _tokens(call, call.x, *grads)
@@ -219,7 +219,3 @@ def _columns(rows: RowLayout) -> tuple[int, int]:
     """Channels of a row, and those of a tile."""
     width = rows.rows[0].data.shape[-1]
     return width, min(power_of_two(width), WIDEST_BLOCK)
-
-
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

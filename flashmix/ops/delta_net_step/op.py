@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from flashmix.op.call import Op, implementations, triton_refuses_first
@@ -99,11 +97,27 @@ def delta_net_step(
         >>> y.shape, bool(state.any()), bool(past[:, :-1].any())
         (torch.Size([2, 4, 8]), True, False)
     """
-    tensors: dict[str, Any] = {"qkv": qkv, "strength": strength, "state": state, "conv_state": conv_state}
-    tensors |= {"conv_weight": conv_weight, "conv_bias": conv_bias, "decay": decay, "A_log": A_log, "dt_bias": dt_bias}
-    tensors |= {"norm_weight": norm_weight, "gate": gate, "state_indices": state_indices}
-    options: dict[str, Any] = {"heads": heads, "lower": lower, "negative_eigenvalues": negative_eigenvalues}
-    options |= {"gate_activation": gate_activation, "eps": eps}
+    tensors = {
+        "qkv": qkv,
+        "strength": strength,
+        "state": state,
+        "conv_state": conv_state,
+        "conv_weight": conv_weight,
+        "conv_bias": conv_bias,
+        "decay": decay,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "norm_weight": norm_weight,
+        "gate": gate,
+        "state_indices": state_indices,
+    }
+    options = {
+        "heads": heads,
+        "lower": lower,
+        "negative_eigenvalues": negative_eigenvalues,
+        "gate_activation": gate_activation,
+        "eps": eps,
+    }
     return DELTA_NET_STEPS("delta_net_step", impl, _checked, tensors, options)
 
 

@@ -71,7 +71,7 @@ def linear_attention_step(
         (torch.Size([2, 1, 4, 32]), True)
     """
     tensors = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state}
-    tensors |= {"history": history, "state_indices": state_indices}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("linear_attention_step", impl, _ready, tensors, options)
 
@@ -138,7 +138,7 @@ def delta_rule_step(
         >>> _ = state.copy_(history[torch.arange(2), torch.tensor([1, 3]) - 1])
     """
     tensors = {"q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state}
-    tensors |= {"history": history, "state_indices": state_indices}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": erase is not None}
     return STEPS("delta_rule_step", impl, _delta_ready, tensors, options)
 
@@ -200,7 +200,7 @@ def dplr_step(
         ([False, False, False, False, False, True, False, False], False)
     """
     tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state}
-    tensors |= {"history": history, "state_indices": state_indices}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("dplr_step", impl, _dplr_ready, tensors, options)
 
