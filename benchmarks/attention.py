@@ -114,10 +114,15 @@ def features(dim: int, heads: int) -> dict[str, float]:
     q, k, v = (torch.randn(1, 16384, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     slopes, gates = torch.rand(heads, device="cuda"), torch.rand(1, 16384, heads, device="cuda")
     options: dict[str, dict[str, Any]] = {
-        "plain": {}, "sink": {"sink": torch.randn(heads, device="cuda")}, "softcap": {"softcap": 30.0},
-        "alibi": {"alibi_slopes": slopes}, "weak alibi": {"alibi_slopes": slopes * 1e-4},
-        "decay": {"log_decay": -gates}, "weak decay": {"log_decay": gates * -1e-4}, "dropout": {"dropout_p": 0.1},
-    }  # fmt: skip
+        "plain": {},
+        "sink": {"sink": torch.randn(heads, device="cuda")},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": slopes},
+        "weak alibi": {"alibi_slopes": slopes * 1e-4},
+        "decay": {"log_decay": -gates},
+        "weak decay": {"log_decay": gates * -1e-4},
+        "dropout": {"dropout_p": 0.1},
+    }
     runs = {
         name: lambda extra=extra: softmax_attention(q, k, v, causal=True, impl="triton", **extra)
         for name, extra in options.items()
@@ -196,7 +201,7 @@ CANDIDATES = {
         192: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1)),
         256: ((64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 8, 2)),
     },
-}  # fmt: skip
+}
 
 
 def phase_run(phase: str, dim: int, tokens: int, tiles: tuple[int, ...]) -> Callable[[], Any]:

@@ -51,9 +51,15 @@ def features(dim: int, heads: int) -> Case:
         q, k, v = (normal(1, 16384, heads, dim) for _ in range(3))
         slopes, gates = torch.rand(heads), torch.rand(1, 16384, heads)
         options: tuple[dict[str, Any], ...] = (
-            {}, {"sink": torch.randn(heads)}, {"softcap": 30.0}, {"alibi_slopes": slopes}, {"alibi_slopes": slopes * 1e-4},
-            {"log_decay": -gates}, {"log_decay": gates * -1e-4}, {"dropout_p": 0.1},
-        )  # fmt: skip
+            {},
+            {"sink": torch.randn(heads)},
+            {"softcap": 30.0},
+            {"alibi_slopes": slopes},
+            {"alibi_slopes": slopes * 1e-4},
+            {"log_decay": -gates},
+            {"log_decay": gates * -1e-4},
+            {"dropout_p": 0.1},
+        )
         run = partial(flashmix.softmax_attention, q, k, v, causal=True)
         return {name: Part(quiet(partial(run, **own))) for name, own in zip(names, options, strict=True)}
 

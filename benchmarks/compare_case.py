@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import timing
 import torch
 from torch import Tensor
 
@@ -81,11 +82,5 @@ def untrained(make: Callable[[], Part], part: str, precompiled: bool = True) -> 
 def graph(calls: list[Run]) -> Part:
     """A CUDA graph of the calls, without gradients."""
     with torch.no_grad():
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph = timing.graph_of(calls)
     return Part(graph.replay, calls=len(calls))

@@ -36,13 +36,7 @@ Calls = list[Callable[[], Any]]  # the same call on sets of tensors that take tu
 
 def graph_time(calls: Calls, repeats: int = 25) -> float:
     """Microseconds of the GPU a call, in a graph of all of them."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = timing.graph_of(calls)
     times = []
     for _ in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -163,8 +163,10 @@ def main() -> None:
 
     rate = timing.matrix_product_rate()
     print(f"float32 matrix product: {rate:.0f} GFLOP/s on {arguments.threads} threads\n")
-    print(f"{'B x T x H x D':>14}  {'fwd ms':>7} {'peer':>7} {'ratio':>6}  {'f+b ms':>7} {'peer':>7} {'ratio':>6}"
-          f"  {'of rate':>7}  {'KDA fwd':>8} {'f+b':>6} {'x head':>11}")  # fmt: skip
+    print(
+        f"{'B x T x H x D':>14}  {'fwd ms':>7} {'peer':>7} {'ratio':>6}  {'f+b ms':>7} {'peer':>7} {'ratio':>6}"
+        f"  {'of rate':>7}  {'KDA fwd':>8} {'f+b':>6} {'x head':>11}"
+    )
     rows = []
     for shape in SHAPES:
         row = compare(shape, rate, peer)

@@ -57,14 +57,21 @@ RULES = {
     "delta_rule": Rule("none", True, False, "fla.ops.delta_rule", "chunk_delta_rule"),
     "rwkv7": Rule("channel", True, True, "fla.ops.rwkv7", "chunk_rwkv7"),
 }
+MANY = (
+    (4, 8192, 16, 64),
+    (1, 32768, 16, 64),
+    (1, 32768, 2, 8),
+    (8, 4096, 16, 16),
+    (1, 32768, 16, 16),
+    (1, 32768, 4, 4),
+)
+TWO = ((8, 4096, 16, 16), (1, 32768, 16, 16))
 ROWS = (
-    *(Row("gated_delta_rule", *sizes) for sizes in (
-        (4, 8192, 16, 64), (1, 32768, 16, 64), (1, 32768, 2, 8), (8, 4096, 16, 16), (1, 32768, 16, 16), (1, 32768, 4, 4)
-    )),
+    *(Row("gated_delta_rule", *sizes) for sizes in MANY),
     *(Row("gated_delta_rule", 4, 8192, 16, 16, *widths) for widths in ((64, 64), (256, 256), (96, 80))),
-    *(Row(rule, *sizes) for rule in RULES if rule != "gated_delta_rule" for sizes in ((8, 4096, 16, 16), (1, 32768, 16, 16))),
-    *(Row("rwkv7", *sizes, 64, 64) for sizes in ((8, 4096, 16, 16), (1, 32768, 16, 16))),
-)  # fmt: skip
+    *(Row(rule, *sizes) for rule in RULES if rule != "gated_delta_rule" for sizes in TWO),
+    *(Row("rwkv7", *sizes, 64, 64) for sizes in TWO),
+)
 Tensors = dict[str, Tensor]
 
 
@@ -75,11 +82,7 @@ def tensors(row: Row, device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
     made: dict[str, Any] = {"device": device, "dtype": torch.float32}
     unit = partial(normalize, dim=-1)
     keys, values = (row.B, row.T, row.H, row.K), (row.B, row.T, row.HV, row.V)
-    x = {
-        "q": unit(torch.randn(keys, **made)),
-        "k": unit(torch.randn(keys, **made)),
-        "v": torch.randn(values, **made),
-    }
+    x = {"q": unit(torch.randn(keys, **made)), "k": unit(torch.randn(keys, **made)), "v": torch.randn(values, **made)}
     if row.rule == "rwkv7":
         removal = unit(torch.randn(keys, **made))
         x |= {"a": -removal, "b": removal * torch.rand(keys, **made)}

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,18 @@ def cuda_medians(
     torch.cuda.synchronize()
     times = {name: sorted(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
     return {name: values[len(values) // 2] for name, values in times.items()}
+
+
+def graph_of(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls, after each has run once."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
 
 
 def matrix_product_rate(size: int = 2048) -> float:

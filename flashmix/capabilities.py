@@ -49,10 +49,7 @@ _CALLS = {
     "linear_kl_divergence": "hidden:BTD weight:MD teacher_hidden:BTD teacher_weight:MD",
     "linear_grpo": "hidden:BTD weight:MD target:BT advantages:B",
 }
-_OPTIONS: dict[str, Mapping[str, Any]] = {
-    "delta_net_step": {"heads": 2},
-    "group_norm": {"groups": 2},
-}
+_OPTIONS: dict[str, Mapping[str, Any]] = {"delta_net_step": {"heads": 2}, "group_norm": {"groups": 2}}
 # Steps per token, heads, channels per head, positions, half of a head, channels, width of a convolution and the past it sees,
 # vocabulary, channels of queries, keys and values together.
 _SIZES = {"n": 2, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}

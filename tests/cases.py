@@ -13,9 +13,10 @@ RULES = ("linear", "read_before", "delta", "untied", "dplr")
 GATES = ("none", "head", "token", "channel")
 # What not every rule or gate has: decays of the value axis, and outputs that read before the write.
 SPECIAL = (
-    ("linear", "value"), ("read_before", "value"),
-    ("delta_before", "none"), ("delta_before", "token"), ("delta_before", "channel"), ("untied_before", "channel"),
-)  # fmt: skip
+    *((rule, "value") for rule in ("linear", "read_before")),
+    *(("delta_before", gate) for gate in ("none", "token", "channel")),
+    ("untied_before", "channel"),
+)
 PAIRS = (*((rule, gate) for rule in RULES for gate in GATES), *SPECIAL)
 
 

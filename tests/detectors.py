@@ -317,9 +317,28 @@ def literal_tolerances(files: Sources) -> list[str]:
 
 # Duplicates
 
+PASSED_ON = re.compile(r"((\w+) = \2( ,( |$)|$))+")
+
+
+def declared(text: str) -> set[int]:
+    """The lines of a Python file that only say a signature: parameters of a `def` below its first line, fields of a class."""
+    lines: set[int] = set()
+    for node in ast.walk(parse(text)):
+        if isinstance(node, Function):
+            lines |= set(range(node.lineno + 1, node.body[0].lineno))
+        elif isinstance(node, ast.ClassDef):
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            lines |= {line for field in fields for line in range(field.lineno, (field.end_lineno or 0) + 1)}
+    return lines
+
 
 def python_lines(text: str) -> list[tuple[int, str]]:
-    """The lines of a file as its tokens, without comments, imports and lines of punctuation only; docstrings stay."""
+    """The lines of a file as its tokens, without comments, imports, signatures and lines of punctuation only; docstrings stay.
+
+    A signature is what `declared` finds and a line of arguments passed on by their own names, `k=k, v=v,`: Python has no way to say
+    the parameters of two functions once. The line of the `def` itself and the bodies count.
+    """
+    signatures = declared(text)
     rows: dict[int, list[str]] = defaultdict(list)
     is_start, is_import = True, False
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -331,6 +350,7 @@ def python_lines(text: str) -> list[tuple[int, str]]:
             for place, line in enumerate(token.string.splitlines() if not is_import else ()):
                 rows[token.start[0] + place].append(line.strip())
     lines = [(number, " ".join(parts)) for number, parts in sorted(rows.items())]
+    lines = [(number, line) for number, line in lines if number not in signatures and not PASSED_ON.fullmatch(line)]
     return [(number, line) for number, line in lines if re.search(r"\w", line)]
 
 

@@ -42,9 +42,9 @@ LAYERS = _layers()
 # A layer is tested in all its ways on its own. These presets are tested as whole models too; the others differ from one of them in
 # their layer only, and are in one test each.
 MODELS = (
-    "retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7", "abc", "transformer", "hybrid", "qwen3_next_like",
-    "kimi_linear_like",
-)  # fmt: skip
+    *("retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7", "abc"),
+    *("transformer", "hybrid", "qwen3_next_like", "kimi_linear_like"),
+)
 
 
 def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Mixer[Any]:

@@ -263,11 +263,7 @@ def attention_jobs() -> Iterator[OpJob]:
         group = f"attention/{n}"
         yield attention(f"{group}/lse", case)
         yield attention(
-            f"{group}/no lse",
-            case,
-            options={},
-            dtypes={"cpu": "f32 bf16", "cuda": "f32 bf16"},
-            only=("triton", "sdpa"),
+            f"{group}/no lse", case, options={}, dtypes={"cpu": "f32 bf16", "cuda": "f32 bf16"}, only=("triton", "sdpa")
         )
     variants: dict[str, dict[str, Any]] = {
         "causal": {},

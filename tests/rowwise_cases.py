@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +108,30 @@ def assert_repeats(op: Op, *inputs: Tensor) -> None:
         for kind, again, before in zip(("output", "gradient"), results(op, inputs), first, strict=True):
             for index, (have, want) in enumerate(zip(again, before, strict=True)):
                 assert_same_bits(f"{kind} {index} again", have, want)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Inside, whatever waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_captures(step: Callable[[], tuple[Tensor, ...]]) -> None:
+    """`step()` does not wait for the GPU, and replayed in a CUDA graph it gives the same bits."""
+    want = step()
+    with nothing_waits():
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    for have, wanted in zip(got, want, strict=True):
+        assert_same_bits("graph", have, wanted)
 
 
 def saved_bytes(op: Op, *inputs: Tensor) -> int:

@@ -72,13 +72,13 @@ def test_torch_attention_refuses_what_it_does_otherwise(case: Case) -> None:
         make_call(case, torch.float32).op("sdpa", return_lse=False)
 
 
+EVERYTHING = {"window": (3, 0), "softcap": 2.0, "sink": True, "alibi": True, "decay": True, "dropout_p": 0.4}
 GRADCHECK = [
     Case("causal", batch=1, tokens=5, tokens_k=7, heads_q=2, heads=1, dim=3, dim_v=2),
-    Case("everything", batch=1, tokens=4, tokens_k=6, heads_q=2, heads=1, dim=2, window=(3, 0), softcap=2.0, sink=True,
-         alibi=True, decay=True, dropout_p=0.4),
+    Case("everything", batch=1, tokens=4, tokens_k=6, heads_q=2, heads=1, dim=2, **EVERYTHING),
     Case("not causal", batch=1, tokens=4, tokens_k=5, dim=2, causal=False, alibi=True, sink=True),
     Case("packed", lengths=(3, 0, 2), lengths_k=(4, 1, 2), dim=2, decay=True, sink=True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", GRADCHECK, ids=str)

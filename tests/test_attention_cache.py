@@ -138,7 +138,9 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 BAD = {
     "more tokens than room": (
-        lambda q, k, v, cache: attention_with_cache(q.repeat(1, 2, 1, 1), cache, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
+        lambda q, k, v, cache: attention_with_cache(
+            q.repeat(1, 2, 1, 1), cache, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)
+        ),
         ValueError,
         "the cache must have room for 80 tokens in sequence 0, got 48",
     ),
@@ -192,7 +194,7 @@ BAD = {
         RuntimeError,
         "attention_with_cache has no gradient: call it under torch.no_grad(), or softmax_attention",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call, error, text", BAD.values(), ids=BAD.keys())

@@ -364,8 +364,12 @@ def test_fault_29_decoding_a_large_batch(batch: int) -> None:
     alone = []
     for n in {0, batch // 2, batch - 1}:
         one = slice(n, n + 1)
-        part = KVCache(cache.keys[one].clone(), cache.values[one].clone(), torch.zeros_like(cache.page_table[one]),
-                       cache.lengths[one].clone())  # fmt: skip
+        part = KVCache(
+            cache.keys[one].clone(),
+            cache.values[one].clone(),
+            torch.zeros_like(cache.page_table[one]),
+            cache.lengths[one].clone(),
+        )
         alone.append((one, attention_with_cache(q[one], part, k[one], v[one], impl="triton")[0], part))
     o, _ = attention_with_cache(q, cache, k, v, impl="triton")
     for one, wanted, part in alone:

@@ -36,10 +36,16 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "decay": lambda: {"causal": True, "log_decay": torch.empty(1, T, 2)},
     "packed": lambda: {"causal": True, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32)},
     "everything": lambda: {
-        "window": (20, 0), "causal": True, "softcap": 9.0, "sink": torch.empty(2), "alibi_slopes": torch.empty(2),
-        "log_decay": torch.empty(1, T, 2), "dropout_p": 0.1, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32),
+        "window": (20, 0),
+        "causal": True,
+        "softcap": 9.0,
+        "sink": torch.empty(2),
+        "alibi_slopes": torch.empty(2),
+        "log_decay": torch.empty(1, T, 2),
+        "dropout_p": 0.1,
+        "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32),
     },
-}  # fmt: skip
+}
 
 
 def call(dim: int, dim_v: int, feature: str, dtype: torch.dtype, gradient: bool = True) -> Callable[[], None]:
@@ -92,10 +98,14 @@ CALLS |= {
     )
     for dim, dim_v, dtype, page_size, tokens, packed in (
         *((128, 128, BF16, page_size, tokens, False) for page_size in (0, 16, 128) for tokens in (1, 4, 300)),
-        (64, 64, BF16, 0, 2, True), (192, 128, BF16, 16, 1, False), (256, 256, BF16, 0, 40, False), (100, 24, BF16, 16, 40, True),
-        (128, 128, torch.float32, 16, 3, False), (256, 256, torch.float32, 0, 1, True),
+        (64, 64, BF16, 0, 2, True),
+        (192, 128, BF16, 16, 1, False),
+        (256, 256, BF16, 0, 40, False),
+        (100, 24, BF16, 16, 40, True),
+        (128, 128, torch.float32, 16, 3, False),
+        (256, 256, torch.float32, 0, 1, True),
     )
-}  # fmt: skip
+}
 FAST = (
     "128/128 plain torch.bfloat16",
     "80/80 plain torch.bfloat16",

@@ -5,14 +5,7 @@ from __future__ import annotations
 import definitions
 import pytest
 import torch
-from rowwise_cases import (
-    DTYPES,
-    assert_compiles,
-    assert_matches,
-    assert_repeats,
-    assert_rows_do_not_meet,
-    random,
-)
+from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_repeats, assert_rows_do_not_meet, random
 from torch import Tensor
 
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength

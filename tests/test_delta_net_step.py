@@ -162,13 +162,20 @@ def test_what_is_refused() -> None:
         ({"heads": 3}, ValueError, "the number of heads of state must be a positive multiple of heads = 3, got 2"),
         ({"A_log": None}, ValueError, "decay, A_log and dt_bias must be given together"),
         ({"decay": torch.zeros(2, 3)}, ValueError, "decay must have shape [2, 2] or [2, 2, 16], got [2, 3]"),
-        ({"conv_state": torch.zeros(2, 3, 80).half()}, TypeError, "conv_state must have dtype float32 like qkv, got float16"),
-        ({"conv_state": torch.zeros(3, 80).expand(2, 3, 80)}, ValueError,
-         "conv_state must have memory of its own for each number, got strides [0, 80, 1]"),
+        (
+            {"conv_state": torch.zeros(2, 3, 80).half()},
+            TypeError,
+            "conv_state must have dtype float32 like qkv, got float16",
+        ),
+        (
+            {"conv_state": torch.zeros(3, 80).expand(2, 3, 80)},
+            ValueError,
+            "conv_state must have memory of its own for each number, got strides [0, 80, 1]",
+        ),
         ({"lower": 1.0}, ValueError, "lower must be between -5.0 and -1e-06, got 1.0"),
         ({"gate_activation": "gelu"}, ValueError, "gate_activation must be one of 'silu', 'sigmoid', got 'gelu'"),
         ({"conv_weight": torch.zeros(80, 1)}, ValueError, "the width of conv_weight must be between 2 and 64, got 1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error) as raised:
             flashmix.delta_net_step(**(inputs | {"heads": 2} | change))  # type: ignore[arg-type]
         assert str(raised.value) == text

@@ -74,8 +74,10 @@ def test_doctor_answers_in_a_process_without_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flashmix.train.cli", "doctor"],
         env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert "GPU: none" in done.stdout
 

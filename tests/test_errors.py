@@ -80,17 +80,13 @@ MATRIX_STATE = [op for op in ONE_STATE if op not in ("short_conv", "short_conv_q
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters]
 
 # Axes that may grow alone: the call stays a good one.
-FREE = {
-    ("softmax_attention", "q", 1), ("softmax_attention", "v", 3),
-    ("rotary", "x", 0), ("rotary", "x", 1), ("rotary", "x", 2), ("rotary", "x", 3),
-    ("rotary_qk", "q", 2), ("rotary_qk", "q", 3), ("rotary_qk", "k", 2), ("rotary_qk", "k", 3),
-    ("softplus_decay", "x", 0), ("softplus_decay", "x", 1), ("bounded_decay", "x", 0), ("bounded_decay", "x", 1),
-    ("write_strength", "x", 0), ("write_strength", "x", 1), ("write_strength", "x", 2),
-("l2_norm", "x", 0), ("l2_norm", "x", 1), ("l2_norm", "x", 2),
-    ("linear_attention_step", "history", 1),
-    ("short_conv", "x", 1), ("token_shift", "x", 1), ("cross_entropy", "logits", 2), ("abc", "s", 3), ("abc", "v", 3), ("gsa", "v", 3),
-    ("normalised_linear_attention", "v", 3), ("preconditioned_gated_deltanet", "v", 3), ("preconditioned_kda", "v", 3),
-}  # fmt: skip
+FREE_AXES = """
+    softmax_attention.q 1; softmax_attention.v 3; rotary.x 0 1 2 3; rotary_qk.q 2 3; rotary_qk.k 2 3; softplus_decay.x 0 1;
+    bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
+    token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3
+"""
+FREE = {(*one.split()[0].split("."), int(axis)) for one in FREE_AXES.split(";") for axis in one.split()[1:]}
 # Arguments of any number of axes, without another argument that would tell.
 ANY_AXES = {("l2_norm", "x"), ("softplus_decay", "x"), ("bounded_decay", "x"), ("write_strength", "x")}
 
@@ -251,9 +247,13 @@ BOUNDARIES: dict[str, tuple[Any, type[Exception], str]] = {
     "two axes": (torch.tensor([[0, 6]]), ValueError, "cu_seqlens must have shape [N+1], got [1, 2]"),
     "no entry": (torch.tensor([], dtype=torch.int64), ValueError, "cu_seqlens must have shape [N+1], got [0]"),
     "lengths": ([0, 6], TypeError, "cu_seqlens must be a torch.Tensor, got list"),
-    "another device": (torch.tensor([0, 6]).to("meta"), ValueError, "cu_seqlens must be on cpu like the inputs, got meta"),
+    "another device": (
+        torch.tensor([0, 6]).to("meta"),
+        ValueError,
+        "cu_seqlens must be on cpu like the inputs, got meta",
+    ),
     "another packing": (Packing.from_lengths([2, 3]), ValueError, "cu_seqlens must end at the token count 6, got 5"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("wrong", BOUNDARIES)

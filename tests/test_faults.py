@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import LAYERS, WIDTH, assert_same, left_padded, make_layer, make_model, numbers, some_tokens
+from rowwise_cases import nothing_waits
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -604,14 +605,11 @@ def test_fault_04_06_and_13_of_a_convolution_on_the_device() -> None:
     )
     packing = flashmix.Packing.from_lengths(lengths, device="cuda")
     flow = torch.randn_like(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         y, last = flashmix.short_conv(
             x, weight, initial_state=state, return_state=True, cu_seqlens=packing, impl="triton"
         )
         found = torch.autograd.grad([y, last], [x, state], [flow, torch.ones_like(last)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for n, (first, end) in enumerate(pairwise([0, *accumulate(lengths)])):
         part = x[:, first:end].detach().requires_grad_()
         own = state[n : n + 1].detach().requires_grad_()

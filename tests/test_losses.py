@@ -39,10 +39,8 @@ def test_kl_divergence_is_its_definition(temperature: float, reduction: str, rev
 
     def op(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         th, tw, tb = (value.to(h.dtype) for value in teacher)
-        return linear_kl_divergence(
-            h, w, th, tw, bias=b, teacher_bias=tb, mask=mask, temperature=temperature, reverse=reverse,
-            reduction=reduction, chunk=3,
-        )  # fmt: skip
+        options = {"temperature": temperature, "reverse": reverse, "reduction": reduction, "chunk": 3}
+        return linear_kl_divergence(h, w, th, tw, bias=b, teacher_bias=tb, mask=mask, **options)
 
     def definition(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         th, tw, tb = (value.to(h.dtype) for value in teacher)
@@ -112,13 +110,12 @@ def test_grpo_is_its_definition(temperature: float, reduction: str, dtype: torch
         log_probs(hidden.double(), weight.double(), temperature) + random(2, 5, dtype=torch.float64, seed=s) * 0.4
         for s in (2, 3)
     )
+    given = {"old_log_probs": old, "reference_log_probs": reference, "mask": MASK, "clip": (0.2, 0.28)}
+    given |= {"kl_weight": 0.1, "temperature": temperature, "reduction": reduction, "chunk": 3}
     for advantages in (torch.tensor([1.0, -2.0]), random(2, 5, seed=4)):
 
         def op(h: Tensor, w: Tensor) -> Tensor:
-            return linear_grpo(
-                h, w, TARGET, advantages, old_log_probs=old, reference_log_probs=reference, mask=MASK,  # noqa: B023
-                clip=(0.2, 0.28), kl_weight=0.1, temperature=temperature, reduction=reduction, chunk=3,
-            )  # fmt: skip
+            return linear_grpo(h, w, TARGET, advantages, **given)  # noqa: B023
 
         def definition(h: Tensor, w: Tensor) -> Tensor:
             a = advantages.reshape(2, -1).to(h.dtype)  # noqa: B023
@@ -144,10 +141,8 @@ def test_grpo_masked_tokens_may_hold_anything() -> None:
     old = torch.zeros(2, 5) - 2.0
     found = []
     for filler in (0.0, -torch.inf, torch.nan):
-        loss = linear_grpo(
-            hidden, weight, TARGET, advantages, old_log_probs=old.where(MASK, filler),
-            reference_log_probs=old.where(MASK, filler), kl_weight=0.1, mask=MASK,
-        )  # fmt: skip
+        filled = {name: old.where(MASK, filler) for name in ("old_log_probs", "reference_log_probs")}
+        loss = linear_grpo(hidden, weight, TARGET, advantages, **filled, kl_weight=0.1, mask=MASK)
         found.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
     for other in found[1:]:
         for have, want in zip(other, found[0], strict=True):
@@ -173,12 +168,7 @@ KL = {
     "teacher_hidden": torch.ones(2, 5, 6),
     "teacher_weight": torch.ones(11, 6),
 }
-GRPO = {
-    "hidden": KL["hidden"],
-    "weight": KL["weight"],
-    "target": TARGET.where(MASK, 0),
-    "advantages": torch.ones(2),
-}
+GRPO = {"hidden": KL["hidden"], "weight": KL["weight"], "target": TARGET.where(MASK, 0), "advantages": torch.ones(2)}
 REFUSED = [
     (
         linear_kl_divergence,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -181,25 +182,21 @@ def test_prefix_invariance_of_outputs_and_gradients(case):
 @each_implementation
 @named(BASE)
 def test_split_with_carried_state_is_the_whole(case):
-    inputs = make_inputs(replace(case, T=130), torch.float32)
-    exact, plain = references(case, inputs)
-    state, outputs = inputs["initial_state"], []
-    for first, last in ((0, 1), (1, 40), (40, 104), (104, 130)):
-        part = {n: t if n == "initial_state" or t.dim() == 1 else t[:, first:last] for n, t in inputs.items()}
-        o, state = run_op(case, part | {"initial_state": state})
-        outputs.append(o)
-    assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])
-    assert_within_budget("state", state, exact["state"], plain["state"])
+    assert_parts_are_the_whole(replace(case, T=130), 0, 1, 40, 104, 130)
 
 
 @each_implementation
 @named(BASE)
 def test_steps_are_the_whole(case):
-    inputs = make_inputs(replace(case, T=20, HV=4), torch.float32)
+    assert_parts_are_the_whole(replace(case, T=20, HV=4), *range(21))
+
+
+def assert_parts_are_the_whole(case, *boundaries):
+    inputs = make_inputs(case, torch.float32)
     exact, plain = references(case, inputs)
     state, outputs = inputs["initial_state"], []
-    for t in range(20):
-        part = {n: x if n == "initial_state" or x.dim() == 1 else x[:, t : t + 1] for n, x in inputs.items()}
+    for first, last in pairwise(boundaries):
+        part = {n: t if n == "initial_state" or t.dim() == 1 else t[:, first:last] for n, t in inputs.items()}
         o, state = run_op(case, part | {"initial_state": state})
         outputs.append(o)
     assert_within_budget("output", torch.cat(outputs, 1), exact["o"], plain["o"])

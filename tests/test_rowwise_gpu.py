@@ -10,7 +10,14 @@ import definitions
 import pytest
 import torch
 from budget import assert_within_budget
-from rowwise_cases import assert_matches, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import (
+    assert_matches,
+    assert_repeats,
+    assert_rows_do_not_meet,
+    assert_same_bits,
+    nothing_waits,
+    random,
+)
 from test_rotary import counted, halves_to_pairs, pairs_to_halves
 from torch import Tensor
 
@@ -60,12 +67,7 @@ def norm_cases() -> list[Case]:
         plain = [
             ("rms_norm", rms_norm, definitions.rms_norm, (shape,)),
             ("rms_norm weight", rms_norm, definitions.rms_norm, (shape, (width,))),
-            (
-                "rms_norm gate",
-                lambda x, w, g: rms_norm(x, w, gate=g),
-                definitions.rms_norm,
-                (shape, (width,), shape),
-            ),
+            ("rms_norm gate", lambda x, w, g: rms_norm(x, w, gate=g), definitions.rms_norm, (shape, (width,), shape)),
             (
                 "rms_norm sigmoid gate",
                 lambda x, g: rms_norm(x, gate=g, gate_activation="sigmoid"),
@@ -161,9 +163,14 @@ def halves_case(width: int) -> Case:
 def gate_cases() -> list[Case]:
     cases = []
     for shape, of_bias in (
-        ((2, 5, 24), (24,)), ((2, 5, 3, 7), (3, 7)), ((1, 1, 7), (7,)), ((2, 0, 4), (4,)), ((40, 40), (40,)),
-        ((300, 32, 128), (32, 128)), ((5000, 16), (16,)),
-    ):  # fmt: skip
+        ((2, 5, 24), (24,)),
+        ((2, 5, 3, 7), (3, 7)),
+        ((1, 1, 7), (7,)),
+        ((2, 0, 4), (4,)),
+        ((40, 40), (40,)),
+        ((300, 32, 128), (32, 128)),
+        ((5000, 16), (16,)),
+    ):
         for gate in (softplus_decay, bounded_decay):
             cases.append(
                 Case(
@@ -399,11 +406,8 @@ def test_nothing_waits_for_the_device() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import test_step as plain
 import torch
 from budget import assert_within_budget, relative_errors
 from model_cases import WIDTH, make_layer, numbers
+from rowwise_cases import nothing_waits
 from step_cases import CASES, StepCase, make_history, make_inputs, run_op
 from torch import Tensor
 
@@ -75,12 +76,9 @@ def test_nothing_waits_for_the_device() -> None:
     runs = both(3, (3, -1, 0))
     for run in runs:
         run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for run in runs:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("batch", [1, 64, 256, 257, 1024, 4096])

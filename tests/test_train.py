@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rowwise_cases import nothing_waits
 from train_cases import SMALL, losses, train_in_parts
 
 from flashmix.models import Decoder, preset
@@ -144,9 +145,6 @@ def test_the_loop_itself_does_not_wait_for_a_gpu(small: TrainConfig, tmp_path: P
     weight = trainer.model.embedding.weight
     trainer.loss_of = lambda batch: weight[batch.inputs].square().mean() + weight[batch.targets].mean()  # type: ignore[method-assign]
     trainer.train_step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         trainer.train_step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert trainer.read_losses()

@@ -20,9 +20,21 @@ import flashmix
 Call = dict[str, Any]
 NO_GRADIENT = {"teacher_hidden", "teacher_weight", "teacher_bias"}  # which must not ask for one
 ROW_WISE = {
-    "bounded_decay", "gated", "group_norm", "l2_norm", "layer_norm", "rms_norm", "rotary", "rotary_qk", "short_conv", "short_conv_qkv",
-    "softplus_decay", "swiglu", "token_shift", "write_strength",
-}  # fmt: skip
+    "bounded_decay",
+    "gated",
+    "group_norm",
+    "l2_norm",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "rotary_qk",
+    "short_conv",
+    "short_conv_qkv",
+    "softplus_decay",
+    "swiglu",
+    "token_shift",
+    "write_strength",
+}
 WRITING = {"attention_with_cache", "delta_net_step", "delta_rule_step", "dplr_step", "linear_attention_step"}
 WORKS = "yes"
 NO_FORWARD, NO_SECOND = "`… has no forward-mode derivative`", "`… has no second derivative`"

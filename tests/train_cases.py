@@ -12,10 +12,9 @@ from flashmix.train import data, session
 from flashmix.train.folder import RunFolder, TrainConfig
 from flashmix.train.loop import Trainer
 
-SMALL = TrainConfig(
-    preset="hybrid_nano", steps=8, batch_tokens=192, seq_len=64, warmup=2, held_out=0.2, eval_tokens=256,
-    eval_every=4, save_every=4, log_every=1, threads=1, device="cpu",
-)  # fmt: skip
+SIZES = {"steps": 8, "batch_tokens": 192, "seq_len": 64, "warmup": 2, "held_out": 0.2, "eval_tokens": 256}
+EVERY = {"eval_every": 4, "save_every": 4, "log_every": 1}
+SMALL = TrainConfig(preset="hybrid_nano", threads=1, device="cpu", **SIZES, **EVERY)
 
 
 def losses(folder: RunFolder) -> list[float]:

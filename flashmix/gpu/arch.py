@@ -10,9 +10,8 @@ from importlib import metadata
 import torch
 
 # Shared memory that one block may take, in KiB, by compute capability (CUDA programming guide, "technical specifications").
-SHARED_MEMORY_KIB = {
-    (7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99,
-}  # fmt: skip
+_KIB = {64: [(7, 5)], 96: [(7, 0)], 99: [(8, 6), (8, 9), (12, 0)], 163: [(8, 0), (8, 7)], 227: [(9, 0), (10, 0)]}
+SHARED_MEMORY_KIB = {capability: kib for kib, capabilities in _KIB.items() for capability in capabilities}
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,12 @@ def exp_of_minus(x, PRECISE: tl.constexpr):
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; mul.ftz.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, e; }",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

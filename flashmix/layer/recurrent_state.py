@@ -13,9 +13,14 @@ from flashmix.ops.recurrence import dplr, dplr_step, linear_attention, linear_at
 
 
 def carried_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cache: RecurrentCache | None, packing: Packing | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    cache: RecurrentCache | None,
+    packing: Packing | None,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The output of `linear_attention`, whose state is the cache's."""
     if cache is not None and cache.can_step(q, packing):
         cache.own()
@@ -30,9 +35,16 @@ def carried_linear_attention(
 
 
 def carried_dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, log_decay: Tensor,
-    cache: RecurrentCache | None, packing: Packing | None, scale: float | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    cache: RecurrentCache | None,
+    packing: Packing | None,
+    scale: float | None = None,
+) -> Tensor:
     """The output of `dplr`, whose state is the cache's."""
     if cache is not None and cache.can_step(q, packing):
         cache.own()

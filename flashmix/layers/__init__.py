@@ -11,10 +11,4 @@ if TYPE_CHECKING:
 
 globals().update({layer.__name__: layer for layer in mixers().values()})
 
-__all__ = [
-    "AttentionCache",
-    "LayerCache",
-    "Mixer",
-    "RecurrentCache",
-    *(layer.__name__ for layer in mixers().values()),
-]
+__all__ = ["AttentionCache", "LayerCache", "Mixer", "RecurrentCache", *(layer.__name__ for layer in mixers().values())]

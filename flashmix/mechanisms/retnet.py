@@ -117,11 +117,6 @@ class RetNet(Mixer[RecurrentCache]):
 
 register(
     Mechanism(
-        title="RetNet",
-        paper="2307.08621",
-        function=retnet,
-        call="q:BTHK k:BTHK v:BTHK",
-        layer=RetNet,
-        preset=by_heads,
+        title="RetNet", paper="2307.08621", function=retnet, call="q:BTHK k:BTHK v:BTHK", layer=RetNet, preset=by_heads
     )
 )

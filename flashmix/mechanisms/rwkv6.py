@@ -142,10 +142,7 @@ class RWKV6(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         before, recent = token_shift(
-            x,
-            initial_state=None if cache is None else cache.recent,
-            return_state=cache is not None,
-            cu_seqlens=packing,
+            x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
         r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))

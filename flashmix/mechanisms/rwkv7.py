@@ -192,10 +192,7 @@ class RWKV7(Mixer[RecurrentCache]):
     ) -> tuple[Tensor, Tensor]:
         """The layer on checked inputs without padding: its output and its values."""
         before, recent = token_shift(
-            x,
-            initial_state=None if cache is None else cache.recent,
-            return_state=cache is not None,
-            cu_seqlens=packing,
+            x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_a, x_g = torch.addcmul(x, before - x, self.shift_mix[:, None, None]).unbind(0)
         r, k, values = self.receptance(x_r), self.key(x_k), self.value(x_v)

@@ -52,10 +52,5 @@ def simple_gla(
 
 
 register(
-    Mechanism(
-        title="Simple GLA",
-        paper="2405.21060",
-        function=simple_gla,
-        call="q:BTHK k:BTHK v:BTHK log_decay:BTH",
-    )
+    Mechanism(title="Simple GLA", paper="2405.21060", function=simple_gla, call="q:BTHK k:BTHK v:BTHK log_decay:BTH")
 )

@@ -107,11 +107,7 @@ class _Speculation:
         self.acceptance = acceptance or Acceptance()
 
     def stream(
-        self,
-        tokens: Tensor,
-        limit: int,
-        attention_mask: Tensor | None,
-        stop: int | Sequence[int] | None,
+        self, tokens: Tensor, limit: int, attention_mask: Tensor | None, stop: int | Sequence[int] | None
     ) -> Iterator[Tensor]:
         """Checks the call at once; the steps are computed as they are asked for."""
         model, draft = self.model, self.draft

@@ -12,14 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
 from flashmix.op.checks import check_range
+from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
 RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % a token
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` itself if float32 or float64, else in float32."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 class MambaDecay(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -23,11 +23,9 @@ from flashmix.op.choose import Implementation, choose
 from flashmix.op.packing import Packing
 
 LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
-SCHEMA: dict[Any, str] = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "SymInt", int | None: "SymInt?",
-    bool: "bool", str: "str", str | None: "str?", tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]",
-    torch.dtype: "ScalarType",
-}  # fmt: skip
+SCHEMA: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "SymInt", str: "str"}
+SCHEMA |= {kind | None: f"{name}?" for kind, name in SCHEMA.items()} | {bool: "bool", torch.dtype: "ScalarType"}
+SCHEMA |= {tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]"}
 Written = Annotated[Tensor, "written"]  # a tensor field of a call that the op overwrites
 Outputs = tuple[Tensor, ...]
 Gradients = dict[str, Tensor]
@@ -78,10 +76,9 @@ class Call:
         return self.make({**self.__dict__, **changes})
 
 
-def triton_refuses(call: Call) -> str | None:
-    """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
-    for name in call.names:
-        t = getattr(call, name)
+def refused(tensors: Iterable[Tensor | None]) -> str | None:
+    """The reason why Triton kernels cannot run on the floating tensors among these, None if they can."""
+    for t in tensors:
         if t is not None and t.is_floating_point():
             reason = gpu.refuses(t.device, t.dtype)
             if reason is not None:
@@ -89,9 +86,36 @@ def triton_refuses(call: Call) -> str | None:
     return None
 
 
+def triton_refuses(call: Call) -> str | None:
+    """The reason why Triton kernels cannot run the call's tensors, None if they can: the `supports` of most ops."""
+    return refused(call.tensors())
+
+
+def triton_refuses_first(call: Call) -> str | None:
+    """The same of the call's first tensor alone: its checks say which dtypes the others may have."""
+    return gpu.refuses(call.device, call.dtype)
+
+
 def always(call: Call) -> None:
     """The `supports` of plain PyTorch."""
     return None
+
+
+def implementations(
+    op: str,
+    refuses: Callable[[Any], str | None] = triton_refuses,
+    module: str = "",
+    formula: Callable[[Any], Outputs | None] | None = None,
+) -> tuple[Implementation[Any], ...]:
+    """The two that most ops have, Triton's kernels before plain PyTorch: in `flashmix/ops/<op>`, or a `module` of their folders.
+
+    `formula`: of plain PyTorch, which torch differentiates.
+    """
+    place, module = f"flashmix.ops.{op}", module and f".{module}"
+    return (
+        Implementation("triton", f"{place}.triton_gpu{module}", refuses),
+        Implementation("portable", f"{place}.portable{module}", always, formula),
+    )
 
 
 class Op:
@@ -149,10 +173,9 @@ class Op:
         if self.writes:
             autograd.bump_versions_of(LIBRARY, name, self.operator)
             return
-        grads = "Tensor?[] grads, Tensor[] kept, str[] wanted"
-        self.backward_operator = self._define(
-            f"{name}_backward", f"({inputs}, {grads}, str impl) -> Tensor[]", self._backward_dispatched, self._backward_fake
-        )  # fmt: skip
+        backward = f"({inputs}, Tensor?[] grads, Tensor[] kept, str[] wanted, str impl) -> Tensor[]"
+        run, fake = self._backward_dispatched, self._backward_fake
+        self.backward_operator = self._define(f"{name}_backward", backward, run, fake)
         autograd.register(self, LIBRARY)
 
     def _describe(self) -> str:
@@ -301,11 +324,11 @@ def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
         if t is not None:
             names.append(name)
             tensors.append(t)
-            if type(t) is not Tensor and type(t) is not Parameter:
+            if (type(t) is not Tensor and type(t) is not Parameter) or t.is_meta:
                 data = False
             if t.requires_grad:
                 gradient = True
-    return names, tensors, data and not tensors[0].is_meta, gradient
+    return names, tensors, data, gradient
 
 
 def has_tangent(tensors: Sequence[Tensor]) -> bool:

@@ -33,3 +33,8 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, if that is wanted of it."""
     dtype = autocast_dtype(next(t for t in tensors if t is not None))
     return tensors if dtype is None else tuple([None if t is None else t.to(dtype) for t in tensors])
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if float32 or float64, else in float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

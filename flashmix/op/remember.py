@@ -88,10 +88,12 @@ def rememberable(tensors: Tensors) -> bool:
 def signature(tensors: Tensors) -> Any:
     """What checks and choices depend on besides options: dtype, device and sizes of each tensor, and strides where they do not follow."""
     try:
-        return tuple([
-            None if t is None else (t.dtype, t.get_device(), t.shape, None if t.is_contiguous() else t.stride())
-            for t in tensors.values()
-        ])  # fmt: skip
+        return tuple(
+            [
+                None if t is None else (t.dtype, t.get_device(), t.shape, None if t.is_contiguous() else t.stride())
+                for t in tensors.values()
+            ]
+        )
     except AttributeError:  # not a tensor: the checks will say so
         return None
 

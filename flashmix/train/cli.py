@@ -219,12 +219,7 @@ def doctor_command(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what the user can put right is one line on stderr and exit code 1."""
     arguments = make_parser().parse_args(argv)
-    commands = {
-        "train": train_command,
-        "generate": generate_command,
-        "eval": eval_command,
-        "doctor": doctor_command,
-    }
+    commands = {"train": train_command, "generate": generate_command, "eval": eval_command, "doctor": doctor_command}
     try:
         return commands[arguments.command](arguments)
     except RunError as error:

@@ -44,5 +44,5 @@ CASES = {
         logarithms=(2,),
         layers={"abc": {"heads": 2, "slots": 5, "head_dim": 4}},
         layer=layer_output,
-    ),
+    )
 }

@@ -42,5 +42,5 @@ CASES = {
         layers={"comba": {"heads": 2, "value_heads": 4}},
         layer=layer_output,
         errors=[({"p": zeros(1, T, 4, K)}, ValueError, "p must have shape [1, 6, 2, 8], got [1, 6, 4, 8]")],
-    ),
+    )
 }

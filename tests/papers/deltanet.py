@@ -19,5 +19,5 @@ def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, S: Tensor, scale:
 CASES = {
     "deltanet": Mechanism(
         deltanet, QKV | BETA, values_first=True, layers={"deltanet": {"heads": 2, "negative_eigenvalues": True}}
-    ),
+    )
 }

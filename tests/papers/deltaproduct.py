@@ -34,9 +34,13 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
     q, k = unit(heads(q, 2)) * 8**-0.5, unit(k.unflatten(-1, (n, 2, 8)))
     beta, a = linear(x, layer.strength_and_decay).split([n * 4, 4], -1)
     o = loop(
-        CASES["deltaproduct"], q=q, k=k, v=v.unflatten(-1, (n, 4, 8)), beta=torch.sigmoid(beta).unflatten(-1, (n, 4)),
+        CASES["deltaproduct"],
+        q=q,
+        k=k,
+        v=v.unflatten(-1, (n, 4, 8)),
+        beta=torch.sigmoid(beta).unflatten(-1, (n, 4)),
         log_decay=mamba_decay(a, layer.decay),
-    )  # fmt: skip
+    )
     return finish_gated_deltanet(layer, x, o)
 
 
@@ -57,5 +61,5 @@ CASES = {
                 "k must have shape [B, T, n, H, K] with n >= 1, got [1, 6, 0, 2, 8]",
             ),
         ],
-    ),
+    )
 }

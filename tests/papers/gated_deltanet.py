@@ -26,7 +26,7 @@ CASES = {
         values_first=True,
         layers={"gated_deltanet": {"heads": 2, "value_heads": 4, "value_dim": 6}},
         errors=[
-            ({"log_decay": zeros(1, T, H, K)}, ValueError, "log_decay must have shape [B, T, HV], got [1, 6, 2, 8]"),
+            ({"log_decay": zeros(1, T, H, K)}, ValueError, "log_decay must have shape [B, T, HV], got [1, 6, 2, 8]")
         ],
-    ),
+    )
 }

@@ -35,8 +35,14 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
     q, k, v = delta_inputs(layer, x)
     gates = {n: torch.sigmoid(heads(linear(x, getattr(layer, n)), 4)) for n in ("erase", "write")}
     o = loop(
-        CASES["gated_deltanet2"], q=q, k=k, v=v, erase_gate=gates["erase"], write_gate=gates["write"], log_decay=kda_decay(layer, x)
-    )  # fmt: skip
+        CASES["gated_deltanet2"],
+        q=q,
+        k=k,
+        v=v,
+        erase_gate=gates["erase"],
+        write_gate=gates["write"],
+        log_decay=kda_decay(layer, x),
+    )
     return finish_kda(layer, x, o)
 
 
@@ -47,8 +53,6 @@ CASES = {
         draw={"k": 1.0},
         layers={"gated_deltanet2": {"heads": 2, "value_heads": 4, "rank": 3}},
         layer=layer_output,
-        errors=[
-            ({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]"),
-        ],
-    ),
+        errors=[({"write_gate": zeros(1, T, H)}, ValueError, "write_gate must have shape [1, 6, 2, 8], got [1, 6, 2]")],
+    )
 }

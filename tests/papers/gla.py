@@ -23,5 +23,5 @@ CASES = {
         QKV | BY_CHANNEL,
         layers={"gla": {"heads": 2, "rank": 4}},
         errors=[({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, H, K], got [1, 6, 2]")],
-    ),
+    )
 }

@@ -44,5 +44,5 @@ CASES = {
             ({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]"),
             ({"s": zeros(1, T, H, 0)}, ValueError, "s must have shape [B, T, HV, M] with M >= 1, got M = 0"),
         ],
-    ),
+    )
 }

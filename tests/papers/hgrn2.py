@@ -42,5 +42,5 @@ CASES = {
             ({"v": zeros(1, T, 4, K)}, ValueError, "v must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
             ({"log_forget": zeros(H)}, ValueError, "log_forget must have shape [B, T, H, K], got [2]"),
         ],
-    ),
+    )
 }

@@ -36,5 +36,5 @@ CASES = {
         draw={"k": 1.0, "a": 0.5, "b": 0.5},
         layers={"iplr": {"heads": 2, "value_heads": 4}},
         layer=layer_output,
-    ),
+    )
 }

@@ -25,5 +25,5 @@ CASES = {
         QKV | BETA | BY_CHANNEL,
         layers={"kda": {"heads": 2}, "kda_bounded": {"heads": 2, "lower": -5.0, "rank": 3}},
         errors=[({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [B, T, HV, K], got [1, 6, 2]")],
-    ),
+    )
 }

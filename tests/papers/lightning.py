@@ -50,5 +50,5 @@ CASES = {
             ({"layer": -1}, ValueError, "layer must be between 0 and 2, got -1"),
             ({"layers": 0}, ValueError, "layers must be at least 1, got 0"),
         ],
-    ),
+    )
 }

@@ -40,5 +40,5 @@ CASES = {
         positive=("q", "k"),
         layers={"linear_attention": {"heads": 2}},
         layer=layer_output,
-    ),
+    )
 }

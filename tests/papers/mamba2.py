@@ -39,5 +39,5 @@ CASES = {
             ({"A_log": zeros(4)}, ValueError, "A_log must have shape [2], got [4]"),
             ({"D": zeros(1)}, ValueError, "D must have shape [2], got [1]"),
         ],
-    ),
+    )
 }

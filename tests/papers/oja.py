@@ -40,5 +40,5 @@ CASES = {
         layers={"oja": {"heads": 2, "value_heads": 4, "value_dim": 6, "rank": 3}},
         layer=layer_output,
         errors=[({"log_decay": zeros(1, T, H)}, ValueError, "log_decay must have shape [1, 6, 2, 8], got [1, 6, 2]")],
-    ),
+    )
 }

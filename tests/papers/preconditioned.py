@@ -49,9 +49,16 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
         beta, decay = torch.sigmoid(b), mamba_decay(a, layer.decay)
     case = CASES["preconditioned_kda" if by_channel else "preconditioned_gated_deltanet"]
     o = loop(
-        case, q=q, k=k, v=v, beta=beta, log_decay=decay, curvature_beta=torch.sigmoid(b2),
-        curvature_log_decay=-rate.exp() * softplus(a2 + bias), log_scale=log_scale,
-    )  # fmt: skip
+        case,
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        log_decay=decay,
+        curvature_beta=torch.sigmoid(b2),
+        curvature_log_decay=-rate.exp() * softplus(a2 + bias),
+        log_scale=log_scale,
+    )
     return (finish_kda if by_channel else finish_gated_deltanet)(layer, x, o)
 
 

@@ -47,5 +47,5 @@ CASES = {
             ({"feedback_gate": zeros(1, T, 4)}, ValueError, "feedback_gate must have shape [1, 6, 2], got [1, 6, 4]"),
             ({"log_decay": zeros(1, T, H, 8)}, ValueError, "log_decay must have shape [B, T, HV], got [1, 6, 2, 8]"),
         ],
-    ),
+    )
 }

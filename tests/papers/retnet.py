@@ -17,6 +17,4 @@ def retnet(q: Tensor, k: Tensor, v: Tensor, *, S: Tensor, scale: float, head: in
     return rows(o, v), S
 
 
-CASES = {
-    "retnet": Mechanism(retnet, QKV, by_head=True, layers={"retnet": {"heads": 2}}),
-}
+CASES = {"retnet": Mechanism(retnet, QKV, by_head=True, layers={"retnet": {"heads": 2}})}

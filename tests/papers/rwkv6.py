@@ -47,5 +47,5 @@ CASES = {
             ({"v": zeros(1, T, 4, K)}, ValueError, "v must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
             ({"bonus": zeros(H)}, ValueError, "bonus must have shape [2, 8], got [2]"),
         ],
-    ),
+    )
 }

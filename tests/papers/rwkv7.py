@@ -31,5 +31,5 @@ CASES = {
             ({"kk": zeros(1, T, 4, K)}, ValueError, "kk must have shape [1, 6, 2, 8], got [1, 6, 4, 8]"),
             ({"log_decay": zeros(H)}, ValueError, "log_decay must have shape [B, T, H, K], got [2]"),
         ],
-    ),
+    )
 }

@@ -16,6 +16,4 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, S: Tensor,
     return rows(o, v), S
 
 
-CASES = {
-    "simple_gla": Mechanism(simple_gla, QKV | BY_TOKEN),
-}
+CASES = {"simple_gla": Mechanism(simple_gla, QKV | BY_TOKEN)}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
 from flashmix.op.call import Call, Outputs, Written
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
@@ -70,7 +69,3 @@ class AttentionCacheCall(Call):
         shape = (0,) if not self.return_lse else (heads_q, tokens) if self.packed else (batch, heads_q, tokens)
         o = torch.empty(batch, tokens, heads_q, self.values.shape[3], dtype=self.dtype, device=self.device)
         return o, torch.empty(size=shape, dtype=state_dtype(self.dtype), device=self.device)
-
-
-def triton_supports(call: AttentionCacheCall) -> str | None:
-    return gpu.refuses(call.device, call.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, implementations, triton_refuses_first
 from flashmix.op.checks import (
     check_dtype,
     check_like,
@@ -18,18 +18,14 @@ from flashmix.op.checks import (
     check_tensor,
     dims,
 )
-from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.attention.op import check_features, check_softcap, check_window
-from flashmix.ops.attention_cache.call import AttentionCacheCall, triton_supports
+from flashmix.ops.attention_cache.call import AttentionCacheCall
 from flashmix.ops.rotary.op import rotary as rotate
 from flashmix.ops.rotary.op import rotary_qk
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.attention_cache.triton_gpu", triton_supports),
-    Implementation("portable", "flashmix.ops.attention_cache.portable", always),
-)
+IMPLEMENTATIONS = implementations("attention_cache", triton_refuses_first)
 ATTENTION_CACHE = Op("attention_with_cache", AttentionCacheCall, IMPLEMENTATIONS, outputs=2)
 
 

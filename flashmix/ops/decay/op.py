@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_floating, check_like, check_range, check_shape, check_tensor, dims
-from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.ops.decay.call import GateCall
 from flashmix.ops.decay.portable import formula, own_formula
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.decay.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.decay.portable", always, own_formula),
-)
+IMPLEMENTATIONS = implementations("decay", formula=own_formula)
 GATE = Op("gate", GateCall, IMPLEMENTATIONS, formula=formula)
 
 

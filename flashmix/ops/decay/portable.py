@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
+from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.decay.call import GateCall
 from flashmix.ops.gated_product.portable import in_whole_vectors
 
@@ -19,7 +20,7 @@ def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def formula(call: GateCall) -> Outputs:
-    x = _at_least_float32(call.x)
+    x = at_least_float32(call.x)
     if call.A_log is None or call.dt_bias is None:
         s = _even(torch.sigmoid, x)
         return (s if call.factor == 1 else call.factor * s,)
@@ -43,7 +44,7 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
     """
     (grad,) = grads
     assert grad is not None
-    x = _at_least_float32(call.x)
+    x = at_least_float32(call.x)
     if call.A_log is None or call.dt_bias is None:
         d_x = _even(torch.ops.aten.sigmoid_backward, grad * call.factor, _even(torch.sigmoid, x))
         return {"x": d_x.to(call.x.dtype).contiguous()}
@@ -63,14 +64,10 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
 
 
 def _rate(A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    rate = _at_least_float32(A_log).exp()
+    rate = at_least_float32(A_log).exp()
     return rate if dt_bias.dim() == 1 else rate[:, None]
 
 
 def _even(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """The same bits for an element wherever it lies, its gradient too."""
     return function(*tensors) if torch.compiler.is_compiling() else in_whole_vectors(function, *tensors)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()

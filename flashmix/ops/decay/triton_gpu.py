@@ -173,7 +173,7 @@ def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
-    found = {name: _empty(getattr(call, name)) for name in wanted}
+    found = {name: (t := getattr(call, name)).new_empty(t.shape) for name in wanted}
     if call.x.numel() == 0:
         return {name: gradient.zero_() for name, gradient in found.items()}
     rows = _tokens(call, call.x, *grads)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, implementations, triton_refuses_first
 from flashmix.op.checks import (
     check_choice,
     check_dtype,
@@ -18,19 +17,13 @@ from flashmix.op.checks import (
     check_written,
     dims,
 )
-from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.op.remember import Remembered
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.recurrence.call import DTYPES
 from flashmix.ops.recurrence.step.call import check_indices, check_state
 
-IMPLEMENTATIONS: tuple[Implementation[DeltaNetStepCall], ...] = (
-    Implementation(
-        "triton", "flashmix.ops.delta_net_step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
-    ),
-    Implementation("portable", "flashmix.ops.delta_net_step.portable", always),
-)
+IMPLEMENTATIONS = implementations("delta_net_step", triton_refuses_first)
 DELTA_NET_STEP = Op("delta_net_step", DeltaNetStepCall, IMPLEMENTATIONS, outputs=1)
 DELTA_NET_STEPS = Remembered(DELTA_NET_STEP)
 
@@ -108,14 +101,26 @@ def delta_net_step(
         (torch.Size([2, 4, 8]), True, False)
     """
     tensors = {
-        "qkv": qkv, "strength": strength, "state": state, "conv_state": conv_state, "conv_weight": conv_weight,
-        "conv_bias": conv_bias, "decay": decay, "A_log": A_log, "dt_bias": dt_bias, "norm_weight": norm_weight, "gate": gate,
+        "qkv": qkv,
+        "strength": strength,
+        "state": state,
+        "conv_state": conv_state,
+        "conv_weight": conv_weight,
+        "conv_bias": conv_bias,
+        "decay": decay,
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "norm_weight": norm_weight,
+        "gate": gate,
         "state_indices": state_indices,
-    }  # fmt: skip
+    }
     options = {
-        "heads": heads, "lower": lower, "negative_eigenvalues": negative_eigenvalues, "gate_activation": gate_activation,
+        "heads": heads,
+        "lower": lower,
+        "negative_eigenvalues": negative_eigenvalues,
+        "gate_activation": gate_activation,
         "eps": eps,
-    }  # fmt: skip
+    }
     return DELTA_NET_STEPS("delta_net_step", impl, _checked, tensors, options)
 
 
@@ -141,10 +146,9 @@ def _checked(call: DeltaNetStepCall) -> DeltaNetStepCall:
     if (decay is None) != (call.A_log is None) or (decay is None) != (call.dt_bias is None):
         raise ValueError("decay, A_log and dt_bias must be given together")
     per_head = () if decay is None else tuple(decay.shape[1:])
-    expected = {
-        "strength": (B, HV), "conv_weight": (C, W), "conv_bias": (C,), "decay": (B, *per_head), "A_log": (HV,),
-        "dt_bias": per_head, "norm_weight": (V,), "gate": (B, HV, V),
-    }  # fmt: skip
+    expected: dict[str, tuple[int, ...]] = {"strength": (B, HV), "conv_weight": (C, W), "conv_bias": (C,)}
+    expected |= {"decay": (B, *per_head), "A_log": (HV,), "dt_bias": per_head}
+    expected |= {"norm_weight": (V,), "gate": (B, HV, V)}
     for name, shape in expected.items():
         value = getattr(call, name)
         if value is not None or name == "strength":

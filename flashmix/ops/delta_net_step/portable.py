@@ -24,9 +24,13 @@ def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
     (B, _), H, (HV, K, V) = call.qkv.shape, call.heads, state.shape[1:]
     mask, slots = slots_of(call.state_indices, B, state)
     mixed, moved = short_conv(
-        call.qkv[:, None], call.conv_weight, call.conv_bias, initial_state=past.index_select(0, slots), return_state=True,
+        call.qkv[:, None],
+        call.conv_weight,
+        call.conv_bias,
+        initial_state=past.index_select(0, slots),
+        return_state=True,
         impl="portable",
-    )  # fmt: skip
+    )
     assert moved is not None
     q, k, v = (
         t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split([H * K, H * K, HV * V], -1), (K, K, V), strict=True)

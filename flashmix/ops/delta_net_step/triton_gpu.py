@@ -234,9 +234,7 @@ def finish_kernel(x, n, R: tl.constexpr):
     tl.store(x.y + (row * HV + h) * V + c, tl.where(live, out, 0.0).to(x.y.dtype.element_ty), mask=c < V)
     tl.debug_barrier()  # all threads have read the past
     i = tl.arange(0, R.BW)[None, :]
-    tl.store(
-        past + (i - 1) * n.past[1] + channel[:, None], window, mask=(i > 0) & (i < R.W) & mine[:, None]
-    )  # fmt: skip
+    tl.store(past + (i - 1) * n.past[1] + channel[:, None], window, mask=(i > 0) & (i < R.W) & mine[:, None])
 
 
 def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -298,14 +296,28 @@ def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
     (B, _), (P, HV, K, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
     BK, BV, warps = tile(K, V, call.state.element_size())
     numbers = AdvanceNumbers(
-        pool=P, qkv=call.qkv.stride(0), strength=call.strength.stride(), past=call.conv_state.stride()[:2],
-        decay=_strides(call.decay), slots=_slot_stride(call), scale=K**-0.5, lower=call.lower or 0.0,
-    )  # fmt: skip
+        pool=P,
+        qkv=call.qkv.stride(0),
+        strength=call.strength.stride(),
+        past=call.conv_state.stride()[:2],
+        decay=_strides(call.decay),
+        slots=_slot_stride(call),
+        scale=K**-0.5,
+        lower=call.lower or 0.0,
+    )
     spec = AdvanceSpec(
-        H=call.heads, HV=HV, K=K, V=V, W=W, BK=BK, BV=BV, BW=power_of_two(W),
-        CHANNEL=call.decay is not None and call.decay.dim() == 3, BOUNDED=call.lower is not None,
+        H=call.heads,
+        HV=HV,
+        K=K,
+        V=V,
+        W=W,
+        BK=BK,
+        BV=BV,
+        BW=power_of_two(W),
+        CHANNEL=call.decay is not None and call.decay.dim() == 3,
+        BOUNDED=call.lower is not None,
         STRONGEST=2.0 if call.negative_eigenvalues else 1.0,
-    )  # fmt: skip
+    )
     strides = AdvanceStrides(call.state.stride()[:2], call.conv_weight.stride())
     kernel = bound(delta_net_kernel, spec, num_warps=warps, num_stages=1)
     return kernel.prepare(B * HV * cdiv(V, BV), (AdvanceInputs, StatePool), numbers, strides)
@@ -315,12 +327,18 @@ def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
     """The launch of the second kernel."""
     (B, C), (P, HV, _, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
     spec = FinishSpec(
-        HV=HV, V=V, C=C, W=W, BV=power_of_two(V), BC=power_of_two(cdiv(C, HV)),
-        BW=power_of_two(W), SIGMOID=call.gate_activation == "sigmoid",
-    )  # fmt: skip
+        HV=HV,
+        V=V,
+        C=C,
+        W=W,
+        BV=power_of_two(V),
+        BC=power_of_two(cdiv(C, HV)),
+        BW=power_of_two(W),
+        SIGMOID=call.gate_activation == "sigmoid",
+    )
     numbers = FinishNumbers(
         P, call.qkv.stride(0), call.conv_state.stride()[:2], _strides(call.gate), _slot_stride(call), call.eps
-    )  # fmt: skip
+    )
     return bound(finish_kernel, spec, num_warps=4, num_stages=1).prepare(B * HV, (FinishInputs,), numbers)
 
 

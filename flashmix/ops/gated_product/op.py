@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, check_tensor
-from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.ops.gated_product.call import GatedCall
 from flashmix.ops.gated_product.portable import ACTIVATIONS, formula
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.gated_product.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.gated_product.portable", always),
-)
+IMPLEMENTATIONS = implementations("gated_product")
 GATED = Op("gated", GatedCall, IMPLEMENTATIONS, formula=formula)
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.op.call import Call, Outputs
+from flashmix.op.call import Call, Outputs, refused
 from flashmix.op.dtypes import compute_dtype
 
 
@@ -121,9 +120,4 @@ def row_results(like: Tensor, dtype: torch.dtype, reduced: bool = False) -> Tens
 
 def triton_refuses_head(call: HeadCall) -> str | None:
     """The reason why Triton kernels cannot run the head; log-probabilities and advantages may have any dtype."""
-    for t in (call.hidden, call.weight, call.bias):
-        if t is not None:
-            reason = gpu.refuses(t.device, t.dtype)
-            if reason is not None:
-                return reason
-    return None
+    return refused((call.hidden, call.weight, call.bias))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_pair, check_shape, check_tensor
-from flashmix.op.choose import Implementation, choose
+from flashmix.op.choose import choose
 from flashmix.op.dtypes import compute_dtype
 from flashmix.op.public import check_number, public
 from flashmix.ops.losses.call import (
@@ -40,21 +41,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def implementations(name: str) -> tuple[Implementation[Any], ...]:
-    return (
-        Implementation("triton", f"flashmix.ops.losses.triton_gpu.{name}", triton_refuses),
-        Implementation("portable", f"flashmix.ops.losses.portable.{name}", always),
-    )
-
-
-CROSS_ENTROPY = Op("cross_entropy", CrossEntropyCall, implementations("cross_entropy"))
-LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", LinearCrossEntropyCall, implementations("linear_cross_entropy"))
-PARALLEL_CROSS_ENTROPY = Op("linear_cross_entropy_parallel", ParallelCrossEntropyCall, implementations("parallel"))
-KL_DIVERGENCE = Op("linear_kl_divergence", KLDivergenceCall, implementations("kl_divergence"))
-GRPO_IMPLEMENTATIONS: tuple[Implementation[Any], ...] = (
-    Implementation("triton", "flashmix.ops.losses.triton_gpu.grpo", triton_refuses_head),
-    Implementation("portable", "flashmix.ops.losses.portable.grpo", always),
-)
+losses = partial(implementations, "losses")
+CROSS_ENTROPY = Op("cross_entropy", CrossEntropyCall, losses(module="cross_entropy"))
+LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", LinearCrossEntropyCall, losses(module="linear_cross_entropy"))
+PARALLEL_CROSS_ENTROPY = Op("linear_cross_entropy_parallel", ParallelCrossEntropyCall, losses(module="parallel"))
+KL_DIVERGENCE = Op("linear_kl_divergence", KLDivergenceCall, losses(module="kl_divergence"))
+GRPO_IMPLEMENTATIONS = losses(triton_refuses_head, module="grpo")
 GRPO = Op("linear_grpo", GRPOCall, GRPO_IMPLEMENTATIONS)
 
 

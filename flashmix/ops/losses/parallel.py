@@ -58,7 +58,7 @@ def keeps(call: ParallelCrossEntropyCall) -> Outputs:
     return (row_results(call.hidden, call.wide),)
 
 
-def forward(call: ParallelCrossEntropyCall, statistics: Statistics) -> tuple[Outputs, Outputs]:
+def forward(call: ParallelCrossEntropyCall, save: bool, *, statistics: Statistics) -> tuple[Outputs, Outputs]:
     import torch.distributed as dist
 
     group, local, total = seen_from_here(call)
@@ -76,6 +76,7 @@ def backward(
     kept: Outputs,
     grads: Sequence[Tensor | None],
     wanted: frozenset[str],
+    *,
     gradients: PartGradients,
 ) -> Gradients:
     import torch.distributed as dist

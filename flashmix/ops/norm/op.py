@@ -6,18 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
-from flashmix.op.choose import Implementation
 from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.norm.call import NormCall
 from flashmix.ops.norm.portable import formula, own_formula
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.norm.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.norm.portable", always, own_formula),
-)
+IMPLEMENTATIONS = implementations("norm", formula=own_formula)
 NORM = Op("norm", NormCall, IMPLEMENTATIONS, formula=formula, shares={"residual": "x"})
 
 
@@ -250,10 +246,22 @@ def _call(
     activation: str,
     mean: bool = True,
 ) -> NormCall:
-    return NormCall.make({
-        "x": x, "residual": residual, "weight": weight, "bias": bias, "gate": gate, "eps": eps, "groups": groups, "center": center,
-        "mean": mean, "activation": activation, "y_dtype": x.dtype, "sums": residual is not None,
-    })  # fmt: skip
+    return NormCall.make(
+        {
+            "x": x,
+            "residual": residual,
+            "weight": weight,
+            "bias": bias,
+            "gate": gate,
+            "eps": eps,
+            "groups": groups,
+            "center": center,
+            "mean": mean,
+            "activation": activation,
+            "y_dtype": x.dtype,
+            "sums": residual is not None,
+        }
+    )
 
 
 def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:

@@ -3,11 +3,4 @@
 from flashmix.ops.recurrence.op import delta_rule, dplr, linear_attention
 from flashmix.ops.recurrence.step.op import delta_rule_step, dplr_step, linear_attention_step
 
-__all__ = [
-    "delta_rule",
-    "delta_rule_step",
-    "dplr",
-    "dplr_step",
-    "linear_attention",
-    "linear_attention_step",
-]
+__all__ = ["delta_rule", "delta_rule_step", "dplr", "dplr_step", "linear_attention", "linear_attention_step"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -103,11 +105,11 @@ def linear_attention(
         q, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, value_log_decay=value_log_decay
     )
     q, k, v = autocast(q, k, v)
-    on_values = value_log_decay is not None
+    decay, scale = log_decay if value_log_decay is None else value_log_decay, _scale(scale, q)
+    options: dict[str, Any] = {"read_before": read_before, "value_decay": value_log_decay is not None}
     call = RecurrenceCall(
-        q, k, v, log_decay=value_log_decay if on_values else log_decay, initial_state=initial_state, packing=packing,
-        scale=_scale(scale, q), read_before=read_before, value_decay=on_values,
-    )  # fmt: skip
+        q, k, v, log_decay=decay, initial_state=initial_state, packing=packing, scale=scale, **options
+    )
     o, state = RECURRENCE(call, impl, "linear_attention")
     return o, state if return_state else None
 
@@ -185,10 +187,11 @@ def delta_rule(
         b = k if write is None else write
         v = (v * beta.unsqueeze(-1)).to(v.dtype)
     q, k, v, a, b = autocast(q, k, v, a, b)
+    scale = _scale(scale, q)
+    key, strength = (k, beta) if a is None else (None, None)
     call = RecurrenceCall(
-        q, k if a is None else None, v, a, b, beta if a is None else None, log_decay, initial_state, packing,
-        scale=_scale(scale, q), read_before=read_before,
-    )  # fmt: skip
+        q, key, v, a, b, strength, log_decay, initial_state, packing, scale=scale, read_before=read_before
+    )
     o, state = RECURRENCE(call, impl, "delta_rule")
     return o, state if return_state else None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmix.op.autograd import of_formula
-from flashmix.op.call import Gradients, Op, always
+from flashmix.op.call import Gradients, Op, implementations
 from flashmix.op.checks import (
     check_dtype,
     check_floating,
@@ -19,7 +19,6 @@ from flashmix.op.checks import (
     contents_are_checked,
     dims,
 )
-from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import check_integer, public
 from flashmix.ops.rotary.call import RotaryCall, RotaryInPlaceCall, triton_supports
@@ -37,10 +36,7 @@ def _turned_back(call: RotaryCall, grads: Sequence[Tensor | None], wanted: Seque
     return dict(zip(given, ROTARY(back, impl), strict=True))
 
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.rotary.triton_gpu", triton_supports),
-    Implementation("portable", "flashmix.ops.rotary.portable", always),
-)
+IMPLEMENTATIONS = implementations("rotary", triton_supports)
 ROTARY = Op("rotary", RotaryCall, IMPLEMENTATIONS, formula=formula, adjoint=_turned_back)
 ROTARY_IN_PLACE = Op("rotary_in_place", RotaryInPlaceCall, IMPLEMENTATIONS, outputs=0)
 

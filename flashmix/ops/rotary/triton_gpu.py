@@ -180,9 +180,18 @@ def rotary(call: RotaryCall, sources: tuple[Tensor, ...], results: tuple[Tensor,
     block_heads = min(power_of_two(max(heads_q, heads_k)), max(1, PAIRS // channels))
     block_tokens = max(1, PAIRS // (channels * block_heads))
     spec = Spec(
-        heads_q, heads_k, width, half, call.interleaved, call.inverse, call.in_place,
-        TOKENS=block_tokens, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=block_rest,
-    )  # fmt: skip
+        heads_q,
+        heads_k,
+        width,
+        half,
+        call.interleaved,
+        call.inverse,
+        call.in_place,
+        TOKENS=block_tokens,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+    )
     blocks = cdiv(heads_q, block_heads) + cdiv(heads_k, block_heads)
     numbers = Numbers(batch * tokens, tokens, call.start, cos.shape[0])
     grid = cdiv(batch * tokens, block_tokens) * blocks

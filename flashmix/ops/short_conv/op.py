@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_shape, dims
-from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
 from flashmix.ops.short_conv.call import ShortConvCall, ShortConvQKVCall, triton_supports
 from flashmix.ops.short_conv.portable import formula
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.short_conv.triton_gpu", triton_supports),
-    Implementation("portable", "flashmix.ops.short_conv.portable", always),
-)
+IMPLEMENTATIONS = implementations("short_conv", triton_supports)
 SHORT_CONV = Op("short_conv", ShortConvCall, IMPLEMENTATIONS, formula=formula, passes={"residual": 0})
 SHORT_CONV_QKV = Op("short_conv_qkv", ShortConvQKVCall, IMPLEMENTATIONS, formula=formula)
 

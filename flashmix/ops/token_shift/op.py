@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flashmix.op.call import Gradients, Op, always, triton_refuses
+from flashmix.op.call import Gradients, Op, implementations
 from flashmix.op.checks import check_floating, check_like, check_shape, dims
-from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.token_shift.call import ShiftCall
@@ -27,10 +26,7 @@ def _shifted_back(call: ShiftCall, grads: Sequence[Tensor | None], wanted: Seque
     return dict(zip(("x", "initial_state"), SHIFT(back, impl), strict=False))
 
 
-IMPLEMENTATIONS = (
-    Implementation("triton", "flashmix.ops.token_shift.triton_gpu", triton_refuses),
-    Implementation("portable", "flashmix.ops.token_shift.portable", always, formula),
-)
+IMPLEMENTATIONS = implementations("token_shift", formula=formula)
 SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back)
 
 

@@ -136,10 +136,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     d_slopes = _float32(call, call.rows) if call.alibi_slopes is not None else None
     at_rows = _float32(call, call.rows) if decay else None
     launch_queries("queries", call, x, QueryResults(found["q"], d_slopes, at_rows))
-    for name, feature, gradient in (
-        ("sink", call.sink, d_sink),
-        ("alibi_slopes", call.alibi_slopes, d_slopes),
-    ):
+    for name, feature, gradient in (("sink", call.sink, d_sink), ("alibi_slopes", call.alibi_slopes, d_slopes)):
         if feature is not None and gradient is not None:
             found[name] = gradient.sum((0, 2), dtype=torch.float64).to(feature.dtype)
     if at_rows is not None and at_keys is not None:

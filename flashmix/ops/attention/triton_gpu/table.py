@@ -27,14 +27,18 @@ Rows = dict[str, dict[int, tuple[int, ...]]]
 # By phase, then the most channels a row of the table serves (the first that fits is taken): BM, BN, warps, stages.
 HOPPER: Rows = {
     "forward": {
-        64: (64, 128, 4, 2, 168), 96: (128, 64, 4, 3), 128: (64, 64, 4, 3), 192: (128, 64, 8, 3), 256: (128, 64, 8, 2),
+        64: (64, 128, 4, 2, 168),
+        96: (128, 64, 4, 3),
+        128: (64, 64, 4, 3),
+        192: (128, 64, 8, 3),
+        256: (128, 64, 8, 2),
         512: (64, 32, 8, 1),
     },
     "keys": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2)},
     "keys alone": {192: (64, 128, 8, 2), 256: (64, 64, 4, 2)},
     "values": {192: (64, 128, 8, 2), 256: (64, 128, 8, 2)},
     "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 192: (128, 64, 8, 2), 256: (64, 64, 4, 2)},
-}  # fmt: skip
+}
 # With a forget gate, which keeps more a row, passes over keys by fewer queries at a time spill less and are faster.
 HOPPER_GATED: Rows = {
     "keys": {64: (128, 64, 4, 2), 128: (32, 64, 4, 2)},
@@ -64,7 +68,7 @@ FLOAT32: Rows = {
     "forward": {64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 8, 1), 512: (16, 16, 8, 1)},
     "keys": {64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
     "queries": {64: (32, 32, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
-}  # fmt: skip
+}
 
 
 def phases_of_keys(channels: int, dtype: torch.dtype, target: gpu.Target) -> tuple[str, ...]:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
-from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses import parallel
 from flashmix.ops.losses.call import ParallelCrossEntropyCall
 from flashmix.ops.losses.portable.head import HeadGradients
 from flashmix.ops.losses.portable.linear_cross_entropy import head_of
 from flashmix.ops.losses.portable.rows import rows_backward, rows_statistics
-
-keeps = parallel.keeps
-
-
-def forward(call: ParallelCrossEntropyCall, save: bool) -> tuple[Outputs, Outputs]:
-    return parallel.forward(call, statistics)
-
-
-def backward(
-    call: ParallelCrossEntropyCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]
-) -> Gradients:
-    return parallel.backward(call, kept, grads, wanted, gradients)
 
 
 def statistics(call: ParallelCrossEntropyCall, target: Tensor, total: int) -> Tensor:
@@ -42,3 +29,8 @@ def gradients(
         dz = rows_backward(z, shard.target[part], shard.lse[part], shard.grad[part], call, shard.total)
         found.add(part, dz)
     return found.results()
+
+
+keeps = parallel.keeps
+forward = partial(parallel.forward, statistics=statistics)
+backward = partial(parallel.backward, gradients=gradients)

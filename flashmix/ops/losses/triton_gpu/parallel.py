@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses import parallel
 from flashmix.ops.losses.call import ParallelCrossEntropyCall
 from flashmix.ops.losses.triton_gpu.head import HeadSums, empty_sums, head_of, in_their_dtypes, statistics_of
 from flashmix.ops.losses.triton_gpu.rows import RowGradient, RowStatistics, logit_rows, rows_backward, rows_forward
-
-keeps = parallel.keeps
-
-
-def forward(call: ParallelCrossEntropyCall, save: bool) -> tuple[Outputs, Outputs]:
-    return parallel.forward(call, statistics)
-
-
-def backward(
-    call: ParallelCrossEntropyCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]
-) -> Gradients:
-    return parallel.backward(call, kept, grads, wanted, gradients)
 
 
 def statistics(call: ParallelCrossEntropyCall, target: Tensor, total: int) -> Tensor:
@@ -47,3 +34,8 @@ def gradients(
         rows_backward(rows, shard.target[part], known.rows(part), out, call, shard.total)
         found.add(part, z)
     return in_their_dtypes(call, found.sums)
+
+
+keeps = parallel.keeps
+forward = partial(parallel.forward, statistics=statistics)
+backward = partial(parallel.backward, gradients=gradients)

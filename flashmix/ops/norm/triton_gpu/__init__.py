@@ -131,7 +131,7 @@ def backward(call: NormCall, kept: Outputs, grads: Sequence[Tensor | None], want
     d_y, d_h = (*grads, None)[:2]
     if d_y is None:
         return call.gradients_of_sum(d_h, wanted)
-    found = {name: _empty(getattr(call, name)) for name in wanted}
+    found = {name: (t := getattr(call, name)).new_empty(t.shape) for name in wanted}
     if call.x.numel() == 0:
         return {name: gradient.zero_() for name, gradient in found.items()}
     rows = as_rows(*_grouped(call.groups, call.x, call.gate, d_y, d_h))

@@ -53,10 +53,8 @@ def _named(kept: Outputs) -> dict[str, Tensor]:
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of the given tensors, of the log decay only if it is `wanted`, from those of the output and of the final state."""
     keys = call.batch, call.tokens, call.value_heads, call.K
-    given: dict[str, Tensor | None] = {
-        "dq": call.q, "dk": call.k, "dv": call.v, "da": call.a, "db": call.b, "dbeta": call.beta,
-        "dg": call.log_decay if "log_decay" in wanted else None, "d_initial_state": call.initial_state,
-    }  # fmt: skip
+    given = {f"d{name}": getattr(call, name) for name in ("q", "k", "v", "a", "b", "beta")}
+    given |= {"dg": call.log_decay if "log_decay" in wanted else None, "d_initial_state": call.initial_state}
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("dq", "dk", "da", "db"), keys)
     shapes |= {"dg": keys if call.decay is Decay.CHANNEL else keys[:3]}
     found = {n: _empty(*shapes.get(n, t.shape)) for n, t in given.items() if t is not None}
@@ -80,17 +78,13 @@ def _like(gradient: Tensor, operand: Tensor | None) -> Tensor:
     return gradient.to(operand.dtype)
 
 
-def _run(
-    name: str, call: RecurrenceCall, results: dict[str, Tensor], d_o: Tensor | None = None, d_state: Tensor | None = None
-) -> None:  # fmt: skip
-    """One call of the library; `results`, float32 and contiguous, by the names of `NativeCall`."""
+def _run(name: str, call: RecurrenceCall, results: dict[str, Tensor], **grads: Tensor | None) -> None:
+    """One call of the library; `results`, float32 and contiguous, and `grads` by the names of `NativeCall`."""
     g = call.log_decay
     if g is not None and call.decay is Decay.HEAD:
         g = g.expand(call.batch, call.tokens, call.value_heads)
     keys = {"q": call.q, "k": call.k, "a": call.a, "b": call.b}
-    given = {
-        **keys, "v": call.v, "beta": call.beta, "g": g, "initial_state": call.initial_state, "d_o": d_o, "d_state": d_state,
-    }  # fmt: skip
+    given = {**keys, "v": call.v, "beta": call.beta, "g": g, "initial_state": call.initial_state, **grads}
     tensors = {n: t.to(torch.float32).contiguous() for n, t in given.items() if t is not None} | results
     if call.packing is None:
         starts, chunks = _starts(torch.arange(call.batch + 1) * call.tokens)
@@ -100,12 +94,12 @@ def _run(
     numbers = library().flashmix_scratch(call.K, call.V)
     scratch.restart()
     memory = scratch.tile(torch.empty(0, dtype=torch.float32), threads, numbers)
+    tensors |= {"starts": starts, "chunk_starts": chunks, "scratch": memory}
     sizes: dict[str, Any] = {
-        "sequences": call.sequences, "value_heads": call.value_heads, "K": call.K, "V": call.V, "threads": threads,
-        "scratch_numbers": numbers, "decay": {Decay.NONE: 0, Decay.CHANNEL: 2}.get(call.decay, 1),
-        "read_before": call.read_before, "scale": call.scale, "starts": starts.data_ptr(), "chunk_starts": chunks.data_ptr(),
-        "scratch": memory.data_ptr(),
-    }  # fmt: skip
+        n: getattr(call, n) for n in ("sequences", "value_heads", "K", "V", "read_before", "scale")
+    }
+    decay = {Decay.NONE: 0, Decay.CHANNEL: 2}.get(call.decay, 1)
+    sizes |= {"threads": threads, "scratch_numbers": numbers, "decay": decay}
     sizes |= {f"{n}_heads": 1 if t is None else t.shape[2] for n, t in keys.items()}
     native = NativeCall(**sizes, **{n: t.data_ptr() for n, t in tensors.items()})
     getattr(library(), name)(ctypes.byref(native))

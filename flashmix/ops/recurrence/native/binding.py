@@ -8,23 +8,21 @@ from pathlib import Path
 
 from flashmix.gpu.device import constant_when_compiled
 
-_NUMBERS = (
-    "sequences", "value_heads", "K", "V", "threads", "scratch_numbers", "q_heads", "k_heads", "a_heads", "b_heads", "decay",
-    "read_before",
-)  # fmt: skip
-_POINTERS = (
-    "starts", "chunk_starts", "q", "k", "v", "beta", "a", "b", "g", "initial_state", "o", "state", "states", "nu", "d_o",
-    "d_state", "dq", "dk", "dv", "dbeta", "da", "db", "dg", "d_initial_state", "scratch",
-)  # fmt: skip
+_NUMBERS = "sequences value_heads K V threads scratch_numbers q_heads k_heads a_heads b_heads decay read_before"
+_POINTERS = """
+    starts chunk_starts q k v beta a b g initial_state o state states nu
+    d_o d_state dq dk dv dbeta da db dg d_initial_state scratch
+"""
 
 
 class NativeCall(ctypes.Structure):
     """`Call` of `recurrence.c`: numbers and pointers that are not given are 0 or null."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in _NUMBERS), *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS.split()),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
         ("scale", ctypes.c_double),
-    ]  # fmt: skip
+    ]
 
 
 @constant_when_compiled

@@ -111,8 +111,14 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 
 def _backward_slab(
-    call: RecurrenceCall, layout: Layout, slab: Slab, do: Tensor, dS: Tensor, kept: dict[str, Tensor], grads: SlabGradients
-) -> None:  # fmt: skip
+    call: RecurrenceCall,
+    layout: Layout,
+    slab: Slab,
+    do: Tensor,
+    dS: Tensor,
+    kept: dict[str, Tensor],
+    grads: SlabGradients,
+) -> None:
     """Takes `dS` back over a slab and writes its part of the gradients."""
     C, rule = layout.C, call.rule
     scratch.restart()

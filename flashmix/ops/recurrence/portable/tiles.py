@@ -102,10 +102,10 @@ class SlabGradients:
         d_log_decay = self.log_decay
         if d_log_decay is not None and self.call.decay is Decay.HEAD:
             d_log_decay = d_log_decay.sum((0, 1), dtype=torch.float64).to(d_log_decay.dtype)
-        found = {
-            "q": self.q, "k": self.k, "v": self.v, "a": self.a, "b": self.b, "beta": self.beta, "log_decay": d_log_decay,
+        found = {name: getattr(self, name) for name in ("q", "k", "v", "a", "b", "beta")} | {
+            "log_decay": d_log_decay,
             "initial_state": dstate,
-        }  # fmt: skip
+        }
         return {name: t for name, t in found.items() if t is not None}
 
 

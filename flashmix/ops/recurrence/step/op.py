@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, always, triton_refuses_first
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.public import public
@@ -14,9 +13,7 @@ from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.recurrence.step.call import StepCall, check_history, check_indices, check_state
 
 IMPLEMENTATIONS: tuple[Implementation[StepCall], ...] = (
-    Implementation(
-        "triton", "flashmix.ops.recurrence.step.triton_gpu", lambda call: gpu.refuses(call.device, call.dtype)
-    ),
+    Implementation("triton", "flashmix.ops.recurrence.step.triton_gpu", triton_refuses_first),
     Implementation("portable", "flashmix.ops.recurrence.step.portable.in_place", always),
 )
 STEP = Op("recurrent_step", StepCall, IMPLEMENTATIONS, outputs=1)
@@ -75,10 +72,8 @@ def linear_attention_step(
         >>> linear_attention_step(q, k, v, state).shape, bool(state.any())
         (torch.Size([2, 1, 4, 32]), True)
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": log_decay, "state": state}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("linear_attention_step", impl, _ready, tensors, options)
 
@@ -145,10 +140,8 @@ def delta_rule_step(
         >>> o = delta_rule_step(q, flashmix.l2_norm(k), v, torch.rand(2, 3, 4), state, history=history)
         >>> _ = state.copy_(history[torch.arange(2), torch.tensor([1, 3]) - 1])
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": erase, "b": write, "beta": beta, "log_decay": log_decay, "state": state}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": erase is not None}
     return STEPS("delta_rule_step", impl, _delta_ready, tensors, options)
 
@@ -210,10 +203,8 @@ def dplr_step(
         >>> pool.flatten(1).any(1).tolist(), bool(o[1].any())
         ([False, False, False, False, False, True, False, False], False)
     """
-    tensors = {
-        "q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state, "history": history,
-        "state_indices": state_indices,
-    }  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay, "state": state}
+    tensors["history"], tensors["state_indices"] = history, state_indices
     options = {"scale": scale, "read_before": read_before, "minus_a": False}
     return STEPS("dplr_step", impl, _dplr_ready, tensors, options)
 

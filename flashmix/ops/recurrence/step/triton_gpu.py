@@ -205,11 +205,9 @@ def step(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     o = torch.empty(size=call.v.shape, dtype=call.dtype, device=call.device)
     old = call.initial_state
     old = old if old is None or _is_packed(old) else old.contiguous()
-    made = StepCall.make({
-        "q": call.q, "k": call.k, "v": call.v, "a": call.a, "b": call.b, "beta": call.beta, "log_decay": call.log_decay,
-        "state": old, "history": None, "state_indices": None, "scale": call.scale, "read_before": call.read_before,
-        "minus_a": False,
-    })  # fmt: skip
+    same = ("q", "k", "v", "a", "b", "beta", "log_decay", "scale", "read_before")
+    own = {"state": old, "history": None, "state_indices": None, "minus_a": False}
+    made = StepCall.make({name: getattr(call, name) for name in same} | own)
     if o.numel():
         _run(made, o, new, call.value_decay)
     return o, new
@@ -265,17 +263,36 @@ def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedL
     (B, T, HV, V), (H, K) = call.v.shape, q.shape[2:]
     BK, BV, warps = tile(K, V, new.element_size())
     numbers = StepNumbers(
-        tokens=T, pool=new.shape[0], kept=call.kept, q=_strides(q), k=_strides(k), v=_strides(call.v), a=_strides(a),
-        b=_strides(b), beta=_strides(beta), log_decay=(0, 0, g.stride(0)) if g is not None and g.dim() == 1 else _strides(g),
-        slots=0 if call.state_indices is None else call.state_indices.stride(0), scale=call.factor,
-    )  # fmt: skip
+        tokens=T,
+        pool=new.shape[0],
+        kept=call.kept,
+        q=_strides(q),
+        k=_strides(k),
+        v=_strides(call.v),
+        a=_strides(a),
+        b=_strides(b),
+        beta=_strides(beta),
+        log_decay=(0, 0, g.stride(0)) if g is not None and g.dim() == 1 else _strides(g),
+        slots=0 if call.state_indices is None else call.state_indices.stride(0),
+        scale=call.factor,
+    )
     strides = StateStrides(_strides(old)[:2], new.stride()[:2], _strides(call.history))
     spec = StepSpec(
-        HV=HV, GROUP=HV // H, A_GROUP=1 if a is None else HV // a.shape[2], B_GROUP=1 if b is None else HV // b.shape[2],
-        K=K, V=V, BK=BK, BV=BV, RAW=k is not None and beta is None, CORRECTED=a is not None or beta is not None,
-        MINUS_A=call.minus_a, DECAY=0 if g is None or g.dim() < 4 else 2 if value_decay else 1,
-        READ_BEFORE=call.read_before, ONE=T == 1,
-    )  # fmt: skip
+        HV=HV,
+        GROUP=HV // H,
+        A_GROUP=1 if a is None else HV // a.shape[2],
+        B_GROUP=1 if b is None else HV // b.shape[2],
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        RAW=k is not None and beta is None,
+        CORRECTED=a is not None or beta is not None,
+        MINUS_A=call.minus_a,
+        DECAY=0 if g is None or g.dim() < 4 else 2 if value_decay else 1,
+        READ_BEFORE=call.read_before,
+        ONE=T == 1,
+    )
     kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
     return kernel.prepare(B * HV * cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
 

@@ -18,13 +18,7 @@ import triton.language as tl
 from flashmix.ops.recurrence.triton_gpu.decay import channel_sums, column_factor, factor, load_reach, row_sums
 from flashmix.ops.recurrence.triton_gpu.gradients import carried_product, decay_gradient, load_state, state_product
 from flashmix.ops.recurrence.triton_gpu.keys import load_column_keys
-from flashmix.ops.recurrence.triton_gpu.tiles import (
-    append,
-    load_rows,
-    replaced,
-    store_rows,
-    zeros,
-)
+from flashmix.ops.recurrence.triton_gpu.tiles import append, load_rows, replaced, store_rows, zeros
 
 
 @triton.jit

@@ -34,14 +34,7 @@ from flashmix.ops.recurrence.triton_gpu.pairs import (
     split_near,
     through_memory,
 )
-from flashmix.ops.recurrence.triton_gpu.tiles import (
-    append,
-    chunk_place,
-    replaced,
-    store_numbers,
-    zero_vectors,
-    zeros,
-)
+from flashmix.ops.recurrence.triton_gpu.tiles import append, chunk_place, replaced, store_numbers, zero_vectors, zeros
 
 
 @triton.jit

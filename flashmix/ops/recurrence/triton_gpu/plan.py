@@ -93,11 +93,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
     basic = ChunkSpec(own.C, HV, kind.K, PACKED=sizes.packed)
     query = RowKind(EXCLUSIVE=sizes.read_before, DIAGONAL=not sizes.read_before)
     levels = own.C.bit_length() - 1
-    passes: dict[str, Any] = {
-        "LEVELS": levels,
-        "LIMIT": FACTOR_LIMIT[kind.dtype],
-        "REACH": own.decay.BK,
-    }
+    passes: dict[str, Any] = {"LEVELS": levels, "LIMIT": FACTOR_LIMIT[kind.dtype], "REACH": own.decay.BK}
     pairs = basic._replace(  # what the phases of pairs know
         ROW_HEADS=rows, COLUMN_HEADS=columns, ROWS=(query, RowKind(EXCLUSIVE=not tied, DIAGONAL=False))[: len(rows)],
         TIED=tied, DECAY=DECAYS[kind.decay], EXACT=kind.dtype == torch.float32,

@@ -98,10 +98,18 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
     span = cdiv(max(cdiv(length, spans), 1), group) * group
     align = math.gcd(16, *channels, *(stride for part in rows for axis in strides_of(part) for stride in axis))
     spec = ConvSpec(
-        call.width, power_of_two(call.width), len(channels), mode.value, call.activation or "",
-        PRECISE=call.dtype == torch.float32, HAS_BIAS=call.biases is not None, HAS_DBIAS=bool(dbias),
-        BLOCK=block, GROUP=group, ALIGN=align,
-    )  # fmt: skip
+        call.width,
+        power_of_two(call.width),
+        len(channels),
+        mode.value,
+        call.activation or "",
+        PRECISE=call.dtype == torch.float32,
+        HAS_BIAS=call.biases is not None,
+        HAS_DBIAS=bool(dbias),
+        BLOCK=block,
+        GROUP=group,
+        ALIGN=align,
+    )
     jobs, units = sequences * cdiv(length, span), tuple([size // align for size in channels])
     n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
     return ConvPlan(spec, n, max(1, tile.warps * block // tile.block), tile.registers)

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.portable.decay.base import (
-    Row,
-    SlabDecay,
-    add_rows,
-    product_backward,
-    row_factor,
-    times,
-)
+from flashmix.ops.recurrence.portable.decay.base import Row, SlabDecay, add_rows, product_backward, row_factor, times
 
 
 def token_factors(g: Tensor, out: Tensor) -> None:
