@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
@@ -90,7 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     add_eval(commands)
-    commands.add_parser("doctor", help="what is here, and which implementation each op would take")
+    doctor = commands.add_parser("doctor", help="what is here, and which implementation each op would take")
+    text = "a self-test of about a minute: each op's each implementation, forward and backward, against its definition"
+    doctor.add_argument("--check", action="store_true", help=text)
     return parser
 
 
@@ -210,10 +213,15 @@ def eval_command(arguments: argparse.Namespace) -> int:
 
 
 def doctor_command(arguments: argparse.Namespace) -> int:
-    from flashmix.doctor import report
+    from flashmix import doctor
 
-    print(report())
-    return 0
+    if not arguments.check:
+        print(doctor.report())
+        return 0
+    from flashmix.selftest.check import check
+
+    print("\n".join(doctor.hardware()), flush=True)
+    return 0 if check(partial(print, flush=True)) else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
