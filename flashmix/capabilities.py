@@ -114,6 +114,7 @@ def tiny_call(
     mechanism = MECHANISMS.get(op)
     call = dict(_OPTIONS.get(op, {}) if mechanism is None else mechanism.options)
     float32 = _WIDE if mechanism is None else (*_WIDE, *mechanism.wide)
+    positive = ("dt", "a") if mechanism is None else ("dt", "a", *mechanism.positive)
     for argument in (_CALLS[op] if mechanism is None else mechanism.call).split():
         name, axes = argument.split(":")
         shape = [sizes[axis] for axis in axes]
@@ -123,7 +124,7 @@ def tiny_call(
         value = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
         if name.endswith(("log_decay", "log_forget")):
             value = -value.abs()
-        elif name.endswith("beta") or name in ("dt", "a"):
+        elif name.endswith("beta") or name in positive:
             value = value.abs()
         call[name] = value.to(device=device, dtype=wide if name in float32 else dtype)
     if "cache" in _keywords(getattr(flashmix, op)):

@@ -11,7 +11,7 @@ import flashmix
 from flashmix.capabilities import public_ops, tiny_call
 from flashmix.gpu import arch
 from flashmix.mechanisms.registry import functions
-from flashmix.op.choose import Explanation, explain
+from flashmix.op.choose import AVOID, AVOIDED, Explanation, explain
 
 
 def choices(device: torch.device | str) -> list[Explanation]:
@@ -39,6 +39,8 @@ def hardware() -> Iterator[str]:
             f"GPU {gpu.index}: {gpu.name}, compute capability {major}.{minor}, "
             f"{gpu.shared_memory // 1024} KiB shared memory per block, {gpu.multiprocessors} multiprocessors"
         )
+    if AVOIDED:
+        yield f"{AVOID} leaves out: {', '.join(sorted(AVOIDED))}"
     if not gpus:
         built = (
             "this torch is built without CUDA"

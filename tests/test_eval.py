@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 import flashmix
 from flashmix.models import Size
 from flashmix.train import cli, evaluate
 from flashmix.train.contenders import contender, memory
 from flashmix.train.evaluate import EvalConfig, Score, run_cell, size_at
+from flashmix.train.progress import Progress
 from flashmix.train.tasks import IGNORED, KEYS, TASKS, VALUES, permutations, swaps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,7 +163,7 @@ def test_s5_is_followed_by_reflections_over_a_thousand_swaps() -> None:
 def accuracy(task: str, model: str, seed: int = 0, **settings: Any) -> dict[int, float]:
     config = EvalConfig(device="cpu", examples=64, **settings)
     chosen = config.model(model, TASKS[task].vocab_size)
-    found = run_cell(TASKS[task], chosen, seed, config, lambda: False, tqdm(disable=True))
+    found = run_cell(TASKS[task], chosen, seed, config, lambda: False, Progress(1))
     assert found is not None and found.loss is not None
     return found.accuracy
 

@@ -117,6 +117,7 @@ register(
         paper="2006.16236",
         function=normalised_linear_attention,
         call="q:BTHK k:BTHK v:BTHK",
+        positive=("q", "k"),
         layer=LinearAttention,
         mixer="linear_attention",
         preset=by_heads,

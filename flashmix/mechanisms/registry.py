@@ -35,6 +35,7 @@ class Mechanism:
         function: the function under the paper's name; None for a layer on an op that is no mechanism of its own.
         call: the arguments of a tiny call of the function and their axes, as in `flashmix.capabilities`.
         options: further arguments of that call.
+        positive: its arguments that are positive, because a sum of them divides.
         wide: its arguments that stay float32 with 16-bit inputs, beyond those called `beta` and `log_decay`.
         layer: its token-mixing layer.
         mixer: the layer's name in a model's configuration; default the function's.
@@ -46,6 +47,7 @@ class Mechanism:
     function: Callable[..., Any] | None = None
     call: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    positive: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     layer: type[Mixer[Any]] | None = None
     mixer: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Problem = TypeVar("Problem")
+# The implementations that "auto" leaves out, separated by commas or spaces: a way around a faulty one for whole models.
+AVOID = "FLASHMIX_AVOID"
+AVOIDED = frozenset(os.environ.get(AVOID, "").replace(",", " ").split()) - {"portable"}  # which runs everything
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,22 @@ def choose(
             names = ", ".join(repr(implementation.name) for implementation in implementations)
             raise ValueError(f"impl must be one of 'auto', {names}, got {impl!r}")
     if asked:
-        reasons = {i.name: i.supports(problem) for i in candidates}
+        reasons = {i.name: _refuses(i, problem, impl) for i in candidates}
         choice = next((name for name, reason in reasons.items() if reason is None), None)
         raise _Explained(Explanation(op, choice, reasons))
     reason = None
     for implementation in candidates:
-        reason = implementation.supports(problem)
+        reason = _refuses(implementation, problem, impl)
         if reason is None:
             return implementation
     raise ValueError(f"impl={impl!r} cannot run this: {reason}")
+
+
+def _refuses(implementation: Implementation[Problem], problem: Problem, impl: str) -> str | None:
+    """Why the implementation is not taken: the user leaves it out, or it cannot run the problem."""
+    if impl == "auto" and implementation.name in AVOIDED:
+        return f"the environment variable {AVOID} names it"
+    return implementation.supports(problem)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -1,4 +1,4 @@
-"""A checkpoint: everything a run needs to go on as if it had never stopped, in one file that is whole or not there."""
+"""A checkpoint: everything that a run needs to continue bit for bit, in one file that is complete or absent."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:
-    """Writes under a temporary name, then renames: `path` is the old checkpoint or the new one, always whole."""
+    """Writes under a temporary name, then renames: `path` is the old checkpoint or the new one, and always complete."""
     with written_whole(path) as file:
         torch.save(vars(checkpoint), file)
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Checkpoint:
-    """Reads a checkpoint onto `device`; runs no code from the file.
+    """Reads a checkpoint onto `device`; no code from the file is run.
 
     Raises RunError: the file is missing, cut short, or a single bit of it has changed (torch.load alone misses that).
     """

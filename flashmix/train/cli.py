@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import flashmix
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
 
-# One line a setting of TrainConfig; its type and default are those of the dataclass.
+if TYPE_CHECKING:
+    from flashmix.models import Decoder
+    from flashmix.train.evaluate import EvalFolder
+    from flashmix.train.text import Options
+    from flashmix.train.tokens import Tokens
+
+# One line per setting of TrainConfig; its type and default are those of the dataclass.
 SETTINGS = {
     "tokenizer": "a tokenizers file (JSON); without it a token is a byte",
     "preset": "the model: a name from flashmix.models.presets",
@@ -48,14 +59,15 @@ EVAL_NUMBERS = {
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashmix", description="Token mixing for sequence models.")
+    parser.add_argument("--version", action="version", version=f"flashmix {flashmix.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     train = commands.add_parser("train", help="train a language model on text files")
-    keep = argparse.SUPPRESS  # what is not given is not set, so that a resumed run keeps its own
+    keep = argparse.SUPPRESS  # an option that is not given is absent, so that a resumed run keeps its own
     text = "files and folders; each file is a document (default: Python's own standard library)"
     train.add_argument("--text", nargs="+", metavar="PATH", default=keep, help=text)
     train.add_argument("--out", metavar="RUN", help="the run's folder (default: runs/ and the time)")
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    train.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
     text = "compile the model first (on a CPU this needs a C++ compiler)"
     train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=keep, help=text)
     train.add_argument(
@@ -73,7 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a text with the model of a run")
     generate.add_argument("run", metavar="RUN", help="the run's folder")
-    generate.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
+    text = "the text to continue (default: none, a new document); several are continued one after another, with --- between them"
+    generate.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    text = "read lines from stdin and continue the text after each, until the end of stdin"
+    generate.add_argument("--interactive", action="store_true", help=text)
+    text = "end a text before the first of these strings that the model writes (give it once for each)"
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help=text)
     generate.add_argument("--tokens", type=int, default=500, help="most tokens to add (default: 500)")
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     generate.add_argument("--top-k", type=int, default=None, help="choose among the k likeliest tokens")
@@ -90,22 +107,24 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     add_eval(commands)
-    commands.add_parser("doctor", help="what is here, and which implementation each op would take")
+    doctor = commands.add_parser("doctor", help="what is here, and which implementation each op would take")
+    text = "a self-test of about a minute: each op's each implementation, forward and backward, against its definition"
+    doctor.add_argument("--check", action="store_true", help=text)
     return parser
 
 
 def add_eval(commands: Any) -> None:
-    """`flashmix eval`: its settings are those of EvalConfig, which is imported only when it session."""
+    """`flashmix eval`: its settings are those of EvalConfig, which is imported only when the command runs."""
     evaluate = commands.add_parser("eval", help="train and score small models on synthetic tasks")
     keep = argparse.SUPPRESS
     text = "PRESET[_SIZE][+OPTION[=VALUE]]..., several with / between them for a hybrid (default: seven of them)"
     evaluate.add_argument("--models", nargs="+", metavar="MODEL", default=keep, help=text)
     text = "which of recall, parity, s5, needle (default: all)"
     evaluate.add_argument("--tasks", nargs="+", metavar="TASK", default=keep, help=text)
-    text = "one cell for each; the table has their mean (default: 0)"
+    text = "one cell for each of them; the table has their mean (default: 0)"
     evaluate.add_argument("--seeds", nargs="+", type=int, metavar="INT", default=keep, help=text)
     evaluate.add_argument("--out", metavar="RUN", help="the folder (default: runs/, the time, -eval)")
-    evaluate.add_argument("--resume", metavar="RUN", help="go on with the evaluation in this folder, or add to it")
+    evaluate.add_argument("--resume", metavar="RUN", help="continue the evaluation in this folder, or add to it")
     evaluate.add_argument(
         "--lr", type=float, metavar="FLOAT", default=keep, help="highest learning rate (default: the task's own)"
     )
@@ -115,7 +134,17 @@ def add_eval(commands: Any) -> None:
 
 
 def train_command(arguments: argparse.Namespace) -> int:
+    folder = RunFolder(arguments.resume or arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
+    try:
+        return train_in(folder, arguments)
+    finally:
+        folder.release()
+
+
+def train_in(folder: RunFolder, arguments: argparse.Namespace) -> int:
+    """Begins the run in `folder` or goes on with it."""
     from flashmix.train import session
+    from flashmix.train.text import Options, write_text
 
     chosen = vars(arguments)
     settings: dict[str, Any] = {name: chosen[name] for name in ("text", "compile", *SETTINGS) if name in chosen}
@@ -124,11 +153,9 @@ def train_command(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         if arguments.out:
             raise RunError("--resume goes on in its own folder: leave --out away")
-        folder = RunFolder(arguments.resume)
         trainer = session.resume(folder, settings)
         print(f"resuming {folder.path} after step {trainer.step} of {trainer.config.steps}")
     else:
-        folder = RunFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
         trainer = session.begin(TrainConfig(**settings), folder)
     print(trainer.summary(), flush=True)
     try:
@@ -141,9 +168,8 @@ def train_command(arguments: argparse.Namespace) -> int:
     if arguments.sample:
         model, tokens = session.load(folder, trainer.config.device)
         print(f"--- a sample of {arguments.sample} tokens")
-        for text in session.write_text(model, tokens, "", arguments.sample):
-            print(text, end="", flush=True)
-        print("\n---")
+        show(write_text(model, tokens, "", Options(tokens=arguments.sample)))
+        print("---")
     print(f"all of it is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
     return 0
 
@@ -154,36 +180,74 @@ def how_to_go_on(folder: RunFolder) -> str:
     return f"go on from the last checkpoint: flashmix train --resume {folder.path}"
 
 
+def show(parts: Iterable[str]) -> None:
+    """Prints a text as it comes, and ends its line."""
+    for part in parts:
+        print(part, end="", flush=True)
+    print(flush=True)
+
+
 def generate_command(arguments: argparse.Namespace) -> int:
     from flashmix.models import Acceptance
     from flashmix.train import session
+    from flashmix.train.text import Draft, Options, write_text
 
+    prompts = arguments.prompt or [""]
+    names = ("tokens", "temperature", "top_k", "top_p", "seed")
+    options = Options(**{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop))
+    options.check()
+    if arguments.interactive and arguments.draft:
+        raise RunError("--interactive keeps one model's cache: leave --draft away")
+    if arguments.interactive and len(prompts) > 1:
+        raise RunError(f"--interactive must have at most one --prompt, got {len(prompts)}")
     model, tokens = session.load(RunFolder(arguments.run), arguments.device)
-    draft = session.load_draft(RunFolder(arguments.draft), arguments.device, tokens) if arguments.draft else None
-    acceptance = Acceptance()
-    text = session.write_text(
-        model,
-        tokens,
-        arguments.prompt,
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        draft=draft,
-        draft_tokens=arguments.draft_tokens,
-        acceptance=acceptance,
-    )
-    print(arguments.prompt, end="")
-    for part in text:
-        print(part, end="", flush=True)
-    print()
+    if arguments.interactive:
+        return converse(model, tokens, prompts[0], options)
+    draft = None
+    if arguments.draft:
+        drafting = session.load_draft(RunFolder(arguments.draft), arguments.device, tokens)
+        draft = Draft(drafting, arguments.draft_tokens, Acceptance())
+    for index, prompt in enumerate(prompts):
+        text = write_text(model, tokens, prompt, options, draft)
+        if index:
+            print("---")
+        print(prompt, end="", flush=True)
+        show(text)
     if draft is not None:
-        print(f"--- {acceptance.accepted} of {acceptance.drafted} drafted tokens were kept", file=sys.stderr)
+        kept = draft.acceptance
+        print(f"--- {kept.accepted} of {kept.drafted} drafted tokens were kept", file=sys.stderr)
     return 0
 
 
+def converse(model: Decoder, tokens: Tokens, prompt: str, options: Options) -> int:
+    """Answers each line of stdin until its end; `prompt` stands before the first one."""
+    from flashmix.train.text import Conversation
+
+    conversation = Conversation(model, tokens, options)
+    conversation.add(prompt)
+    print(prompt, end="", flush=True)
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return 0
+        conversation.add(line)
+        show(conversation.answer())
+
+
 def eval_command(arguments: argparse.Namespace) -> int:
+    from flashmix.train.evaluate import EvalFolder
+
+    folder = EvalFolder(arguments.resume or arguments.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
+    try:
+        return evaluate_in(folder, arguments)
+    finally:
+        folder.release()
+
+
+def evaluate_in(folder: EvalFolder, arguments: argparse.Namespace) -> int:
+    """Begins the evaluation in `folder` or goes on with it."""
     from flashmix.train import evaluate
 
     chosen = vars(arguments)
@@ -193,9 +257,8 @@ def eval_command(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         if arguments.out:
             raise RunError("--resume goes on in its own folder: leave --out away")
-        evaluation = evaluate.resume(evaluate.EvalFolder(arguments.resume), settings)
+        evaluation = evaluate.resume(folder, settings)
     else:
-        folder = evaluate.EvalFolder(arguments.out or time.strftime("runs/%Y%m%d-%H%M%S-eval"))
         evaluation = evaluate.begin(evaluate.EvalConfig(**settings), folder)
     path, total = evaluation.folder.path, len(list(evaluation.config.cells()))
     print(f"{len(evaluation.left)} of {total} cells to do, into {path}", flush=True)
@@ -210,20 +273,33 @@ def eval_command(arguments: argparse.Namespace) -> int:
 
 
 def doctor_command(arguments: argparse.Namespace) -> int:
-    from flashmix.doctor import report
+    from flashmix import doctor
 
-    print(report())
-    return 0
+    if not arguments.check:
+        print(doctor.report())
+        return 0
+    from flashmix.selftest.check import check
+
+    print("\n".join(doctor.hardware()), flush=True)
+    return 0 if check(partial(print, flush=True)) else 1
+
+
+CLOSED_PIPE = 128 + 13  # the status of a process that ends by SIGPIPE, as a shell has it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; what the user can put right is one line on stderr and exit code 1."""
-    arguments = make_parser().parse_args(argv)
-    commands = {"train": train_command, "generate": generate_command, "eval": eval_command, "doctor": doctor_command}
+    accept_any_bytes()
     try:
-        return commands[arguments.command](arguments)
+        try:
+            return run(argv)
+        finally:
+            sys.stdout.flush()
     except RunError as error:
         print(f"flashmix: {error}", file=sys.stderr)
+    except BrokenPipeError:  # whoever read it has seen enough, as `head` has
+        write_nowhere()
+        return CLOSED_PIPE
     except OSError as error:
         print(f"flashmix: {error.filename or 'a file'}: {reason(error)}", file=sys.stderr)
     except ImportError as error:
@@ -232,6 +308,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("flashmix: stopped", file=sys.stderr)
         return 130
     return 1
+
+
+def run(argv: Sequence[str] | None) -> int:
+    arguments = make_parser().parse_args(argv)
+    commands = {"train": train_command, "generate": generate_command, "eval": eval_command, "doctor": doctor_command}
+    return commands[arguments.command](arguments)
+
+
+def accept_any_bytes() -> None:
+    """Bytes that are no UTF-8, in arguments and stdin, are printed as they are; characters that stdout lacks become "?"."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if unicode else "replace")
+
+
+def write_nowhere() -> None:
+    """Turns away what is still to be written to a closed pipe, so that Python says nothing of it as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from flashmix.models.config import MIXERS
 def contender(name: str, vocab_size: int, size: Size) -> DecoderConfig:
     """The configuration of `PRESET[_SIZE][+OPTION[=VALUE]]...[/PRESET...]`.
 
-    Options go to every layer that has them; without a value they are true. The presets of a hybrid, between slashes, take turns,
-    layer by layer; without a size of its own a preset has `size`. The first one's width counts.
+    An option goes to every layer that has it; without a value it is true. The presets of a hybrid, separated by slashes, take turns
+    layer by layer. A preset whose name has no size has `size`; the width of a hybrid is that of its first preset.
 
     Raises:
         ValueError, TypeError: there is no such preset or option, or the value cannot be.
@@ -59,7 +59,7 @@ def _with_option(layer: LayerConfig, key: str, value: str) -> LayerConfig:
 
 
 def _parsed(value: str) -> Any:
-    """A number, true, false, or the text itself, which the layer refuses in its own words."""
+    """A number, true, false, none, or the text itself, which the layer then refuses in its own words."""
     words = {"": True, "true": True, "false": False, "none": None}
     if value in words:
         return words[value]
@@ -73,7 +73,7 @@ def _parsed(value: str) -> Any:
 
 @torch.no_grad()
 def memory(config: DecoderConfig) -> tuple[int, bool]:
-    """Numbers in the recurrent states of the model, and whether it has an attention cache beside them, which grows.
+    """How many numbers the recurrent states of the model hold, and whether the model also has an attention cache, which grows.
 
     Example:
         >>> memory(contender("deltanet/transformer", 256, Size(width=64, depth=2, head_dim=16, window=16)))

@@ -1,10 +1,10 @@
-"""Text files to packed batches: each file is a document, documents do not see each other, some are held out.
+"""Text files to packed batches: each file is a document, no document sees another one, and some are held out.
 
-The tokens of a run lie in one file, each document behind a separator that starts it (and ends the one before):
+The tokens of a run lie in one file. A separator starts each document (and ends the one before):
 
     <sep> d0 d0 d0 <sep> d1 d1 <sep>
 
-so the targets of a document are its inputs moved by one, and the last target of each is the separator.
+so the targets of a document are its inputs shifted by one token, and its last target is the separator.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +28,9 @@ from flashmix.op.packing import Packing
 from flashmix.train.folder import RunError, RunFolder, read_json, reason, write_json, written_whole
 from flashmix.train.tokens import Tokens
 
-# Folders beside the standard library's own source: its tests, other people's packages, tables written by programs.
+# Folders that are not source of the standard library: its tests, installed packages, generated tables.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+BLOCK = 1 << 24  # bytes that have a checksum of their own
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` consecutive tokens of a stream: inputs and targets `[1, tokens]`, and where its sequences begin."""
+    """Consecutive tokens of a stream: inputs and targets `[1, tokens]`, and the boundaries of its sequences."""
 
     inputs: Tensor
     targets: Tensor
@@ -72,10 +76,9 @@ class Batch:
 
 
 class Stream:
-    """The windows of some documents, at most `seq_len` tokens each, shuffled anew each epoch and laid end to end.
+    """The windows of some documents, at most `seq_len` tokens each, end to end in an order that is shuffled anew each epoch.
 
-    A pure function of the position: the batch at a position is the same whatever was read before, so that the position
-    is all that a checkpoint must keep.
+    The batch at a position depends on the position alone, not on what was read before, so a checkpoint keeps only the position.
     """
 
     def __init__(self, corpus: Corpus, documents: list[Document], seq_len: int, seed: int) -> None:
@@ -121,7 +124,7 @@ class Stream:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files behind `paths` in a fixed order: a file is itself, a folder all files in it but hidden ones.
+    """The files behind `paths` in a fixed order: a file is itself, a folder is all files in it except hidden ones.
 
     Without paths: the `.py` files of the running Python's own standard library.
     """
@@ -164,7 +167,7 @@ def read_documents(paths: Sequence[str]) -> Iterator[tuple[str, bytes, bytes]]:
 def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: float) -> set[int]:
     """Which documents are held out: in the order of their hashes, those that still fit into `fraction` of all bytes.
 
-    The choice depends on the contents alone, not on names or places. When none fits, it is the smallest document.
+    The choice depends on the contents alone, not on names or folders. If none fits, it is the smallest document.
     """
     room = fraction * sum(sizes)
     chosen = set()
@@ -176,7 +179,7 @@ def choose_held_out(digests: Sequence[bytes], sizes: Sequence[int], fraction: fl
 
 
 def cut_in_two(document: Document, fraction: float) -> list[Document]:
-    """A corpus of one document: the last `fraction` of it is held out as a second one."""
+    """Two documents of one: its last `fraction` is held out."""
     kept = int(document.tokens * (1 - fraction))
     bytes_kept = round(document.bytes * kept / document.tokens)
     if not 0 < bytes_kept < document.bytes:
@@ -186,7 +189,7 @@ def cut_in_two(document: Document, fraction: float) -> list[Document]:
 
 
 def hold_out(documents: list[Document], digests: Sequence[bytes], fraction: float) -> list[Document]:
-    """The documents with some of them marked as held out; one alone is cut in two."""
+    """The documents, some of them marked as held out; a single document is cut in two."""
     if len(documents) == 1:
         return cut_in_two(documents[0], fraction)
     chosen = choose_held_out(digests, [document.bytes for document in documents], fraction)
@@ -210,11 +213,50 @@ def prepare(paths: Sequence[str], fraction: float, tokens: Tokens, folder: RunFo
         file.write(np.asarray([tokens.separator], dtype=tokens.dtype).tobytes())
         documents = hold_out(documents, digests, fraction)
     write_json(folder.documents, [asdict(document) for document in documents])
+    write_json(folder.checksums, checksums(folder))
     return open_corpus(folder, tokens)
 
 
+def checksums(folder: RunFolder) -> dict[str, list[str]]:
+    """The SHA-256 of each block of 16 MiB of the tokens and of the list of documents; the blocks are hashed in parallel."""
+    with ThreadPoolExecutor() as pool:
+        return {path.name: list(pool.map(hash_block, *_blocks(path))) for path in (folder.tokens, folder.documents)}
+
+
+def _blocks(path: Path) -> tuple[list[Path], range]:
+    starts = range(0, path.stat().st_size, BLOCK)
+    return [path] * len(starts), starts
+
+
+def hash_block(path: Path, start: int) -> str:
+    """The SHA-256 of the block of a file that begins at byte `start`."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(BLOCK)).hexdigest()
+
+
+def verify(folder: RunFolder) -> None:
+    """Raises RunError: the tokens or the list of documents are not those that `prepare` wrote."""
+    try:
+        present = checksums(folder)
+    except OSError as error:
+        raise RunError(f"cannot read {error.filename or folder.tokens}: {reason(error)}") from error
+    if not folder.checksums.exists():  # a run of a version that had none
+        print(f"flashmix: {folder.checksums} is missing: it is made of the files as they are now", file=sys.stderr)
+        write_json(folder.checksums, present)
+        return
+    wanted = read_json(folder.checksums)
+    for name, found in present.items():
+        if not isinstance(wanted, dict) or not isinstance(wanted.get(name), list):
+            raise RunError(f"{folder.checksums} is damaged: it must hold the checksums of {name}")
+        for index, (old, new) in enumerate(zip_longest(wanted[name], found)):
+            if old != new:
+                place = f"its {BLOCK >> 20} MiB from byte {index * BLOCK} on have another checksum than in"
+                raise RunError(f"{folder.path / name} is damaged: {place} {folder.checksums.name}")
+
+
 def open_corpus(folder: RunFolder, tokens: Tokens) -> Corpus:
-    """The corpus that `prepare` left in the run folder; the tokens stay on the disk and are read as they are used.
+    """The corpus that `prepare` wrote into the run folder; the tokens are memory-mapped.
 
     Raises RunError: the files are missing or do not fit together.
     """

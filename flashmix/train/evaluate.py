@@ -1,6 +1,6 @@
-"""`flashmix eval`: trains small models on the tasks of `tasks.py`, scores them, and keeps a table, a plot and the numbers.
+"""`flashmix eval`: it trains small models on the tasks of `tasks.py`, scores them, and keeps a table, a plot and the numbers.
 
-A cell is one task, one model and one seed. Finished cells are written down at once, so that a stopped evaluation goes on.
+A cell is one task, one model and one seed. Each finished cell is written at once, so that a stopped evaluation can be resumed.
 """
 
 from __future__ import annotations
@@ -15,28 +15,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import flashmix
 from flashmix.models import Decoder, DecoderConfig, Size
 from flashmix.train.contenders import contender, memory
-from flashmix.train.folder import RunError, TrainConfig, read_json, reason, write_json, written_whole
+from flashmix.train.folder import LockedFolder, RunError, TrainConfig, read_json, write_json, written_whole
 from flashmix.train.loop import learning_rate, make_optimizer, stop_on_interrupt
 from flashmix.train.plot import draw_accuracy
+from flashmix.train.progress import Progress
 from flashmix.train.session import check_device, default_device
 from flashmix.train.tasks import TASKS, Task
 
 DEFAULT_MODELS = (
-    "transformer", "linear_attention", "mamba2+state_dim=8", "deltanet", "deltanet+negative_eigenvalues", "deltaproduct",
+    "transformer",
+    "linear_attention",
+    "mamba2+state_dim=8",
+    "deltanet",
+    "deltanet+negative_eigenvalues",
+    "deltaproduct",
     "rwkv7",
-)  # fmt: skip
-# What may differ when an evaluation goes on: more cells, or how they are computed. With the rest cells would not compare.
+)
+# The settings that may change when an evaluation is resumed: more cells, or how they are computed. Others would make cells incomparable.
 MAY_CHANGE = {"tasks", "models", "seeds", "threads", "device"}
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """The settings of one evaluation; `steps` and `lr` None are each task's own. Every cell trains for all its steps."""
+    """The settings of one evaluation; where `steps` or `lr` is None, each task has its own. Every cell trains for all its steps."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
     models: tuple[str, ...] = DEFAULT_MODELS
@@ -73,14 +78,14 @@ class EvalConfig:
             self.model(name, 2)
 
     def model(self, name: str, vocab_size: int) -> DecoderConfig:
-        """The configuration of a contender. Raises RunError: there is none of this name."""
+        """The configuration of a model by its name. Raises RunError: there is none of this name."""
         try:
             return contender(name, vocab_size, Size(self.width, self.depth, self.head_dim, self.window))
         except (TypeError, ValueError) as error:
             raise RunError(f"--models: {name}: {error}") from error
 
     def cells(self) -> Iterator[tuple[str, str, int]]:
-        """Task, model and seed of each cell, in the order of work."""
+        """Task, model and seed of each cell, in the order in which they are computed."""
         return ((task, model, seed) for seed in self.seeds for task in self.tasks for model in self.models)
 
     @classmethod
@@ -92,35 +97,27 @@ class EvalConfig:
         return cls(**plain)
 
 
-class EvalFolder:
+class EvalFolder(LockedFolder):
     """The files of one evaluation: `results.json` (settings and cells), `table.md` and `accuracy.png`."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.results, self.table, self.plot = (
-            self.path / name for name in ("results.json", "table.md", "accuracy.png")
-        )
+    kind = "evaluation"
+    name = "folder"
 
-    def create(self) -> None:
-        if self.results.exists():
-            raise RunError(
-                f"{self.path} already holds an evaluation: continue it with --resume {self.path}, or choose another --out"
-            )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make the folder {self.path}: {reason(error)}") from error
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, "results.json")
+        self.results = self.settings
+        self.table = self.path / "table.md"
+        self.plot = self.path / "accuracy.png"
 
     def read(self) -> dict[str, Any]:
-        if not self.results.exists():
-            raise RunError(f"{self.path} holds no evaluation (there is no results.json in it)")
+        self.check_used()
         results = read_json(self.results)
         if not isinstance(results, dict) or not {"versions", "settings", "models", "cells"} <= set(results):
             raise RunError(f"{self.results} is damaged: it must hold 'versions', 'settings', 'models' and 'cells'")
         return results
 
     def write(self, results: dict[str, Any]) -> None:
-        """The numbers first, then what is made of them."""
+        """Writes the numbers first, then the table and the plot."""
         write_json(self.results, results)
         with written_whole(self.table) as file:
             file.write(make_table(results).encode())
@@ -130,7 +127,7 @@ class EvalFolder:
 
 @dataclass(frozen=True)
 class Score:
-    """What a cell came to: accuracy by size, the last training loss (None: it stopped being finite), and the time it took."""
+    """The result of a cell: accuracy by size, the last training loss (None: it was not finite), and the seconds it took."""
 
     accuracy: dict[int, float]
     loss: float | None
@@ -138,9 +135,9 @@ class Score:
 
 
 def run_cell(
-    task: Task, model: DecoderConfig, seed: int, config: EvalConfig, stopped: Callable[[], bool], bar: tqdm
+    task: Task, model: DecoderConfig, seed: int, config: EvalConfig, stopped: Callable[[], bool], progress: Progress
 ) -> Score | None:
-    """Trains `model` on `task` from `seed` and scores it; None when asked to stop before the end."""
+    """Trains `model` on `task` from `seed` and scores it; None if it was stopped before the end."""
     start, device = time.perf_counter(), torch.device(config.device or "cpu")
     steps = config.steps or task.steps
     plan = TrainConfig(steps=steps, lr=config.lr or task.lr, warmup=min(20, steps), final_lr=0.02, weight_decay=0.1)
@@ -161,7 +158,7 @@ def run_cell(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses = [*losses, loss.detach()][-len(task.train) :]  # of the last round of sizes
-        bar.update()
+        progress.update()
     last = torch.stack(losses).mean().item()
     accuracy: dict[int, float] = {}
     for size in task.test:
@@ -172,7 +169,7 @@ def run_cell(
 
 
 def size_at(step: int, steps: int, sizes: tuple[int, ...]) -> int:
-    """The size to train on: sizes take turns, and harder ones join evenly over the first half of the steps.
+    """The size to train on: the sizes take turns, and larger ones are added evenly over the first half of the steps.
 
     Example:
         >>> [size_at(step, 8, (1, 5)) for step in range(8)]
@@ -184,7 +181,7 @@ def size_at(step: int, steps: int, sizes: tuple[int, ...]) -> int:
 
 @torch.no_grad()
 def score(model: Decoder, task: Task, size: int, examples: int) -> float:
-    """The fraction of questions that the model's likeliest token answers, over the same sequences for every model."""
+    """The accuracy: the fraction of targets that the model's likeliest token equals, on the same sequences for every model."""
     device = model.embedding.weight.device
     text = torch.Generator().manual_seed(1_000_003 * size)
     tokens, targets = task.draw(size, examples, text)
@@ -196,7 +193,7 @@ def score(model: Decoder, task: Task, size: int, examples: int) -> float:
 
 
 class Evaluation:
-    """The cells of a configuration, of which some may be done."""
+    """The cells of a configuration; some may be done already."""
 
     def __init__(self, config: EvalConfig, folder: EvalFolder, results: dict[str, Any]) -> None:
         self.config, self.folder, self.results = config, folder, results
@@ -207,14 +204,15 @@ class Evaluation:
         return [cell for cell in self.config.cells() if cell not in done]
 
     def run(self) -> bool:
-        """Computes the cells that are left; True when all are done, False when stopped before."""
+        """Computes the cells that are left; True if all are done, False if it was stopped before."""
         config, left = self.config, self.left
         steps = sum(config.steps or TASKS[task].steps for task, _, _ in left)
-        bar = tqdm(total=steps, unit="step", disable=None, dynamic_ncols=True)
-        with stop_on_interrupt() as stopped, bar:
+        with stop_on_interrupt() as stopped, Progress(steps) as progress:
             for task, model, seed in left:
-                bar.set_description(f"{task} {model}")
-                found = run_cell(TASKS[task], config.model(model, TASKS[task].vocab_size), seed, config, stopped, bar)
+                progress.show(label=f"{task} {model}")
+                found = run_cell(
+                    TASKS[task], config.model(model, TASKS[task].vocab_size), seed, config, stopped, progress
+                )
                 if found is None:
                     return False
                 cell = {"task": task, "model": model, "seed": seed, **asdict(found)}
@@ -222,7 +220,7 @@ class Evaluation:
                 self.results["cells"].append(cell)
                 self.folder.write(self.results)
                 scores = "  ".join(f"{size}: {value:.2f}" for size, value in found.accuracy.items())
-                tqdm.write(f"{task:<7} {model:<42} {scores}  ({found.seconds:.0f} s)")
+                progress.say(f"{task:<7} {model:<42} {scores}  ({found.seconds:.0f} s)")
         return True
 
 
@@ -239,17 +237,19 @@ def begin(config: EvalConfig, folder: EvalFolder) -> Evaluation:
 
 
 def resume(folder: EvalFolder, changes: dict[str, Any]) -> Evaluation:
-    """The evaluation in `folder`, with the cells it has, and perhaps more tasks, models or seeds.
+    """The evaluation in `folder` with its finished cells; `changes` may add tasks, models and seeds.
 
     Raises RunError: a change to a setting that would make cells incomparable, or a damaged folder.
     """
+    folder.check_used()
+    folder.acquire()
     results = folder.read()
     before = EvalConfig.from_dict(results["settings"])
     for name, value in changes.items():
         old = getattr(before, name)
         if name not in MAY_CHANGE and value != old:
             raise RunError(f"--{name.replace('_', '-')} belongs to the evaluation and stays {old!r}, got {value!r}")
-    for name in ("tasks", "models", "seeds"):  # what is asked for comes on top of what is there
+    for name in ("tasks", "models", "seeds"):  # new ones are added to the old ones
         if name in changes:
             changes[name] = tuple(dict.fromkeys((*getattr(before, name), *changes[name])))
     config = replace(before, **changes)
@@ -273,7 +273,7 @@ def _set_up(config: EvalConfig) -> None:
 
 
 def make_table(results: dict[str, Any]) -> str:
-    """The accuracies as tables in Markdown, one a task: the mean over the seeds and, of several, the range."""
+    """The accuracies as tables in Markdown, one per task: the mean over the seeds and, for several seeds, the range."""
     text = []
     for name in results["settings"]["tasks"]:
         cells = [cell for cell in results["cells"] if cell["task"] == name]

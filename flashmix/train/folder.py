@@ -1,10 +1,15 @@
-"""One run, one folder: its settings, tokens, measurements, loss curve and checkpoint, each whole or not there."""
+"""One run, one folder: its settings, tokens, measurements, loss curve and checkpoint, each complete or absent.
+
+One process at a time writes into a folder: it holds a lock of the operating system, which ends with the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,7 +17,7 @@ from typing import IO, Any, cast
 
 
 class RunError(Exception):
-    """Something the user can put right; the command line prints it as one line."""
+    """An error that the user can correct; the command line prints it as one line."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class TrainConfig:
 
     `text` empty means the source of Python's own standard library. Token counts are in tokens, `eval_every` and
     `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`). `threads` None is torch's
-    choice, `device` None a GPU if there is one; a run keeps what these became.
+    choice, `device` None is a GPU if there is one; the run keeps the values that were chosen.
     """
 
     text: tuple[str, ...] = ()
@@ -80,33 +85,107 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class RunFolder:
+class LockedFolder:
+    """A folder that one process at a time writes: the file `lock` in it holds the number of that process.
+
+    The lock is the operating system's, on that file; the file alone locks nothing, so that one left behind by a killed process is
+    taken over.
+
+    Args:
+        path: the folder.
+        settings: the name of the file that is there once the folder is in use.
+    """
+
+    kind = "run"
+    name = "run folder"
+
+    def __init__(self, path: str | Path, settings: str) -> None:
+        self.path = Path(path)
+        self.settings = self.path / settings
+        self.lock = self.path / "lock"
+        self._locked: IO[str] | None = None
+
+    def create(self) -> None:
+        """Makes the folder and locks it; refuses one that is already in use, so that nothing is ever written over."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make the {self.name} {self.path}: {reason(error)}") from error
+        self.acquire()
+        if self.settings.exists():
+            self.release()
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise RunError(
+                f"{self.path} already holds {article} {self.kind}: "
+                f"continue it with --resume {self.path}, or choose another --out"
+            )
+
+    def check_used(self) -> None:
+        """Raises RunError: nothing was begun in this folder."""
+        if not self.settings.exists():
+            raise RunError(f"{self.path} holds no {self.kind} (there is no {self.settings.name} in it)")
+
+    def acquire(self) -> None:
+        """Locks the folder, unless this object has done so already.
+
+        Raises RunError: another process has locked it, or it cannot be written.
+        """
+        while self._locked is None:
+            try:
+                file = self.lock.open("a+")
+            except OSError as error:
+                raise RunError(f"cannot write {self.lock}: {reason(error)}") from error
+            self._lock_now(file)
+            if _is_at(file, self.lock):
+                self._locked = file
+                self._write_process(file)
+            else:  # whoever had the lock has removed the file since it was opened
+                file.close()
+
+    def _lock_now(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            number = file.read().strip()
+            file.close()
+            holder = f"process {number}" if number else "another process"
+            raise RunError(f"{self.path} is in use by {holder}: wait until it ends, or stop it") from error
+        except OSError as error:  # some network file systems have no locks
+            print(f"flashmix: {self.path} cannot be locked ({reason(error)}): let one process use it", file=sys.stderr)
+
+    def _write_process(self, file: IO[str]) -> None:
+        with contextlib.suppress(OSError):  # on a full disk it stays empty
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+
+    def release(self) -> None:
+        """Unlocks the folder and removes the file of the lock."""
+        if self._locked is not None:
+            with contextlib.suppress(OSError):
+                self.lock.unlink()
+            with contextlib.suppress(OSError):
+                self._locked.close()
+            self._locked = None
+
+
+class RunFolder(LockedFolder):
     """The files of one run."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.config = self.path / "config.json"
+        super().__init__(path, "config.json")
+        self.config = self.settings
         self.metrics = self.path / "metrics.jsonl"
         self.loss_curve = self.path / "loss.png"
         self.checkpoint = self.path / "checkpoint.pt"
         self.tokens = self.path / "tokens.bin"
         self.documents = self.path / "documents.json"
+        self.checksums = self.path / "checksums.json"
         self.tokenizer = self.path / "tokenizer.json"
 
-    def create(self) -> None:
-        """Makes the folder; refuses one that already holds a run, so that no run is ever written over."""
-        if self.config.exists():
-            raise RunError(
-                f"{self.path} already holds a run: continue it with --resume {self.path}, or choose another --out"
-            )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot make the run folder {self.path}: {reason(error)}") from error
-
     def read_config(self) -> dict[str, Any]:
-        if not self.config.exists():
-            raise RunError(f"{self.path} holds no run (there is no config.json in it)")
+        self.check_used()
         config = read_json(self.config)
         if not isinstance(config, dict) or not {"train", "model"} <= set(config):
             raise RunError(f"{self.config} is damaged: it must hold the settings 'train' and 'model'")
@@ -131,10 +210,18 @@ class RunFolder:
         return rows
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drops the rows that a resumed run will write again."""
+        """Drops the rows of later steps, which a resumed run writes again."""
         rows = [row for row in self.read_metrics() if row["step"] <= step]
         with written_whole(self.metrics) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether the open file is the one that lies at `path` now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def reason(error: OSError) -> str:
@@ -157,7 +244,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class WholeFile:
-    """A file for writing that remembers why the operating system refused: torch.save raises something vaguer."""
+    """A file for writing that keeps the operating system's error: torch.save raises a vaguer one."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -176,7 +263,7 @@ class WholeFile:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only once it is complete and on the disk; until then the old one stays.
+    """A file that gets its name only once it is complete and on the disk; until then the old one stays.
 
     Raises RunError: the disk is full or refuses; the unfinished file is removed and the old one untouched.
     """

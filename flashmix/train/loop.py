@@ -1,4 +1,4 @@
-"""The training loop: steps, measurements, checkpoints, a stop when asked."""
+"""The training loop: steps, measurements, checkpoints, and a clean stop on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from flashmix.models import Decoder, parameter_groups
 from flashmix.train import checkpoint
 from flashmix.train.data import Batch, Corpus, Stream
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.plot import draw_loss_curve
+from flashmix.train.progress import Progress
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Rises in a line over `warmup` steps, then falls along half a cosine to `final_lr * lr` at the last step."""
+    """The learning rate rises linearly over `warmup` steps, then falls along half a cosine to `final_lr * lr` at the last step."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -30,14 +30,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay pulls on matrices only, not on gains, biases and decay rates."""
+    """AdamW with weight decay on matrices only, not on gains, biases and decay rates."""
     groups = parameter_groups(model, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C (or SIGTERM) only asks to stop and the second stops at once; gives "was it asked?"."""
+    """Inside, the first Ctrl-C (or SIGTERM) requests a stop, the second one stops at once; yields a function: was a stop requested?"""
     asked = False
 
     def ask(number: int, frame: Any) -> None:
@@ -45,7 +45,8 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        print("\nstopping after this step (once more: at once)", file=sys.stderr)
+        with suppress(OSError):  # nobody reads it any more
+            print("\nstopping after this step (once more: at once)", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -56,7 +57,7 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 class Trainer:
-    """A model in training: `run` takes it from its current step to the last one, or to where it is interrupted."""
+    """A model in training: `run` trains it from its current step to the last one, or until it is interrupted."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, model: Decoder, corpus: Corpus) -> None:
         self.config, self.folder = config, folder
@@ -73,7 +74,7 @@ class Trainer:
         self.clock = time.perf_counter()
 
     def resume(self) -> None:
-        """Goes back to the checkpoint of the run folder; what was measured after it is measured again."""
+        """Loads the checkpoint of the run folder; measurements of later steps are dropped and made again."""
         state = checkpoint.load(self.folder.checkpoint, self.device)
         checkpoint.restore(state, self.model, self.optimizer)
         self.step = self.saved_step = state.step
@@ -91,22 +92,31 @@ class Trainer:
         )
 
     def run(self) -> bool:
-        """Trains; True when the last step is done, False when stopped before. Either way all is saved."""
+        """Trains; True if the last step is done, False if it was stopped before. Either way the run is saved.
+
+        Raises BrokenPipeError, with all saved as well: nobody reads what is printed.
+        """
+        try:
+            with stop_on_interrupt() as stopped, Progress(self.config.steps, self.step) as progress:
+                self._run(stopped, progress)
+        except BrokenPipeError:
+            self.save()
+            raise
+        return self.step == self.config.steps
+
+    def _run(self, stopped: Callable[[], bool], progress: Progress) -> None:
         config = self.config
-        bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
-        with stop_on_interrupt() as stopped, bar:
-            self.clock = time.perf_counter()
-            while self.step < config.steps and not stopped():
-                self.train_step()
-                bar.update()
-                done = self.step == config.steps
-                if done or self.step % config.log_every == 0:
-                    bar.set_postfix(self.read_losses())
-                if done or self.step % config.eval_every == 0:
-                    self.measure_held_out(stopped)
-                if done or self.step % config.save_every == 0 or stopped():
-                    self.save()
-        return self.step == config.steps
+        self.clock = time.perf_counter()
+        while self.step < config.steps and not stopped():
+            self.train_step()
+            progress.update()
+            done = self.step == config.steps
+            if done or self.step % config.log_every == 0:
+                progress.show(details=self.read_losses())
+            if done or self.step % config.eval_every == 0:
+                self.measure_held_out(progress.say, stopped)
+            if done or self.step % config.save_every == 0 or stopped():
+                self.save()
 
     def loss_of(self, batch: Batch) -> Tensor:
         """Mean over the tokens of the batch, nats."""
@@ -114,7 +124,7 @@ class Trainer:
             return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets)
 
     def train_step(self) -> None:
-        """One optimiser step. Nothing in it waits for the device: losses stay there until `read_losses`."""
+        """One optimiser step. It does not wait for the device: the losses stay there until `read_losses`."""
         batch = self.training.batch(self.position, self.config.batch_tokens, self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
@@ -128,7 +138,7 @@ class Trainer:
         self.position += self.config.batch_tokens
 
     def read_losses(self) -> dict[str, str]:
-        """Waits for the device, writes a row a step, and gives what the progress bar shows.
+        """Waits for the device, writes one row per step, and returns what the progress shows.
 
         Raises RunError: a loss is not finite; the checkpoint from before it stays.
         """
@@ -160,8 +170,8 @@ class Trainer:
         return {"loss": f"{mean:.3f}", "bits/byte": f"{bits(mean):.3f}", "tokens/s": f"{speed:,.0f}"}
 
     @torch.no_grad()
-    def measure_held_out(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """The mean loss over the held-out documents (the first `eval_tokens` of them), written and reported."""
+    def measure_held_out(self, say: Callable[[str], None] = print, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Writes and reports the mean loss over the held-out documents (their first `eval_tokens` tokens)."""
         self.read_losses()
         total = min(self.held_out.total, self.config.eval_tokens)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -175,12 +185,12 @@ class Trainer:
             mean = loss.item() / total
             bits = self.held_out.bits_per_byte(mean)
             self.folder.append_metrics([{"step": self.step, "held_out_loss": mean, "held_out_bits_per_byte": bits}])
-            tqdm.write(f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens")
+            say(f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens")
         self.model.train()
         self.clock = time.perf_counter()
 
     def save(self) -> None:
-        """Writes the measurements, the checkpoint and the loss curve, in the order of what would be missed most."""
+        """Writes the measurements, the checkpoint and the loss curve, the most valuable first."""
         self.read_losses()
         if self.saved_step < self.step:
             state = checkpoint.capture(self.step, self.position, self.model, self.optimizer)

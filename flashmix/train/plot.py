@@ -13,7 +13,7 @@ from flashmix.train.tasks import TASKS
 
 
 def draw_loss_curve(folder: RunFolder) -> None:
-    """Draws `loss.png`: bits per byte over steps, of each training step, their running mean, and held out."""
+    """Draws `loss.png`: bits per byte of each training step, their running mean, and bits per byte of the held-out documents."""
     rows = folder.read_metrics()
     steps = [row["step"] for row in rows if "loss" in row]
     bits = [row["bits_per_byte"] for row in rows if "loss" in row]
@@ -26,7 +26,8 @@ def draw_loss_curve(folder: RunFolder) -> None:
         axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held out")
     if bits:
         axes.set_ylim(0, min(max(bits), 2.5 * sorted(bits)[len(bits) // 2]))
-    axes.set(xlabel="step", ylabel="bits per byte", title=folder.path.name)
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set_title(folder.path.name.encode(errors="replace").decode(), parse_math=False)  # $ and any byte in a name
     axes.grid(alpha=0.3)
     axes.legend()
     with written_whole(folder.loss_curve) as file:
@@ -34,7 +35,7 @@ def draw_loss_curve(folder: RunFolder) -> None:
 
 
 def running_mean(values: list[float], keep: float) -> list[float]:
-    """The exponential running mean, without the pull of its start: `keep` of the old, `1 - keep` of the new."""
+    """The exponential running mean, `keep` of the old and `1 - keep` of the new, corrected for its start at 0."""
     means, mean, weight = [], 0.0, 0.0
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
@@ -43,7 +44,7 @@ def running_mean(values: list[float], keep: float) -> list[float]:
 
 
 def draw_accuracy(results: dict[str, Any], file: IO[bytes]) -> None:
-    """Draws a panel a task into a PNG file: accuracy over size, a line a model; dashed: what the training reached."""
+    """Draws a PNG file with one panel per task: accuracy over size, one line per model; dashed: the largest size trained on."""
     shown = [name for name in results["settings"]["tasks"] if any(c["task"] == name for c in results["cells"])]
     columns = min(2, max(1, len(shown)))
     rows = max(1, -(-len(shown) // columns))

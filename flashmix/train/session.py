@@ -1,10 +1,9 @@
-"""Begin a run, go on with one, or load the model of one: what ties the run folder, the model and the loop together."""
+"""A run from the outside: begin one, resume one, or load its model."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,18 @@ from typing import Any
 import torch
 
 import flashmix
-from flashmix.models import Acceptance, Decoder, DecoderConfig, preset, stream_speculatively
-from flashmix.models import stream as stream_tokens
+from flashmix.models import Decoder, DecoderConfig, preset
 from flashmix.train import checkpoint, data
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
 from flashmix.train.loop import Trainer
 from flashmix.train.tokens import Tokens
 
-# What a resumed run may change; with the rest it would be another run.
+# The settings that may change when a run is resumed; with any other it would be another run.
 MAY_CHANGE = {"steps", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
 
 
 def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
-    """A new run in `folder`: reads the texts, makes the model from the seed, writes the settings down."""
+    """A new run in `folder`: it reads the texts, makes the model from the seed and writes the settings."""
     config.check()
     config = replace(
         config, threads=config.threads or torch.get_num_threads(), device=config.device or default_device()
@@ -41,6 +39,7 @@ def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
             _copy(Path(config.tokenizer), folder.tokenizer)
         corpus = data.prepare(config.text, config.held_out, tokens, folder)
     except RunError:
+        folder.release()
         with contextlib.suppress(OSError):
             folder.path.rmdir()  # only if nothing is in it
         raise
@@ -50,10 +49,12 @@ def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
 
 
 def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
-    """The run in `folder` at its last checkpoint, bit for bit where it was, with the settings in `changes` replaced.
+    """The run in `folder` at its last checkpoint, bit for bit, with the settings in `changes` replaced.
 
     Raises RunError: a change to a setting that would make it another run, or a damaged folder.
     """
+    folder.check_used()
+    folder.acquire()
     settings = folder.read_config()
     before = TrainConfig.from_dict(settings["train"])
     for name, value in changes.items():
@@ -65,6 +66,7 @@ def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
     config = replace(before, **changes)
     config.check()
     _set_up(config)
+    data.verify(folder)
     corpus = data.open_corpus(folder, _tokens_of(folder))
     trainer = Trainer(config, folder, _model_of(folder, settings), corpus)
     trainer.resume()
@@ -87,53 +89,11 @@ def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]
 
 
 def load_draft(folder: RunFolder, device: str | None, tokens: Tokens) -> Decoder:
-    """The model of a run that is to draft for one with `tokens`. Raises RunError: its tokens are others."""
+    """The model of a run, to draft for a model with `tokens`. Raises RunError: its tokenizer is another one."""
     draft, others = load(folder, device)
     if others.definition != tokens.definition:
         raise RunError(f"--draft {folder.path} must have the tokenizer of the run, got another one")
     return draft
-
-
-def write_text(
-    model: Decoder,
-    tokens: Tokens,
-    prompt: str,
-    length: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    draft: Decoder | None = None,
-    draft_tokens: int = 4,
-    acceptance: Acceptance | None = None,
-) -> Iterator[str]:
-    """Continues `prompt` as the model was trained to read it, behind a separator; yields text as it is sure of it.
-
-    Ends after `length` tokens, or where the model ends the document. With a `draft` the text is drafted by that model,
-    `draft_tokens` at a time, and `acceptance` counts. Raises RunError for an option out of its range.
-    """
-    device = model.embedding.weight.device
-    ids = torch.tensor([[tokens.separator, *tokens.encode(prompt.encode())]], device=device)
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options |= {"stop": tokens.separator, "generator": torch.Generator(device).manual_seed(seed)}
-    try:
-        if draft is None:
-            steps = stream_tokens(model, ids, length, **options)
-        else:
-            options |= {"draft_tokens": draft_tokens, "acceptance": acceptance}
-            steps = stream_speculatively(model, draft, ids, length, **options)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    written: list[int] = []
-    shown = ""
-    for token in steps:
-        written.append(int(token))
-        text = tokens.decode(written)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the bytes of a character may come one by one
-            yield text[len(shown) :]
-            shown = text
-    yield tokens.decode(written)[len(shown) :]
 
 
 def default_device() -> str:

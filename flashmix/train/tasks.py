@@ -1,7 +1,7 @@
 """Small synthetic tasks that tell mixers apart: recall, counting, permutations, a needle in a haystack.
 
-A task draws sequences of any size: `tokens` `[B, T]` and `targets` `[B, T]`, -100 where nothing is asked. It is trained on some
-sizes and scored on others as well, longer or fuller ones, which tells a rule that was learnt from one that was memorised.
+A task draws sequences of any size: `tokens` `[B, T]` and `targets` `[B, T]`, -100 where no answer is wanted. A model trains on some
+sizes and is scored on larger ones too, which separates a learnt rule from a memorised one.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, on which sizes it is trained and on which scored.
+    """A task: its sequences, the sizes to train on and the sizes to score on.
 
     Attributes:
         title: one line about it.
         unit: what a size counts.
         draw: `(size, batch, generator) -> (tokens, targets)`.
-        tokens_per_unit: a sequence of a size has that many times as many tokens.
+        tokens_per_unit: tokens of a sequence per unit of its size.
         vocab_size: number of tokens.
         chance: accuracy of a guess.
         train: sizes to train on, from easy to hard.
         test: sizes to score on.
-        running: whether every token asks; then only the second half of a sequence is scored, so that no size counts what a
-            smaller one has counted.
+        running: whether every token has a target; then only the second half of a sequence is scored, because its first half is a
+            sequence of half the size.
         steps, lr: training steps and the highest learning rate, by default.
     """
 
@@ -50,18 +50,18 @@ class Task:
     lr: float
 
     def batch(self, size: int, batch_tokens: int, generator: torch.Generator) -> Batch:
-        """As many sequences as `batch_tokens` hold, at least one and at most 256 (short ones are easy, and no cheaper)."""
+        """As many sequences as `batch_tokens` hold, at least one and at most 256: more short ones cost time and teach little."""
         rows = batch_tokens // (size * self.tokens_per_unit)
         return self.draw(size, min(max(1, rows), 256), generator)
 
     def scored(self, targets: Tensor) -> Tensor:
-        """Which of the targets `[B, T]` count."""
+        """A mask `[B, T]` of the targets that count for the score."""
         asked = targets != IGNORED
         return asked & (torch.arange(targets.shape[1]) >= targets.shape[1] // 2) if self.running else asked
 
 
 def recall(size: int, batch: int, generator: torch.Generator) -> Batch:
-    """Multi-query associative recall: `size` pairs of key and value, then each key once more in another order: its value?
+    """Multi-query associative recall: `size` pairs of key and value, then each key once more in another order, its value as target.
 
     Keys (tokens 0 to 63) are distinct within a sequence; values are tokens 64 to 79.
 
@@ -83,7 +83,7 @@ def recall(size: int, batch: int, generator: torch.Generator) -> Batch:
 
 
 def needle(size: int, batch: int, generator: torch.Generator) -> Batch:
-    """A haystack of `size` tokens: up to eight pairs of key and value in random filler; at the end each key again: its value?
+    """A haystack of `size` tokens: up to eight pairs of key and value in random filler; at the end each key again, its value as target.
 
     Keys are tokens 0 to 63, values 64 to 79, filler 80 to 95. There is a pair for each 4 tokens, at least one and at most eight.
     `size` is at least 3.
@@ -108,7 +108,7 @@ def needle(size: int, batch: int, generator: torch.Generator) -> Batch:
 
 
 def parity(size: int, batch: int, generator: torch.Generator) -> Batch:
-    """Bits; after each of them, is the number of ones so far odd?
+    """Random bits; the target after each of them is the parity of the ones so far.
 
     Source: Grazzi et al., arXiv:2411.12537, section 5.1.
 
@@ -122,7 +122,7 @@ def parity(size: int, batch: int, generator: torch.Generator) -> Batch:
 
 
 def compose(size: int, batch: int, generator: torch.Generator) -> Batch:
-    """Swaps of neighbours among five things; after each of them, which of the 120 permutations have they made so far?
+    """Swaps of neighbours among five things; the target after each of them is the number of their product among the 120 permutations.
 
     The four swaps (tokens 0 to 3) generate the group S5, whose word problem is complete for NC1.
 
@@ -147,37 +147,73 @@ def compose(size: int, batch: int, generator: torch.Generator) -> Batch:
 
 @lru_cache(maxsize=1)
 def permutations() -> Tensor:
-    """`[120, 5]`: the permutations of five things, in alphabetical order."""
+    """`[120, 5]`: the permutations of five things, in lexicographic order."""
     return torch.tensor(list(itertools.permutations(range(5))))
 
 
 @lru_cache(maxsize=1)
 def swaps() -> Tensor:
-    """`[4]`: which of the permutations exchange two neighbours and leave the others."""
+    """`[4]`: the indices of the permutations that exchange two neighbours and leave the others."""
     moved = permutations() != torch.arange(5)
     return ((moved.sum(1) == 2) & (moved[:, 1:] & moved[:, :-1]).any(1)).nonzero().squeeze(1)
 
 
 def _orders(batch: int, count: int, generator: torch.Generator) -> Tensor:
-    """`[batch, count]`: a random order of `count` things for each sequence."""
+    """`[batch, count]`: a random permutation for each sequence."""
     return torch.rand(batch, count, generator=generator).argsort(dim=1)
 
 
 TASKS = {
     "recall": Task(
-        "associative recall: the values of all keys", "keys", recall, 3, KEYS + VALUES, 1 / VALUES,
-        train=(1, 2, 4, 8, 16, 32), test=(4, 8, 16, 32, 64), running=False, steps=800, lr=3e-3,
+        title="associative recall: the values of all keys",
+        unit="keys",
+        draw=recall,
+        tokens_per_unit=3,
+        vocab_size=KEYS + VALUES,
+        chance=1 / VALUES,
+        train=(1, 2, 4, 8, 16, 32),
+        test=(4, 8, 16, 32, 64),
+        running=False,
+        steps=800,
+        lr=3e-3,
     ),
     "parity": Task(
-        "parity: is the number of ones odd?", "tokens", parity, 1, 2, 1 / 2,
-        train=(4, 8, 16, 32), test=(16, 32, 64, 128, 256), running=True, steps=300, lr=5e-3,
+        title="parity: is the number of ones odd?",
+        unit="tokens",
+        draw=parity,
+        tokens_per_unit=1,
+        vocab_size=2,
+        chance=1 / 2,
+        train=(4, 8, 16, 32),
+        test=(16, 32, 64, 128, 256),
+        running=True,
+        steps=300,
+        lr=5e-3,
     ),
     "s5": Task(
-        "S5: which permutation have the swaps made?", "tokens", compose, 1, 120, 1 / 120,
-        train=(4, 8, 16), test=(8, 16, 32, 64, 128), running=True, steps=800, lr=5e-3,
+        title="S5: which permutation have the swaps made?",
+        unit="tokens",
+        draw=compose,
+        tokens_per_unit=1,
+        vocab_size=120,
+        chance=1 / 120,
+        train=(4, 8, 16),
+        test=(8, 16, 32, 64, 128),
+        running=True,
+        steps=800,
+        lr=5e-3,
     ),
     "needle": Task(
-        "needle in a haystack: up to eight facts in noise", "tokens", needle, 1, KEYS + VALUES + FILLERS, 1 / VALUES,
-        train=(4, 8, 16, 32, 64), test=(32, 64, 128, 256, 512, 1024), running=False, steps=800, lr=2e-3,
+        title="needle in a haystack: up to eight facts in noise",
+        unit="tokens",
+        draw=needle,
+        tokens_per_unit=1,
+        vocab_size=KEYS + VALUES + FILLERS,
+        chance=1 / VALUES,
+        train=(4, 8, 16, 32, 64),
+        test=(32, 64, 128, 256, 512, 1024),
+        running=False,
+        steps=800,
+        lr=2e-3,
     ),
-}  # fmt: skip
+}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashmix.train.folder import RunError, reason
 
 BYTES = 256
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are not UTF-8, or not yet
+CHARACTER = 4  # most bytes, and so most tokens, of one character
+LONGEST = 16  # tokens that are waited for until they are taken for bytes that are no text
 
 
 class Tokens:
-    """How a run turns bytes into tokens: `separator` comes after the last ordinary token, `dtype` holds them all."""
+    """The tokenizer of a run: `separator` is the number after the last ordinary token, `dtype` holds all numbers."""
 
     def __init__(self, tokenizer: Any | None = None) -> None:
         self.tokenizer = tokenizer
@@ -50,3 +54,40 @@ class Tokens:
         if self.tokenizer is None:
             return bytes(kept).decode(errors="replace")
         return self.tokenizer.decode(kept, skip_special_tokens=False)
+
+    def text(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of tokens that come one by one, as soon as its characters are complete.
+
+        Joined, the parts are `decode` of all tokens. The time per token does not depend on how many came before.
+        """
+        kept = (index for index in ids if index != self.separator)
+        parts = self._text_of_bytes(kept) if self.tokenizer is None else self._text_of_tokenizer(kept)
+        return (part for part in parts if part)
+
+    @staticmethod
+    def _text_of_bytes(ids: Iterable[int]) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for index in ids:
+            yield decoder.decode(bytes([index]))
+        yield decoder.decode(b"", final=True)
+
+    def _text_of_tokenizer(self, ids: Iterable[int]) -> Iterator[str]:
+        """Decodes the tokens since the text before last: a token's text may depend on the one before (its space, its bytes)."""
+        context: list[int] = []
+        new: list[int] = []
+        for index in ids:
+            new.append(index)
+            shown, text = self.decode(context), self.decode(context + new)
+            if not text.endswith(UNKNOWN):
+                yield text[len(shown) :]
+                context, new = new, []
+            elif len(new) >= LONGEST:  # these are no characters, but the last tokens may still become one
+                sure = new[:-CHARACTER]
+                yield self.decode(context + sure)[len(shown) :]
+                context, new = sure, new[-CHARACTER:]
+        yield self.decode(context + new)[len(self.decode(context)) :]
+
+
+def as_bytes(text: str) -> bytes:
+    """The bytes of a text in UTF-8; those that were none, surrogates in `text`, as they were."""
+    return text.encode(errors="surrogateescape")

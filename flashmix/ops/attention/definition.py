@@ -1,4 +1,4 @@
-"""The meaning of softmax attention, dense and plain; in float64 the reference. Only tests and docs import this."""
+"""The meaning of softmax attention, dense and plain; in float64 the reference. Only tests, the self-test and docs import this."""
 
 from __future__ import annotations
 

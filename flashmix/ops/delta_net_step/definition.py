@@ -1,4 +1,7 @@
-"""The meaning of one token of a delta-rule layer, in float64: each line is an op of the library. Only tests and docs import this."""
+"""The meaning of one token of a delta-rule layer, in float64: each line is an op of the library.
+
+Only tests, the self-test and docs import this.
+"""
 
 from __future__ import annotations
 

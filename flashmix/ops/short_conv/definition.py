@@ -1,4 +1,4 @@
-"""The meaning of the short convolution: plain formulas, run in float64. Only tests and docs import this."""
+"""The meaning of the short convolution: plain formulas, run in float64. Only tests, the self-test and docs import this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The meaning of the steps: the token loops of the recurrence over a pool of states, in float64. Only tests and docs import this."""
+"""The meaning of the steps: the token loops of the recurrence over a pool of states, in float64.
+
+Only tests, the self-test and docs import this.
+"""
 
 from __future__ import annotations
 
