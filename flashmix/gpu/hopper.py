@@ -1,0 +1,134 @@
+"""Hopper's own instructions for kernels in Gluon: layouts, barriers, named barriers, TMA copies, the unit for 2^x.
+
+Gluon is Triton's language below its tiles and calls itself experimental; this file is the only one that knows where in Triton it lies. It
+holds for the releases that `device.hopper_refuses` lets through: import it from an implementation, never from what `supports` reads.
+
+A ring is a row of buffers in shared memory with two barriers a buffer: `full` (its bytes have come) and `empty` (every reader has left it).
+Use `i` of a ring takes buffer `i % stages`, and the parity of a wait is that of `i // stages`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor", "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "copy_to_global", "copy_to_shared", "ex2",
+    "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "products_done", "release", "row_pieces", "shared_tile",
+    "stores_done", "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
+]  # fmt: skip
+
+copy_to_shared = tma.async_copy_global_to_shared
+copy_to_global = tma.async_copy_shared_to_global
+stores_done = tma.store_wait
+products_done = warpgroup_mma_wait
+expect = mbarrier.expect
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of `[64, columns]` float32 sums of a warpgroup's products."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand(columns):
+    """The layout of a left operand in registers, 16 bits an element, whose product has `columns`."""
+    return gl.DotOperandLayout(0, accumulator(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def row_pieces():
+    """The layout of `[64, 4]` numbers: what each of the four threads that share a row of an `accumulator` has of it."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+def shared_tile(block_shape, dtype):
+    """The layout in shared memory of a tile that TMA copies and `wgmma` reads; `dtype` is Gluon's."""
+    return gl.NVMMASharedLayout.get_default_for(block_shape, dtype)
+
+
+@builtin
+def add_to_global(descriptor, coordinates, tile, _semantic=None):
+    """TMA's addition of a tile in shared memory to a tensor, as `copy_to_global` stores one."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
+    )
+
+
+@gluon.jit
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers, each passed by `arrivals` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def wait_full(full, i, pred=True):
+    """Waits for the bytes of use `i` of a ring."""
+    stages: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(i % stages), (i // stages) & 1, pred=pred)
+
+
+@gluon.jit
+def wait_empty(empty, i):
+    """Waits until every reader has left the buffer of use `i` of a ring; the first use of a buffer need not."""
+    stages: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index(i % stages), ((i // stages) & 1) ^ 1)
+
+
+@gluon.jit
+def release(empty, i, pred=True):
+    """A reader leaves the buffer of use `i`."""
+    mbarrier.arrive(empty.index(i % empty.shape[0]), count=1, pred=pred)
+
+
+@gluon.constexpr_function
+def _named_barrier(instruction, number, threads):
+    return f"bar.{instruction} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def sync_group(number: gl.constexpr, threads: gl.constexpr):
+    """Waits at named barrier `number` for `threads` threads, this one included."""
+    text: gl.constexpr = _named_barrier("sync", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
+    """Counts as one of the `threads` at named barrier `number`, without waiting."""
+    text: gl.constexpr = _named_barrier("arrive", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ex2(x):
+    """2^x to 2 units in the last place; denormal results are 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pin(x):
+    """x, computed before whatever waits or branches below: ptxas would otherwise hoist a wait for products above it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
