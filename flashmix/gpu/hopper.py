@@ -21,12 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "copy_to_global", "copy_to_shared", "ex2",
-    "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "products_done", "release", "row_pieces", "shared_tile",
-    "stores_done", "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "coalesced", "copy_to_global", "copy_to_shared", "ex2",
+    "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "products_done", "release", "row_pieces", "stores_done",
+    "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = tma.async_copy_global_to_shared
@@ -60,9 +59,11 @@ def row_pieces():
     )
 
 
-def shared_tile(block_shape, dtype):
-    """The layout in shared memory of a tile that TMA copies and `wgmma` reads; `dtype` is Gluon's."""
-    return gl.NVMMASharedLayout.get_default_for(block_shape, dtype)
+@gluon.constexpr_function
+def coalesced(columns):
+    """The layout of `[64, columns]` 16-bit numbers of four warps that lie in memory row by row: 16 bytes a thread."""
+    threads = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @builtin

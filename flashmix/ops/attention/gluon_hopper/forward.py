@@ -1,0 +1,366 @@
+"""Forward of softmax attention on Hopper: warps that copy, and groups of four warps, 64 queries each, that compute.
+
+One warp copies the tiles of q, then k and v in turns through rings in shared memory. Each group walks over the keys from the first:
+
+    S_i = q k_i^T and a += P_{i-1} v_{i-1} are issued together; the softmax of S_i runs under the second product
+    m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m')
+    o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
+
+Scores, masks and what is kept for backward are those of `triton_gpu`. A block of queries that see nothing takes one tile of which
+nothing is visible.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu.hopper import (
+    accumulator,
+    allocate_barriers,
+    ex2,
+    gl,
+    gluon,
+    pin,
+    products_done,
+    release,
+    row_pieces,
+    wait_empty,
+    wait_full,
+)
+from flashmix.gpu.launch import bound
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.op.call import Outputs
+from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
+from flashmix.ops.attention.gluon_hopper.tiles import (
+    accumulate,
+    allocate_results,
+    allocate_tiles,
+    as_operand,
+    copy_tile,
+    scores,
+    tile_of,
+    times_rows,
+    write_rows,
+    zero_sums,
+)
+from flashmix.ops.attention.triton_gpu.decay import running_sums
+from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, ForwardResults, bias_of_way, query_rows
+from flashmix.ops.attention.triton_gpu.packed import blocks_of
+from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum, tanh, visible
+from flashmix.ops.attention.triton_gpu.spec import numbers_of
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, load_decay, padded_tokens, result_rows
+
+LEAST = gl.constexpr(LOWEST.value)
+COPIES = gl.constexpr(REGISTERS[2][2])
+REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
+REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
+# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole
+WHOLE, EDGE, EITHER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them."""
+
+    low: Any
+    begin: Any
+    end: Any
+    count: Any
+
+
+class ForwardTiles(NamedTuple):
+    """Tiles in shared memory, each a pair (see `tiles`): q `[groups, 64, K]`, rings of k `[BN, K]` and v `[BN, V]`, o `[groups, 64, V]`."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+class ForwardBarriers(NamedTuple):
+    q_full: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+@gluon.jit
+def tiles_of_keys(at, n, S: gl.constexpr):
+    """The `KeyTiles` of a block: one at least."""
+    low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
+    count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
+    return KeyTiles(low, (inner - low) // S.BN, (outer - low) // S.BN, count)
+
+
+@gluon.jit
+def forward_copies(x, descriptors, shared, bars, n, S: gl.constexpr):
+    """The warp that copies: q, then k and v in the order in which they are read."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    q_d, k_d, v_d = descriptors
+    at = find_queries(x.table, n, S)
+    if (at.first >= 0) & (at.first < at.tokens_q):
+        keys = tiles_of_keys(at, n, S)
+        of_q = (at.batch, at.head, at.start_q, at.tokens_q)
+        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+        for group in gl.static_range(S.BM // 64):
+            copy_tile(q_d, of_q, at.first + group * 64, bars.q_full.index(group), shared.q, group, QK, S)
+        copy_tile(k_d, of_k, keys.low, bars.k_full.index(0), shared.k, 0, QK, S)
+        for i in range(1, keys.count):
+            stage = i % S.STAGES
+            wait_empty(bars.k_empty, i)
+            copy_tile(k_d, of_k, keys.low + i * S.BN, bars.k_full.index(stage), shared.k, stage, QK, S)
+            last = (i - 1) % S.STAGES
+            wait_empty(bars.v_empty, i - 1)
+            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full.index(last), shared.v, last, V, S)
+        last = (keys.count - 1) % S.STAGES
+        wait_empty(bars.v_empty, keys.count - 1)
+        copy_tile(v_d, of_k, keys.low + (keys.count - 1) * S.BN, bars.v_full.index(last), shared.v, last, V, S)
+
+
+@gluon.jit
+def masked(s, rows, key, at, edge, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Scores, `-inf` where a key is not seen."""
+    if KIND == EDGE:
+        s = gl.where(visible(rows.position, key, at.tokens_k, n, S), s, -float("inf"))
+    elif KIND == EITHER:
+        if edge:
+            s = gl.where(visible(rows.position, key, at.tokens_k, n, S), s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def bias_of_tile(rows, start, n, S: gl.constexpr):
+    """What is added to the scores of a whole tile for the way from its keys to the block's first row, `[1, BN]`."""
+    L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
+    place = gl.arange(0, S.BN, L)
+    distance = rows.reference - start - (S.BN - 1)
+    end = (0.0, 0.0)
+    if S.DECAY:
+        high, low = rows.gates
+        end = (gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1)))
+    bias = bias_of_way(rows.decay_ref, end, distance, rows.slope, S)
+    falls = gl.full([S.BN], 0.0, gl.float32, L) + bias
+    if S.DECAY:
+        falls += gl.load(rows.gates_to_end + start + place)  # [BN]
+    if S.ALIBI:
+        falls += rows.slope * (place - (S.BN - 1)).to(gl.float32)
+    return falls[None, :]
+
+
+@gluon.jit
+def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.constexpr):
+    """P of a tile of `q k^T`, `[64, BN]`, and the running maximum with it."""
+    RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
+    BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
+    key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
+    if RAW:
+        s = masked(s, rows, key, at, edge, n, KIND, S)
+        top = gl.maximum(m, gl.max(s, 1) * n.scale)
+        return ex2(s * n.scale - top[:, None]), top
+    else:
+        y = s * n.scale
+        if S.SOFTCAP:
+            y = tanh(y, S) * n.softcap
+        if BY_TILE and KIND == WHOLE:
+            y += bias
+        elif S.DECAY or S.ALIBI:
+            decay_k = (0.0, 0.0)
+            if S.DECAY:
+                L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
+                decay_k = expanded(load_decay(rows.gates, start + gl.arange(0, S.BN, L), at.tokens_k, True), 0)  # [1, BN]
+            y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
+        y = masked(y, rows, key, at, edge, n, KIND, S)
+        top = gl.maximum(m, gl.max(y, 1))
+        return ex2(y - top[:, None]), top
+
+
+@gluon.jit
+def row_sums(p):
+    """The sums of each row over the columns that a thread has, `[64, 4]`; the four of a row are added at the end."""
+    pieces = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(pieces, row_pieces())
+
+
+@gluon.jit
+def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Takes tiles `begin` to `end` of the keys into `state`: `(a, p of the tile before, m, l)`."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
+    BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
+    acc, p, m, l = state
+    for i in range(begin, end):
+        start = keys.low + i * S.BN
+        bias = m
+        if BY_TILE:
+            bias = bias_of_tile(rows, start, n, S)
+        # s = q k^T;  a = a + p v of the tile before
+        s = scores(tile_of(shared.q, group), tile_of(shared.k, i % S.STAGES), QK)  # [64, BN]
+        wait_full(bars.v_full, i - 1)
+        acc = accumulate(acc, p, tile_of(shared.v, (i - 1) % S.STAGES), V)
+        s = products_done(PV, [s])
+        release(bars.k_empty, i)
+        # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
+        found, top = softmax(s, m, rows, at, start, (i < keys.begin) | (i >= keys.end), bias, n, KIND, S)
+        shrink = pin(ex2(m - top))
+        l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
+        m = top
+        # a branch, over which ptxas does not raise the wait for `p v`
+        wait_full(bars.k_full, i + 1, i + 1 < keys.count)
+        acc_1, acc_2 = acc
+        p_1, p_2 = p
+        if V.SECOND > 0:
+            acc_1, acc_2, p_1, p_2, l, shrink = products_done(0, [acc_1, acc_2, p_1, p_2, l, shrink])
+            acc = (acc_1, acc_2)
+        else:
+            acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
+            acc = (acc_1, acc_1)
+        release(bars.v_empty, i - 1)
+        # a = a 2^(m - m')
+        acc = times_rows(acc, shrink, V)
+        p = as_operand(found, p_1.dtype, V)
+    return acc, p, m, l
+
+
+@gluon.jit
+def all_keys(state, keys, rows, at, group, shared, bars, n, S: gl.constexpr):
+    """Takes all tiles after the first into `state`.
+
+    A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is counted
+    there. That is one addition an element instead of four.
+    """
+    if S.CAUSAL and (S.DECAY or S.ALIBI):
+        begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
+        if S.LEFT:
+            state = attend(state, 1, gl.minimum(begin, keys.count), keys, rows, at, group, shared, bars, n, EDGE, S)
+        end = gl.maximum(begin, end)
+        acc, p, m, l = state
+        before = m - rows.bias
+        acc, p, after, l = attend((acc, p, before, l), begin, end, keys, rows, at, group, shared, bars, n, WHOLE, S)
+        m = gl.where(after == before, m, after + rows.bias)
+        return attend((acc, p, m, l), end, keys.count, keys, rows, at, group, shared, bars, n, EDGE, S)
+    else:
+        return attend(state, 1, keys.count, keys, rows, at, group, shared, bars, n, EITHER, S)
+
+
+@gluon.jit
+def forward_group(group: gl.constexpr, x, out, shared, bars, n, S: gl.constexpr):
+    """Four warps with 64 queries of a block."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
+    at = find_queries(x.table, n, S)
+    if (at.first >= 0) & (at.first < at.tokens_q):
+        keys = tiles_of_keys(at, n, S)
+        index = at.first + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, accumulator(S.BN)))
+        rows = query_rows(x, at, index, n, S)
+        m = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, accumulator(S.BN)))
+        # the first tile
+        wait_full(bars.q_full, group)
+        wait_full(bars.k_full, 0)
+        s = scores(tile_of(shared.q, group), tile_of(shared.k, 0), QK)  # [64, BN]
+        s = products_done(0, [s])
+        release(bars.k_empty, 0)
+        found, m = softmax(s, m, rows, at, keys.low, (keys.begin > 0) | (keys.end <= 0), m, n, FIRST, S)
+        l = row_sums(found)
+        state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, l)
+        wait_full(bars.k_full, 1, keys.count > 1)
+        state = all_keys(state, keys, rows, at, group, shared, bars, n, S)
+        # the last product
+        acc, p, m, l = state
+        last = keys.count - 1
+        wait_full(bars.v_full, last)
+        acc_1, acc_2 = accumulate(acc, p, tile_of(shared.v, last % S.STAGES), V)
+        if V.SECOND > 0:
+            acc_1, acc_2 = products_done(0, [acc_1, acc_2])
+            acc = (acc_1, acc_2)
+        else:
+            acc_1 = products_done(0, [acc_1])
+            acc = (acc_1, acc_1)
+        l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, accumulator(S.BN)))
+        # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
+        shrink = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, accumulator(S.BN)))
+        if S.SINK:
+            at_sink = in_units(gl.load(x.sink + at.head), S)
+            top, m = m, gl.maximum(m, at_sink)
+            shrink = ex2(top - m)
+            l = l * shrink + ex2(at_sink - m)
+        # o = a / l;  lse = m + log l
+        acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
+        o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
+        write_rows(o, acc, tile_of(shared.o, group), at.first + group * 64, at.tokens_q, V)
+        row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
+        inside = index < at.tokens_q
+        gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
+        gl.store(out.top + row + index, m, mask=inside)
+        gl.store(out.total + row + index, l, mask=inside)
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_rest, n, S: gl.constexpr):
+    """o, lse, m and l of BM queries of a head."""
+    q = allocate_tiles(S.BM // 64, (q_tiles, q_rest))
+    k = allocate_tiles(S.STAGES, (k_tiles, k_rest))
+    v = allocate_tiles(S.STAGES, (v_tiles, v_rest))
+    o = q
+    if S.V.FIRST != S.QK.FIRST or (S.V.SECOND > 0 and S.V.SECOND != S.QK.SECOND):
+        o = allocate_results(S.BM // 64, (v_tiles, v_rest))
+    shared = ForwardTiles(q, k, v, o)
+    bars = ForwardBarriers(
+        allocate_barriers(S.BM // 64, 1),
+        allocate_barriers(S.STAGES, 1),
+        allocate_barriers(S.STAGES, S.BM // 64),
+        allocate_barriers(S.STAGES, 1),
+        allocate_barriers(S.STAGES, S.BM // 64),
+    )
+    descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
+    if S.BM // 64 == 2:
+        gl.warp_specialize(
+            [
+                (forward_group, (0, x, out, shared, bars, n, S)),
+                (forward_group, (1, x, out, shared, bars, n, S)),
+                (forward_copies, (x, descriptors, shared, bars, n, S)),
+            ],
+            [4, 1],
+            [REGISTERS_OF_TWO, COPIES],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (forward_group, (0, x, out, shared, bars, n, S)),
+                (forward_group, (1, x, out, shared, bars, n, S)),
+                (forward_group, (2, x, out, shared, bars, n, S)),
+                (forward_copies, (x, descriptors, shared, bars, n, S)),
+            ],
+            [4, 4, 1],
+            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
+        )
+
+
+def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
+    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each, of a call as `laid_out` makes it."""
+    q, k, v = call.q, call.k, call.v
+    spec, options = hopper_spec(call, "forward")
+    decay, decay_tiles = running_sums(call, spec._replace(SCALED=False))
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    top, total = call.row_statistics()
+    lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
+    blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+    bound(hopper_forward_kernel, spec, **options)(
+        blocks * call.batch * call.heads_q,
+        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
+        ForwardResults(o, lse, top, total),
+        *tiles(q, spec, ROWS, spec.QK),
+        *tiles(k, spec, spec.BN, spec.QK),
+        *tiles(v, spec, spec.BN, spec.V),
+        numbers_of(call, spec, blocks),
+    )
+    return o, lse, (top, total)

@@ -1,0 +1,173 @@
+"""Tiles of Hopper's kernels: rings of them in shared memory, copies into them, products of them, rows written from registers.
+
+A tensor's head has one part or two (`Channels`), so what holds tiles is a pair; the second is the first again where there is one part. `S` is
+an `AttentionSpec`. Shapes in comments: K channels of q and k, V of v.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    accumulator,
+    coalesced,
+    copy_to_shared,
+    expect,
+    gl,
+    gluon,
+    operand,
+    warpgroup_mma,
+)
+from flashmix.ops.attention.gluon_hopper.spec import RAGGED
+
+FAR = gl.constexpr(RAGGED)
+
+
+@gluon.constexpr_function
+def result_layout(layout):
+    """The layout in shared memory of tiles of two axes that are swizzled as those of `layout`."""
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
+
+
+@gluon.jit
+def allocate_tiles(count: gl.constexpr, descriptors):
+    """`count` buffers for tiles of both descriptors."""
+    first, second = descriptors
+    a = gl.allocate_shared_memory(first.dtype, [count] + first.block_type.shape, first.layout)
+    if second is not None:
+        b = gl.allocate_shared_memory(second.dtype, [count] + second.block_type.shape, second.layout)
+        return a, b
+    else:
+        return a, a
+
+
+@gluon.jit
+def allocate_results(count: gl.constexpr, like):
+    """`count` buffers for 64 rows of results whose channels are those of the descriptors `like`."""
+    first, second = like
+    a = gl.allocate_shared_memory(first.dtype, [count, 64, first.block_type.shape[-1]], result_layout(first.layout))
+    if second is not None:
+        b = gl.allocate_shared_memory(second.dtype, [count, 64, second.block_type.shape[-1]], result_layout(second.layout))
+        return a, b
+    else:
+        return a, a
+
+
+@gluon.jit
+def tile_of(buffers, i):
+    """Both parts of buffer `i`, `[rows, FIRST]` and `[rows, SECOND]`."""
+    first, second = buffers
+    rows: gl.constexpr = first.shape[-2]
+    a = first.index(i).reshape([rows, first.shape[-1]])
+    b = second.index(i).reshape([rows, second.shape[-1]])
+    return a, b
+
+
+@gluon.jit
+def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
+    batch, head, start, tokens = place
+    if S.PACKED:
+        at = [FAR, start + tokens, head, FAR - tokens + row, column]
+        copy_to_shared(descriptor, at, barrier, buffer)
+    else:
+        copy_to_shared(descriptor, [batch, head, row, column], barrier, buffer)
+
+
+@gluon.jit
+def copy_tile(descriptors, place, row, barrier, buffers, i, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the tile from `row` of a sequence into buffer `i`; `barrier` counts its bytes. Zeros past the last row.
+
+    `place`: batch, head, first row and rows of the sequence.
+    """
+    first, second = descriptors
+    a, b = buffers
+    if C.SECOND > 0:
+        expect(barrier, first.block_type.nbytes + second.block_type.nbytes)
+        copy_part(second, place, row, C.FIRST, barrier, b.index(i), S)
+    else:
+        expect(barrier, first.block_type.nbytes)
+    copy_part(first, place, row, 0, barrier, a.index(i), S)
+
+
+@gluon.jit
+def scores(q, k, C: gl.constexpr):
+    """Issues `q k^T` over both parts of the head, `[64, rows of k]`."""
+    q_1, q_2 = q
+    k_1, k_2 = k
+    rows: gl.constexpr = k_1.shape[0]
+    s = gl.full([64, rows], 0.0, gl.float32, accumulator(rows))
+    s = warpgroup_mma(q_1, k_1.permute((1, 0)), s, use_acc=False, is_async=True)
+    if C.SECOND > 0:
+        s = warpgroup_mma(q_2, k_2.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def accumulate(acc, p, v, C: gl.constexpr):
+    """Issues `acc + p v` for both parts of the head."""
+    acc_1, acc_2 = acc
+    p_1, p_2 = p
+    v_1, v_2 = v
+    acc_1 = warpgroup_mma(p_1, v_1, acc_1, is_async=True)
+    if C.SECOND > 0:
+        acc_2 = warpgroup_mma(p_2, v_2, acc_2, is_async=True)
+        return acc_1, acc_2
+    else:
+        return acc_1, acc_1
+
+
+@gluon.jit
+def as_operand(p, dtype: gl.constexpr, C: gl.constexpr):
+    """`[64, rows]` in registers as the left operand of `accumulate`."""
+    p = p.to(dtype)
+    first = gl.convert_layout(p, operand(C.FIRST))
+    if C.SECOND > 0:
+        return first, gl.convert_layout(p, operand(C.SECOND))
+    else:
+        return first, first
+
+
+@gluon.jit
+def zero_sums(C: gl.constexpr):
+    """Sums of both parts of a head, `[64, FIRST]` and `[64, SECOND]`."""
+    first = gl.full([64, C.FIRST], 0.0, gl.float32, accumulator(C.FIRST))
+    if C.SECOND > 0:
+        return first, gl.full([64, C.SECOND], 0.0, gl.float32, accumulator(C.SECOND))
+    else:
+        return first, first
+
+
+@gluon.jit
+def times_rows(sums, factor, C: gl.constexpr):
+    """Both parts of `sums`, each row times its `factor`."""
+    a, b = sums
+    a = a * gl.convert_layout(factor, gl.SliceLayout(1, accumulator(C.FIRST)))[:, None]
+    if C.SECOND > 0:
+        return a, b * gl.convert_layout(factor, gl.SliceLayout(1, accumulator(C.SECOND)))[:, None]
+    else:
+        return a, a
+
+
+@gluon.jit
+def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.constexpr):
+    address, stride = at
+    WIDTH: gl.constexpr = sums.shape[1]
+    L: gl.constexpr = coalesced(WIDTH)
+    buffer.store(sums.to(buffer.dtype))
+    tile = buffer.load(L)  # [64, WIDTH]
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    if column + WIDTH > ALL:
+        gl.store(to, tile, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
+    else:
+        gl.store(to, tile, mask=(rows < limit)[:, None])
+
+
+@gluon.jit
+def write_rows(at, sums, buffers, first, limit, C: gl.constexpr):
+    """Writes 64 rows of both parts of `sums` from row `first`, below `limit`, of `(address, stride)`, through shared memory."""
+    a, b = sums
+    x, y = buffers
+    write_part(at, a, x, first, limit, 0, C.ALL)
+    if C.SECOND > 0:
+        write_part(at, b, y, first, limit, C.FIRST, C.ALL)
