@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "coalesced", "copy_to_global", "copy_to_shared", "ex2",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "await_count", "coalesced", "copy_to_global", "copy_to_shared",
+    "count_up", "ex2",
     "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "products_done", "release", "row_pieces", "stores_done",
     "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
@@ -133,3 +134,35 @@ def ex2(x):
 def pin(x):
     """x, computed before whatever waits or branches below: ptxas would otherwise hoist a wait for products above it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_count(counter, count):
+    """Waits until a counter in memory has come to `count`, and sees what was written or added by TMA before."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.ne.s32 p, t, $2; @p bra AGAIN;"
+        " fence.proxy.async; mov.u32 $0, t; }",
+        "=r,l,r",
+        [counter.to(gl.int64), count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _count_up(pending):
+    return (
+        f"{{ .reg .pred p; cp.async.bulk.wait_group {pending}; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
+        " @p red.release.gpu.global.add.s32 [$2], 1; mov.u32 $0, 0; }"
+    )
+
+
+@gluon.jit
+def count_up(counter, pending: gl.constexpr):
+    """Adds 1 to a counter in memory, from a lone warp, when all but the last `pending` stores by TMA have come to memory."""
+    text: gl.constexpr = _count_up(pending)
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(
+        text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,4 +1,4 @@
-"""Softmax attention for Hopper GPUs, in Gluon: forward; `triton_gpu` takes what `supports` refuses, and the backward."""
+"""Softmax attention for Hopper GPUs, in Gluon; `triton_gpu` takes what `supports` refuses, and some backward passes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention import triton_gpu
 from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.gluon_hopper.backward import attention_backward
 from flashmix.ops.attention.gluon_hopper.forward import attention_forward
 from flashmix.ops.attention.triton_gpu.spec import laid_out
+
+MOST_CHANNELS = 128
+
+
+def backward_supports(call: AttentionCall) -> str | None:
+    """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
+    if call.log_decay is not None or call.alibi_slopes is not None:
+        return "it has no gradients of gates and slopes"
+    if max(call.q.shape[3], call.v.shape[3]) > MOST_CHANNELS:
+        return f"its sums of dK and dV take {MOST_CHANNELS} channels"
+    return None
 
 
 def keeps(call: AttentionCall) -> Outputs:
@@ -25,4 +37,7 @@ def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     """The gradients of q, k, v and of each of sink, slopes and decay that is given."""
-    return triton_gpu.backward(call, kept, grads, wanted)
+    if backward_supports(call) is not None:
+        return triton_gpu.backward(call, kept, grads, wanted)
+    d_o, d_lse = grads if call.return_lse else (*grads, None)
+    return attention_backward(laid_out(call), kept, d_o, d_lse)

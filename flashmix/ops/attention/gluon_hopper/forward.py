@@ -35,6 +35,7 @@ from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.op.call import Outputs
 from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, masked, scaled
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
 from flashmix.ops.attention.gluon_hopper.tiles import (
@@ -52,7 +53,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
 from flashmix.ops.attention.triton_gpu.decay import running_sums
 from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, ForwardResults, bias_of_way, query_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
-from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum, tanh, visible
+from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum
 from flashmix.ops.attention.triton_gpu.spec import numbers_of
 from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, load_decay, padded_tokens, result_rows
 
@@ -60,8 +61,6 @@ LEAST = gl.constexpr(LOWEST.value)
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
-# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole
-WHOLE, EDGE, EITHER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 class KeyTiles(NamedTuple):
@@ -125,17 +124,6 @@ def forward_copies(x, descriptors, shared, bars, n, S: gl.constexpr):
 
 
 @gluon.jit
-def masked(s, rows, key, at, edge, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Scores, `-inf` where a key is not seen."""
-    if KIND == EDGE:
-        s = gl.where(visible(rows.position, key, at.tokens_k, n, S), s, -float("inf"))
-    elif KIND == EITHER:
-        if edge:
-            s = gl.where(visible(rows.position, key, at.tokens_k, n, S), s, -float("inf"))
-    return s
-
-
-@gluon.jit
 def bias_of_tile(rows, start, n, S: gl.constexpr):
     """What is added to the scores of a whole tile for the way from its keys to the block's first row, `[1, BN]`."""
     L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
@@ -161,13 +149,11 @@ def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.cons
     BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
     key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
     if RAW:
-        s = masked(s, rows, key, at, edge, n, KIND, S)
+        s = masked(s, rows.position, key, at.tokens_k, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(s, 1) * n.scale)
         return ex2(s * n.scale - top[:, None]), top
     else:
-        y = s * n.scale
-        if S.SOFTCAP:
-            y = tanh(y, S) * n.softcap
+        y, _ = scaled(s, n, S)
         if BY_TILE and KIND == WHOLE:
             y += bias
         elif S.DECAY or S.ALIBI:
@@ -176,7 +162,7 @@ def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.cons
                 L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
                 decay_k = expanded(load_decay(rows.gates, start + gl.arange(0, S.BN, L), at.tokens_k, True), 0)  # [1, BN]
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
-        y = masked(y, rows, key, at, edge, n, KIND, S)
+        y = masked(y, rows.position, key, at.tokens_k, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(y, 1))
         return ex2(y - top[:, None]), top
 

@@ -20,7 +20,10 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     biased = call.log_decay is not None or call.alibi_slopes is not None
     config = config_for(phase, call.q.shape[3], call.v.shape[3], biased)
     spec, _ = spec_of(call, phase, config)
-    return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.BM // ROWS][0]}
+    if phase == "backward":  # tiles of one part, and 64 channels at least in each half of dQ
+        width = 128 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
+        spec = spec._replace(QK=Channels(spec.QK.ALL, width, 0), V=Channels(spec.V.ALL, width, 0))
+    return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.warps // 4][0]}
 
 
 def tiles(x: Tensor, S: AttentionSpec, rows: int, width: Channels) -> tuple[Tiles, Tiles | None]:

@@ -15,9 +15,10 @@ FORWARD: Rows = {
     (192, 192): AttentionConfig(128, 64, 8, 3),
     (256, 256): AttentionConfig(128, 64, 8, 2),
 }
+BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (128, 128): AttentionConfig(64, 128, 8, 2)}
 # with ALiBi or a forget gate, which keep more a row
 BIASED = {"forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)}}
-PHASES = {"forward": FORWARD}
+PHASES = {"forward": FORWARD, "backward": BACKWARD}
 # Registers a thread by the number of groups that compute: at the start of a kernel, of those groups, of the warps that only copy.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 
