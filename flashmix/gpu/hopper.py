@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive_at_group", "await_count", "coalesced", "copy_to_global", "copy_to_shared",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global", "copy_to_shared",
     "count_up", "ex2",
-    "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "products_done", "release", "row_pieces", "stores_done",
+    "expect", "fence_async_shared", "gl", "gluon", "operand", "pin", "plain", "products_done", "release", "row_pieces", "stores_done",
     "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
@@ -67,6 +67,12 @@ def coalesced(columns):
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def plain():
+    """The layout in shared memory of a row of numbers."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
 @builtin
 def add_to_global(descriptor, coordinates, tile, _semantic=None):
     """TMA's addition of a tile in shared memory to a tensor, as `copy_to_global` stores one."""
@@ -103,6 +109,12 @@ def wait_empty(empty, i):
 def release(empty, i, pred=True):
     """A reader leaves the buffer of use `i`."""
     mbarrier.arrive(empty.index(i % empty.shape[0]), count=1, pred=pred)
+
+
+@gluon.jit
+def arrive(barrier):
+    """Counts as one arrival at a barrier, after what this warp wrote to shared memory."""
+    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.constexpr_function

@@ -25,15 +25,15 @@ from flashmix.gpu.hopper import (
     accumulator,
     add_to_global,
     allocate_barriers,
+    arrive,
     await_count,
-    copy_to_shared,
     count_up,
     ex2,
-    expect,
     fence_async_shared,
     gl,
     gluon,
     operand,
+    plain,
     products_done,
     release,
     stores_done,
@@ -47,17 +47,17 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.scores import scaled
+from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
 from flashmix.ops.attention.gluon_hopper.tiles import allocate_tiles, copy_tile, first_of, result_layout, write_part
 from flashmix.ops.attention.triton_gpu.backward import RowInputs, row_statistics, summed_over_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, find_sequence
-from flashmix.ops.attention.triton_gpu.scores import visible
-from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, aligned, numbers_of
+from flashmix.ops.attention.triton_gpu.spec import aligned, numbers_of
 from flashmix.ops.attention.triton_gpu.tiles import (
     AttentionBlock,
     find_head,
+    padded_tokens,
     result_rows,
     rows_of_keys,
     store_rows,
@@ -69,9 +69,11 @@ PIECE = 256  # columns of dQ's sums in memory; half a block, `[64, 64]`, has 16 
 
 
 class BackwardWork(NamedTuple):
-    """Pointers: the table of packed keys, results, and the counters of dQ's blocks, the first of which hands out numbers to programs."""
+    """Pointers; the first counter hands out numbers to programs, the others belong to dQ's blocks."""
 
-    table: Any
+    table: Any  # of packed keys
+    level: Any  # [B, HQ, Tq], rows padded to 16 bytes, as delta
+    delta: Any
     d_k: Any  # [B, Tk, H, K]
     d_v: Any  # [B, Tk, H, V]
     counters: Any
@@ -89,7 +91,7 @@ class QuerySteps(NamedTuple):
 
 
 class BackwardTiles(NamedTuple):
-    """Tiles in shared memory: k and v `[2, 64, K]`, rings of q and dO `[BM, K]`, of level and delta `[1, BM]`, of dS, and dQ's halves."""
+    """Tiles in shared memory: k and v `[2, 64, K]`, rings of q and dO `[BM, K]`, of level and delta `[BM]`, of dS, and dQ's halves."""
 
     q: Any
     d_o: Any
@@ -151,11 +153,19 @@ def turn_of(at, block, n, S: gl.constexpr):
 
 
 @gluon.jit
-def backward_copies(at, steps, descriptors, shared, bars, n, S: gl.constexpr):
+def copy_numbers(numbers, rows, tokens, other, barrier, buffer):
+    """Copies numbers of `rows` into a buffer, `other` past the last row. TMA would want each sequence to begin at 16 bytes."""
+    buffer.store(gl.load(numbers + rows, mask=rows < tokens, other=other))
+    arrive(barrier)
+
+
+@gluon.jit
+def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constexpr):
     """The warp that copies: k, v, and in turns q with its level and dO with its delta."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
-    q_d, d_o_d, k_d, v_d, level_d, delta_d = descriptors
+    q_d, d_o_d, k_d, v_d = descriptors
+    lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full.index(group), shared.k, group, QK, S)
@@ -163,19 +173,20 @@ def backward_copies(at, steps, descriptors, shared, bars, n, S: gl.constexpr):
         head = at.head + i // steps.each
         row = (steps.first + i % steps.each) * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
-        of_rows = at.batch * n.heads_q + head
+        numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q
         stage = i % S.STAGES
         wait_empty(bars.q_empty, i)
         full = bars.q_full.index(stage)
-        copy_tile((q_d, None), of_q, row, full, shared.q, stage, QK, S, level_d.block_type.nbytes)
-        copy_to_shared(level_d, [of_rows, at.start_q + row], full, shared.level.index(stage))
+        copy_tile((q_d, None), of_q, row, full, shared.q, stage, QK, S)
+        level = shared.level.index(stage)
+        copy_numbers(work.level + numbers, row + lanes, at.tokens_q, float("inf"), full, level)
         if i == 0:
             for group in gl.static_range(2):
                 copy_tile((v_d, None), of_k, at.first + group * 64, bars.v_full.index(group), shared.v, group, V, S)
         wait_empty(bars.d_o_empty, i)
         full = bars.d_o_full.index(stage)
-        copy_tile((d_o_d, None), of_q, row, full, shared.d_o, stage, V, S, delta_d.block_type.nbytes)
-        copy_to_shared(delta_d, [of_rows, at.start_q + row], full, shared.delta.index(stage))
+        copy_tile((d_o_d, None), of_q, row, full, shared.d_o, stage, V, S)
+        copy_numbers(work.delta + numbers, row + lanes, at.tokens_q, 0.0, full, shared.delta.index(stage))
 
 
 @gluon.jit
@@ -256,24 +267,18 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         s = products_done(1, [s])
         # P = 2^(S - level)
         edge = (start < steps.inner) | (start >= steps.outer)
-        level = shared.level.index(stage).load(L)  # [1, BM]
+        level = shared.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         y, squashed = scaled(s, n, S)
-        y -= level
-        if edge:
-            row = (start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
-            seen = visible(row + shift, key, at.tokens_k, n, S) & (row < at.tokens_q)
-            y = gl.where(seen, y, -float("inf"))
-        p = ex2(y)
-        p_t = gl.convert_layout(p.to(dtype), operand(V.FIRST))
+        position = (shift + start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
+        y = masked(y - level[None, :], position, key, at.tokens_k, edge, n, EITHER, S)
+        p = ex2(y).to(dtype)
+        p_t = gl.convert_layout(p, operand(V.FIRST))
         # dV += P^T dO
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
         d_p = products_done(1, [d_p])
         # dS = P (dP - delta)
-        delta = shared.delta.index(stage).load(L)  # [1, BM]
-        if edge:  # what is past the last row may be anything
-            row = (start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
-            delta = gl.where(row < at.tokens_q, delta, 0.0)
-        d_s = p * (d_p - delta)
+        delta = shared.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
+        d_s = p.to(gl.float32) * (d_p - delta[None, :])
         if S.SOFTCAP:
             d_s = d_s * (1.0 - squashed * squashed)
         d_s = d_s.to(dtype)
@@ -304,7 +309,7 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
 
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
-def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, level_t, delta_t, d_q_t, n, S: gl.constexpr):
+def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr):
     """dK, dV and what 128 keys add to dQ."""
     number = gl.atomic_add(work.counters, 1)
     at, steps = find_keys_from_the_last(number, work.table, n, S)
@@ -313,28 +318,28 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, level_t, delta_t, d_q_t, 
         allocate_tiles(S.STAGES, (d_o_t, None)),
         allocate_tiles(2, (k_t, None)),
         allocate_tiles(2, (v_t, None)),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, 1, S.BM], level_t.layout),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, 1, S.BM], delta_t.layout),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout),
     )
     bars = BackwardBarriers(
         allocate_barriers(2, 1),
         allocate_barriers(2, 1),
-        allocate_barriers(S.STAGES, 1),
         allocate_barriers(S.STAGES, 2),
-        allocate_barriers(S.STAGES, 1),
+        allocate_barriers(S.STAGES, 2),
+        allocate_barriers(S.STAGES, 2),
         allocate_barriers(S.STAGES, 2),
         allocate_barriers(2, 1),
         allocate_barriers(2, 1),
     )
-    descriptors = (q_t, d_o_t, k_t, v_t, level_t, delta_t)
+    descriptors = (q_t, d_o_t, k_t, v_t)
     if at.first >= 0:
         gl.warp_specialize(
             [
                 (backward_group, (0, work, at, steps, shared, bars, n, S)),
                 (backward_group, (1, work, at, steps, shared, bars, n, S)),
-                (backward_copies, (at, steps, descriptors, shared, bars, n, S)),
+                (backward_copies, (work, at, steps, descriptors, shared, bars, n, S)),
                 (backward_sums, (at, steps, d_q_t, work.counters, shared, bars, n, S)),
             ],
             [4, 1, 1],
@@ -364,11 +369,6 @@ def query_gradient_kernel(d_q, sums, table, n, S: tl.constexpr):
     store_rows(to, tile * n.d_scale, block * S.BM, tokens_q, 0, QK.FIRST, QK, S.BM)
 
 
-def rows_of_numbers(x: Tensor, S: AttentionSpec) -> Tiles:
-    """Numbers by token `[B, HQ, T]` in tiles `[1, BM]`."""
-    return Tiles(x, (x.shape[0] * x.shape[1], x.shape[2]), (x.shape[2], 1), (1, S.BM), swizzle=0)
-
-
 def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d_lse: Tensor | None) -> Gradients:
     """The gradients of q, k, v, and of a sink, of a call as `laid_out` makes it."""
     o, top, total = kept
@@ -388,10 +388,8 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     )]  # fmt: skip
     bound(hopper_backward_kernel, spec, **options)(
         blocks_k * call.batch * call.heads,
-        BackwardWork(table_k, d_k, d_v, counters),
+        BackwardWork(table_k, rows.level, rows.delta, d_k, d_v, counters),
         *described,
-        rows_of_numbers(rows.level, spec),
-        rows_of_numbers(rows.delta, spec),
         Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0),
         numbers_of(call, spec, blocks_k),
     )

@@ -80,20 +80,18 @@ def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(
-    descriptors, place, row, barrier, buffers, i, C: gl.constexpr, S: gl.constexpr, MORE: gl.constexpr = 0
-):
-    """Begins to copy the tile from `row` of a sequence into buffer `i`; `barrier` counts its bytes, and MORE. Zeros past the last row.
+def copy_tile(descriptors, place, row, barrier, buffers, i, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the tile from `row` of a sequence into buffer `i`; `barrier` counts its bytes. Zeros past the last row.
 
     `place`: batch, head, first row and rows of the sequence.
     """
     first, second = descriptors
     a, b = buffers
     if C.SECOND > 0:
-        expect(barrier, first.block_type.nbytes + second.block_type.nbytes + MORE)
+        expect(barrier, first.block_type.nbytes + second.block_type.nbytes)
         copy_part(second, place, row, C.FIRST, barrier, b.index(i), S)
     else:
-        expect(barrier, first.block_type.nbytes + MORE)
+        expect(barrier, first.block_type.nbytes)
     copy_part(first, place, row, 0, barrier, a.index(i), S)
 
 
