@@ -141,6 +141,13 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
 
 
 @gluon.jit
+def next_step(head, block, steps):
+    """The head and the block of queries after these."""
+    more = block + 1 < steps.first + steps.each
+    return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
+
+
+@gluon.jit
 def turn_of(at, block, n, S: gl.constexpr):
     """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
     last = gl.cdiv(at.tokens_k, S.BN) - 1
@@ -169,9 +176,9 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full.index(group), shared.k, group, QK, S)
+    head, block = at.head, steps.first
     for i in range(steps.all):
-        head = at.head + i // steps.each
-        row = (steps.first + i % steps.each) * S.BM
+        row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
         numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q
         stage = i % S.STAGES
@@ -187,15 +194,15 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
         full = bars.d_o_full.index(stage)
         copy_tile((d_o_d, None), of_q, row, full, shared.d_o, stage, V, S)
         copy_numbers(work.delta + numbers, row + lanes, at.tokens_q, 0.0, full, shared.delta.index(stage))
+        head, block = next_step(head, block, steps)
 
 
 @gluon.jit
 def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn."""
     before = counters
+    head, block = at.batch * n.heads_q + at.head, steps.first
     for i in range(steps.all):
-        head = at.batch * n.heads_q + at.head + i // steps.each
-        block = steps.first + i % steps.each
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
         counter = counters + 1 + place
         await_count(counter, turn_of(at, block, n, S))
@@ -208,6 +215,7 @@ def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
         stores_done(0)
         for half in gl.static_range(2):
             release(bars.d_q_empty, 2 * i + half)
+        head, block = next_step(head, block, steps)
     if steps.all > 0:
         count_up(before, 0)
 
@@ -254,9 +262,10 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         wait_full(bars.k_full, both)
         if steps.all > 0:
             wait_full(bars.v_full, both)
+    head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES
-        start = (steps.first + i % steps.each) * S.BM
+        start = block * S.BM
         q = first_of(shared.q, stage)
         d_o = first_of(shared.d_o, stage)
         # S^T = k q^T;  dP^T = v dO^T
@@ -300,6 +309,7 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         # a product in flight over the loop's end would make ptxas run all of them one by one
         d_k, d_s_t = products_done(0, [d_k, d_s_t])
         release(bars.q_empty, i)
+        head, block = next_step(head, block, steps)
     sync_group(7, 256)  # the other group has read these keys
     to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
     to_v = result_rows(work.d_v, at, n.heads, at.head_k, n.tokens_k, at.start_k, V)
@@ -391,7 +401,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
         BackwardWork(table_k, rows.level, rows.delta, d_k, d_v, counters),
         *described,
         Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0),
-        numbers_of(call, spec, blocks_k),
+        numbers_of(call, spec, blocks_k)._replace(at_once=1),  # so that dQ's sums of few heads are in the cache
     )
     bound(query_gradient_kernel, spec, num_warps=4)(
         blocks_q * call.batch * call.heads_q, d_q, sums, table_q, numbers_of(call, spec, blocks_q)

@@ -18,13 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
+    arrive,
     ex2,
+    fence_async_shared,
     gl,
     gluon,
     pin,
+    plain,
     products_done,
     release,
     row_pieces,
@@ -47,11 +51,12 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     scores,
     tile_of,
     times_rows,
+    waited,
     write_rows,
     zero_sums,
 )
 from flashmix.ops.attention.triton_gpu.decay import running_sums
-from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, ForwardResults, bias_of_way, query_rows
+from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, bias_of_way, query_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum
 from flashmix.ops.attention.triton_gpu.spec import numbers_of
@@ -64,12 +69,24 @@ REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
 
 
 class KeyTiles(NamedTuple):
-    """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them."""
+    """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
 
+    Tile `i` is use `base + i` of the rings.
+    """
+
+    base: Any
     low: Any
     begin: Any
     end: Any
     count: Any
+
+
+class HopperResults(NamedTuple):
+    o: Any  # [B, Tq, HQ, V]
+    lse: Any  # [B, HQ, Tq], as m and l
+    top: Any
+    total: Any
+    counter: Any  # of blocks
 
 
 class ForwardTiles(NamedTuple):
@@ -83,44 +100,87 @@ class ForwardTiles(NamedTuple):
 
 class ForwardBarriers(NamedTuple):
     q_full: Any
+    q_empty: Any
     k_full: Any
     k_empty: Any
     v_full: Any
     v_empty: Any
 
 
+class Queue(NamedTuple):
+    """The numbers of the blocks that a program works on, one after another: a counter in memory, and a ring that tells them."""
+
+    counter: Any
+    numbers: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
-def tiles_of_keys(at, n, S: gl.constexpr):
+def tiles_of_keys(at, base, n, S: gl.constexpr):
     """The `KeyTiles` of a block: one at least."""
     low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
     count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
-    return KeyTiles(low, (inner - low) // S.BN, (outer - low) // S.BN, count)
+    return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count)
 
 
 @gluon.jit
-def forward_copies(x, descriptors, shared, bars, n, S: gl.constexpr):
-    """The warp that copies: q, then k and v in the order in which they are read."""
+def copy_block(at, keys, turn, descriptors, shared, bars, S: gl.constexpr):
+    """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
+    GROUPS: gl.constexpr = S.BM // 64
     q_d, k_d, v_d = descriptors
-    at = find_queries(x.table, n, S)
-    if (at.first >= 0) & (at.first < at.tokens_q):
-        keys = tiles_of_keys(at, n, S)
-        of_q = (at.batch, at.head, at.start_q, at.tokens_q)
-        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-        for group in gl.static_range(S.BM // 64):
-            copy_tile(q_d, of_q, at.first + group * 64, bars.q_full.index(group), shared.q, group, QK, S)
-        copy_tile(k_d, of_k, keys.low, bars.k_full.index(0), shared.k, 0, QK, S)
-        for i in range(1, keys.count):
-            stage = i % S.STAGES
-            wait_empty(bars.k_empty, i)
+    of_q = (at.batch, at.head, at.start_q, at.tokens_q)
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    for group in gl.static_range(GROUPS):
+        wait_empty(bars.q_empty, turn * GROUPS + group)
+        copy_tile(q_d, of_q, at.first + group * 64, bars.q_full.index(group), shared.q, group, QK, S)
+    for i in range(keys.count + 1):  # k one tile ahead of v
+        if i < keys.count:
+            stage = (keys.base + i) % S.STAGES
+            wait_empty(bars.k_empty, keys.base + i)
             copy_tile(k_d, of_k, keys.low + i * S.BN, bars.k_full.index(stage), shared.k, stage, QK, S)
-            last = (i - 1) % S.STAGES
-            wait_empty(bars.v_empty, i - 1)
-            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full.index(last), shared.v, last, V, S)
-        last = (keys.count - 1) % S.STAGES
-        wait_empty(bars.v_empty, keys.count - 1)
-        copy_tile(v_d, of_k, keys.low + (keys.count - 1) * S.BN, bars.v_full.index(last), shared.v, last, V, S)
+        if i > 0:
+            stage = (keys.base + i - 1) % S.STAGES
+            wait_empty(bars.v_empty, keys.base + i - 1)
+            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full.index(stage), shared.v, stage, V, S)
+
+
+@gluon.jit
+def forward_copies(x, descriptors, shared, bars, queue, n, S: gl.constexpr):
+    """The warp that copies, and draws the numbers of the program's blocks."""
+    blocks = n.blocks * n.batches * n.heads_q
+    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while number < blocks:
+        following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
+        tell(queue, drawn, following)
+        at = find_queries(number, x.table, n, S)
+        if (at.first >= 0) & (at.first < at.tokens_q):
+            keys = tiles_of_keys(at, base, n, S)
+            copy_block(at, keys, turn, descriptors, shared, bars, S)
+            base += keys.count
+            turn += 1
+        number = following
+        drawn += 1
+
+
+@gluon.jit
+def tell(queue, drawn, number):
+    """The copying warp tells the groups the number of a block; `drawn` counts them."""
+    wait_empty(queue.empty, drawn)
+    slot = drawn % queue.full.shape[0]
+    queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    arrive(queue.full.index(slot))
+
+
+@gluon.jit
+def told(queue, drawn):
+    """The number that `tell` told."""
+    wait_full(queue.full, drawn)
+    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))
+    release(queue.empty, drawn)
+    return gl.max(number, 0)
 
 
 @gluon.jit
@@ -188,18 +248,19 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
         if BY_TILE:
             bias = bias_of_tile(rows, start, n, S)
         # s = q k^T;  a = a + p v of the tile before
-        s = scores(tile_of(shared.q, group), tile_of(shared.k, i % S.STAGES), QK)  # [64, BN]
-        wait_full(bars.v_full, i - 1)
-        acc = accumulate(acc, p, tile_of(shared.v, (i - 1) % S.STAGES), V)
+        use = keys.base + i
+        s = scores(tile_of(shared.q, group), tile_of(shared.k, use % S.STAGES), QK)  # [64, BN]
+        wait_full(bars.v_full, use - 1)
+        acc = accumulate(acc, p, tile_of(shared.v, (use - 1) % S.STAGES), V)
         s = products_done(PV, [s])
-        release(bars.k_empty, i)
+        release(bars.k_empty, use)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         found, top = softmax(s, m, rows, at, start, (i < keys.begin) | (i >= keys.end), bias, n, KIND, S)
         shrink = pin(ex2(m - top))
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
         m = top
         # a branch, over which ptxas does not raise the wait for `p v`
-        wait_full(bars.k_full, i + 1, i + 1 < keys.count)
+        wait_full(bars.k_full, use + 1, i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
@@ -208,7 +269,7 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
         else:
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        release(bars.v_empty, i - 1)
+        release(bars.v_empty, use - 1)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -237,83 +298,100 @@ def all_keys(state, keys, rows, at, group, shared, bars, n, S: gl.constexpr):
 
 
 @gluon.jit
-def forward_group(group: gl.constexpr, x, out, shared, bars, n, S: gl.constexpr):
-    """Four warps with 64 queries of a block."""
+def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S: gl.constexpr):
+    """o, lse, m and l of 64 queries of a block."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(S.BN))
     FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
-    at = find_queries(x.table, n, S)
-    if (at.first >= 0) & (at.first < at.tokens_q):
-        keys = tiles_of_keys(at, n, S)
-        index = at.first + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, accumulator(S.BN)))
-        rows = query_rows(x, at, index, n, S)
-        m = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, accumulator(S.BN)))
-        # the first tile
-        wait_full(bars.q_full, group)
-        wait_full(bars.k_full, 0)
-        s = scores(tile_of(shared.q, group), tile_of(shared.k, 0), QK)  # [64, BN]
-        s = products_done(0, [s])
-        release(bars.k_empty, 0)
-        found, m = softmax(s, m, rows, at, keys.low, (keys.begin > 0) | (keys.end <= 0), m, n, FIRST, S)
-        l = row_sums(found)
-        state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, l)
-        wait_full(bars.k_full, 1, keys.count > 1)
-        state = all_keys(state, keys, rows, at, group, shared, bars, n, S)
-        # the last product
-        acc, p, m, l = state
-        last = keys.count - 1
-        wait_full(bars.v_full, last)
-        acc_1, acc_2 = accumulate(acc, p, tile_of(shared.v, last % S.STAGES), V)
-        if V.SECOND > 0:
-            acc_1, acc_2 = products_done(0, [acc_1, acc_2])
-            acc = (acc_1, acc_2)
-        else:
-            acc_1 = products_done(0, [acc_1])
-            acc = (acc_1, acc_1)
-        l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, accumulator(S.BN)))
-        # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
-        shrink = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, accumulator(S.BN)))
-        if S.SINK:
-            at_sink = in_units(gl.load(x.sink + at.head), S)
-            top, m = m, gl.maximum(m, at_sink)
-            shrink = ex2(top - m)
-            l = l * shrink + ex2(at_sink - m)
-        # o = a / l;  lse = m + log l
-        acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
-        o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
-        write_rows(o, acc, tile_of(shared.o, group), at.first + group * 64, at.tokens_q, V)
-        row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
-        inside = index < at.tokens_q
-        gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
-        gl.store(out.top + row + index, m, mask=inside)
-        gl.store(out.total + row + index, l, mask=inside)
+    GROUPS: gl.constexpr = S.BM // 64
+    index = at.first + group * 64 + gl.arange(0, 64, L)
+    rows = query_rows(x, at, index, n, S)
+    m = gl.full([64], LEAST, gl.float32, L)
+    # the first tile
+    wait_full(bars.q_full, turn * GROUPS + group)
+    wait_full(bars.k_full, keys.base)
+    s = scores(tile_of(shared.q, group), tile_of(shared.k, keys.base % S.STAGES), QK)  # [64, BN]
+    s = products_done(0, [s])
+    release(bars.k_empty, keys.base)
+    found, m = softmax(s, m, rows, at, keys.low, (keys.begin > 0) | (keys.end <= 0), m, n, FIRST, S)
+    state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
+    wait_full(bars.k_full, keys.base + 1, keys.count > 1)
+    acc, p, m, l = all_keys(state, keys, rows, at, group, shared, bars, n, S)
+    if S.OWN_RESULTS:
+        release(bars.q_empty, turn * GROUPS + group)
+    # the last product
+    last = keys.base + keys.count - 1
+    wait_full(bars.v_full, last)
+    acc = waited(accumulate(acc, p, tile_of(shared.v, last % S.STAGES), V), V)
+    release(bars.v_empty, last)
+    l = gl.convert_layout(gl.sum(l, 1), L)
+    # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
+    shrink = gl.full([64], 1.0, gl.float32, L)
+    if S.SINK:
+        at_sink = in_units(gl.load(x.sink + at.head), S)
+        top, m = m, gl.maximum(m, at_sink)
+        shrink = ex2(top - m)
+        l = l * shrink + ex2(at_sink - m)
+    # o = a / l;  lse = m + log l
+    acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
+    o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
+    write_rows(o, acc, tile_of(shared.o, group), at.first + group * 64, at.tokens_q, V)
+    if not S.OWN_RESULTS:
+        fence_async_shared()
+        release(bars.q_empty, turn * GROUPS + group)
+    row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
+    inside = index < at.tokens_q
+    gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
+    gl.store(out.top + row + index, m, mask=inside)
+    gl.store(out.total + row + index, l, mask=inside)
+
+
+@gluon.jit
+def forward_group(group: gl.constexpr, x, out, shared, bars, queue, n, S: gl.constexpr):
+    """Four warps with 64 queries of each block."""
+    blocks = n.blocks * n.batches * n.heads_q
+    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while number < blocks:
+        at = find_queries(number, x.table, n, S)
+        if (at.first >= 0) & (at.first < at.tokens_q):
+            keys = tiles_of_keys(at, base, n, S)
+            attend_block(group, at, keys, turn, x, out, shared, bars, n, S)
+            base += keys.count
+            turn += 1
+        number = told(queue, drawn)
+        drawn += 1
 
 
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_rest, n, S: gl.constexpr):
-    """o, lse, m and l of BM queries of a head."""
-    q = allocate_tiles(S.BM // 64, (q_tiles, q_rest))
+    """o, lse, m and l of blocks of BM queries, one after another."""
+    GROUPS: gl.constexpr = S.BM // 64
+    q = allocate_tiles(GROUPS, (q_tiles, q_rest))
     k = allocate_tiles(S.STAGES, (k_tiles, k_rest))
     v = allocate_tiles(S.STAGES, (v_tiles, v_rest))
     o = q
-    if S.V.FIRST != S.QK.FIRST or (S.V.SECOND > 0 and S.V.SECOND != S.QK.SECOND):
-        o = allocate_results(S.BM // 64, (v_tiles, v_rest))
+    if S.OWN_RESULTS:
+        o = allocate_results(GROUPS, (v_tiles, v_rest))
     shared = ForwardTiles(q, k, v, o)
     bars = ForwardBarriers(
-        allocate_barriers(S.BM // 64, 1),
+        allocate_barriers(GROUPS, 1),
+        allocate_barriers(GROUPS, 1),
         allocate_barriers(S.STAGES, 1),
-        allocate_barriers(S.STAGES, S.BM // 64),
+        allocate_barriers(S.STAGES, GROUPS),
         allocate_barriers(S.STAGES, 1),
-        allocate_barriers(S.STAGES, S.BM // 64),
+        allocate_barriers(S.STAGES, GROUPS),
     )
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], plain())
+    queue = Queue(out.counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
     descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
-    if S.BM // 64 == 2:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
-                (forward_group, (0, x, out, shared, bars, n, S)),
-                (forward_group, (1, x, out, shared, bars, n, S)),
-                (forward_copies, (x, descriptors, shared, bars, n, S)),
+                (forward_group, (0, x, out, shared, bars, queue, n, S)),
+                (forward_group, (1, x, out, shared, bars, queue, n, S)),
+                (forward_copies, (x, descriptors, shared, bars, queue, n, S)),
             ],
             [4, 1],
             [REGISTERS_OF_TWO, COPIES],
@@ -321,10 +399,10 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     else:
         gl.warp_specialize(
             [
-                (forward_group, (0, x, out, shared, bars, n, S)),
-                (forward_group, (1, x, out, shared, bars, n, S)),
-                (forward_group, (2, x, out, shared, bars, n, S)),
-                (forward_copies, (x, descriptors, shared, bars, n, S)),
+                (forward_group, (0, x, out, shared, bars, queue, n, S)),
+                (forward_group, (1, x, out, shared, bars, queue, n, S)),
+                (forward_group, (2, x, out, shared, bars, queue, n, S)),
+                (forward_copies, (x, descriptors, shared, bars, queue, n, S)),
             ],
             [4, 4, 1],
             [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
@@ -340,10 +418,12 @@ def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
     top, total = call.row_statistics()
     lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
     blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    programs = blocks * call.batch * call.heads_q
     bound(hopper_forward_kernel, spec, **options)(
-        blocks * call.batch * call.heads_q,
+        min(programs, gpu.target(call.device).multiprocessors),
         ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
-        ForwardResults(o, lse, top, total),
+        HopperResults(o, lse, top, total, counter),
         *tiles(q, spec, ROWS, spec.QK),
         *tiles(k, spec, spec.BN, spec.QK),
         *tiles(v, spec, spec.BN, spec.V),

@@ -13,6 +13,7 @@ from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec
 # the last coordinate is inside below RAGGED: what lies past the end of a packed sequence is read as 0 and never written.
 RAGGED = 1 << 30
 ENDLESS = 0x7FFF0000
+MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
 
 
 def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[str, int]]:
@@ -23,7 +24,14 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     if phase == "backward":  # tiles of one part, and 64 channels at least in each half of dQ
         width = 128 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
         spec = spec._replace(QK=Channels(spec.QK.ALL, width, 0), V=Channels(spec.V.ALL, width, 0))
+    elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
+        spec = spec._replace(OWN_RESULTS=True)
     return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.warps // 4][0]}
+
+
+def _fits(results: Channels, tile: Channels) -> bool:
+    """Whether results can lie where a tile of q did."""
+    return results.FIRST == tile.FIRST and results.SECOND in (0, tile.SECOND)
 
 
 def tiles(x: Tensor, S: AttentionSpec, rows: int, width: Channels) -> tuple[Tiles, Tiles | None]:

@@ -15,6 +15,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     operand,
+    products_done,
     warpgroup_mma,
 )
 from flashmix.ops.attention.gluon_hopper.spec import RAGGED
@@ -119,6 +120,18 @@ def accumulate(acc, p, v, C: gl.constexpr):
         acc_2 = warpgroup_mma(p_2, v_2, acc_2, is_async=True)
         return acc_1, acc_2
     else:
+        return acc_1, acc_1
+
+
+@gluon.jit
+def waited(acc, C: gl.constexpr):
+    """Both parts of `accumulate`, computed."""
+    acc_1, acc_2 = acc
+    if C.SECOND > 0:
+        acc_1, acc_2 = products_done(0, [acc_1, acc_2])
+        return acc_1, acc_2
+    else:
+        acc_1 = products_done(0, [acc_1])
         return acc_1, acc_1
 
 

@@ -234,7 +234,7 @@ def attention_forward_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, n, S: tl.
     """o, lse, m and l of BM queries of a head; `k_tiles` to `v_rest` are TMA descriptors of both parts of k and v."""
     QK: tl.constexpr = S.QK
     V: tl.constexpr = S.V
-    at = find_queries(x.table, n, S)
+    at = find_queries(tl.program_id(0), x.table, n, S)
     if at.first < 0 or at.first >= at.tokens_q:
         return
     place, place_k = (at.batch, at.head, at.start_q), (at.batch, at.head_k, at.start_k)

@@ -56,6 +56,7 @@ class AttentionSpec(NamedTuple):
     WITH_K: bool  # whether a pass over the keys makes dK, and dV
     WITH_V: bool
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
+    OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
 
 
 class BackwardInputs(NamedTuple):
