@@ -65,6 +65,9 @@ from flashmix.ops.attention.triton_gpu.tiles import (
 
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
+import os
+HEAVY = gl.constexpr(int(os.environ.get("GA_HEAVY", "0")))
+ONCE = int(os.environ.get("GA_ONCE", "0"))
 PIECE = 256  # columns of dQ's sums in memory; half a block, `[64, 64]`, has 16 rows of them, in the order in which threads hold it
 
 
@@ -131,7 +134,10 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
         sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
-    block = gl.cdiv(tokens_k, S.BN) - 1 - block
+    if HEAVY == 0:
+        block = gl.cdiv(tokens_k, S.BN) - 1 - block
+    elif block * S.BN >= tokens_k:
+        block = -1
     at = AttentionBlock(batch, head_k * n.group, head_k, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
     low, inner, outer, high = rows_of_keys(at.first, tokens_k - tokens_q, tokens_q, n, S)
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
@@ -141,8 +147,16 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
 
 
 @gluon.jit
+def first_block(steps):
+    return steps.first + (steps.each - 1) * HEAVY
+
+
+@gluon.jit
 def next_step(head, block, steps):
     """The head and the block of queries after these."""
+    if HEAVY:
+        more = block > steps.first
+        return gl.where(more, head, head + 1), gl.where(more, block - 1, steps.first + steps.each - 1)
     more = block + 1 < steps.first + steps.each
     return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
 
@@ -150,6 +164,12 @@ def next_step(head, block, steps):
 @gluon.jit
 def turn_of(at, block, n, S: gl.constexpr):
     """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
+    if HEAVY:
+        begin = 0
+        if S.LEFT:
+            z = block * S.BM + at.tokens_k - at.tokens_q - n.left - S.BN
+            begin = gl.where(z < 0, 0, z // S.BN + 1)
+        return at.first // S.BN - begin
     last = gl.cdiv(at.tokens_k, S.BN) - 1
     ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
     if S.CAUSAL:
@@ -176,7 +196,7 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full.index(group), shared.k, group, QK, S)
-    head, block = at.head, steps.first
+    head, block = at.head, first_block(steps)
     for i in range(steps.all):
         row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
@@ -201,7 +221,7 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
 def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn."""
     before = counters
-    head, block = at.batch * n.heads_q + at.head, steps.first
+    head, block = at.batch * n.heads_q + at.head, first_block(steps)
     for i in range(steps.all):
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
         counter = counters + 1 + place
@@ -262,7 +282,7 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         wait_full(bars.k_full, both)
         if steps.all > 0:
             wait_full(bars.v_full, both)
-    head, block = at.head, steps.first
+    head, block = at.head, first_block(steps)
     for i in range(steps.all):
         stage = i % S.STAGES
         start = block * S.BM
@@ -366,6 +386,8 @@ def query_gradient_kernel(d_q, sums, table, n, S: tl.constexpr):
     sequence, start_q, tokens_q = bh * 0, n.tokens_q * 0, n.tokens_q
     if S.PACKED:
         sequence, start_q, tokens_q, _, _, block = find_sequence(block, table)
+    if block * S.BM >= tokens_q:
+        return
     place = (first_sums(sequence, start_q, S) + block) * (n.batches * n.heads_q) + bh
     # element (row, column) of half a block, `[64, 64]`, where the thread that held it put it
     row = tl.arange(0, S.BM)[:, None]
@@ -401,7 +423,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
         BackwardWork(table_k, rows.level, rows.delta, d_k, d_v, counters),
         *described,
         Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0),
-        numbers_of(call, spec, blocks_k)._replace(at_once=1),  # so that dQ's sums of few heads are in the cache
+        numbers_of(call, spec, blocks_k) if ONCE == 0 else numbers_of(call, spec, blocks_k)._replace(at_once=ONCE),
     )
     bound(query_gradient_kernel, spec, num_warps=4)(
         blocks_q * call.batch * call.heads_q, d_q, sums, table_q, numbers_of(call, spec, blocks_q)

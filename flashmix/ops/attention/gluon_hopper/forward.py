@@ -421,7 +421,7 @@ def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     programs = blocks * call.batch * call.heads_q
     bound(hopper_forward_kernel, spec, **options)(
-        min(programs, gpu.target(call.device).multiprocessors),
+        min(programs, gpu.target(call.device).multiprocessors) if spec.OWN_RESULTS else programs,
         ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
         HopperResults(o, lse, top, total, counter),
         *tiles(q, spec, ROWS, spec.QK),
