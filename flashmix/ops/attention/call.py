@@ -108,7 +108,9 @@ def hopper_supports(call: AttentionCall) -> str | None:
         return "it has no dropout"
     if min(call.q.numel(), call.k.numel()) == 0:
         return "the inputs are empty"
-    return gpu.hopper_refuses(call.device, call.dtype)
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels take bfloat16 and float16, got {call.dtype}"
+    return gpu.refuses_gluon(call.device)
 
 
 def sdpa_supports(call: AttentionCall) -> str | None:

@@ -22,25 +22,24 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.hopper import (
+    VECTOR,
     accumulator,
     add_to_global,
-    allocate_barriers,
     arrive,
     await_count,
+    barriers,
     count_up,
-    ex2,
+    exp2,
     fence_async_shared,
     gl,
     gluon,
     operand,
-    plain,
-    products_done,
-    release,
-    stores_done,
     sync_group,
+    tma,
     wait_empty,
     wait_full,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -66,6 +65,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 import os
+
 HEAVY = gl.constexpr(int(os.environ.get("GA_HEAVY", "0")))
 ONCE = int(os.environ.get("GA_ONCE", "0"))
 PIECE = 256  # columns of dQ's sums in memory; half a block, `[64, 64]`, has 16 rows of them, in the order in which threads hold it
@@ -180,10 +180,10 @@ def turn_of(at, block, n, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_numbers(numbers, rows, tokens, other, barrier, buffer):
-    """Copies numbers of `rows` into a buffer, `other` past the last row. TMA would want each sequence to begin at 16 bytes."""
-    buffer.store(gl.load(numbers + rows, mask=rows < tokens, other=other))
-    arrive(barrier)
+def copy_numbers(numbers, rows, tokens, other, full, buffers, use):
+    """Copies numbers of `rows` as tile `use` of a ring, `other` past the last row. TMA would want each sequence to begin at 16 bytes."""
+    buffers.index(use % full.shape[0]).store(gl.load(numbers + rows, mask=rows < tokens, other=other))
+    arrive(full, use)
 
 
 @gluon.jit
@@ -195,25 +195,21 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
     lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
-        copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full.index(group), shared.k, group, QK, S)
+        copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full, shared.k, group, QK, S)
     head, block = at.head, first_block(steps)
     for i in range(steps.all):
         row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
         numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q
-        stage = i % S.STAGES
         wait_empty(bars.q_empty, i)
-        full = bars.q_full.index(stage)
-        copy_tile((q_d, None), of_q, row, full, shared.q, stage, QK, S)
-        level = shared.level.index(stage)
-        copy_numbers(work.level + numbers, row + lanes, at.tokens_q, float("inf"), full, level)
+        copy_tile((q_d, None), of_q, row, bars.q_full, shared.q, i, QK, S)
+        copy_numbers(work.level + numbers, row + lanes, at.tokens_q, float("inf"), bars.q_full, shared.level, i)
         if i == 0:
             for group in gl.static_range(2):
-                copy_tile((v_d, None), of_k, at.first + group * 64, bars.v_full.index(group), shared.v, group, V, S)
+                copy_tile((v_d, None), of_k, at.first + group * 64, bars.v_full, shared.v, group, V, S)
         wait_empty(bars.d_o_empty, i)
-        full = bars.d_o_full.index(stage)
-        copy_tile((d_o_d, None), of_q, row, full, shared.d_o, stage, V, S)
-        copy_numbers(work.delta + numbers, row + lanes, at.tokens_q, 0.0, full, shared.delta.index(stage))
+        copy_tile((d_o_d, None), of_q, row, bars.d_o_full, shared.d_o, i, V, S)
+        copy_numbers(work.delta + numbers, row + lanes, at.tokens_q, 0.0, bars.d_o_full, shared.delta, i)
         head, block = next_step(head, block, steps)
 
 
@@ -232,9 +228,9 @@ def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
         if i > 0:  # the block before this one has come to memory: pass it on
             count_up(before, 2)
         before = counter
-        stores_done(0)
+        tma.store_wait(0)
         for half in gl.static_range(2):
-            release(bars.d_q_empty, 2 * i + half)
+            arrive(bars.d_q_empty, 2 * i + half)
         head, block = next_step(head, block, steps)
     if steps.all > 0:
         count_up(before, 0)
@@ -293,18 +289,18 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         s = transposed_scores(k, q)  # [64, BM]
         wait_full(bars.d_o_full, i)
         d_p = transposed_scores(v, d_o)  # [64, BM]
-        s = products_done(1, [s])
+        s = warpgroup_mma_wait(1, [s])
         # P = 2^(S - level)
         edge = (start < steps.inner) | (start >= steps.outer)
         level = shared.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         y, squashed = scaled(s, n, S)
         position = (shift + start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
         y = masked(y - level[None, :], position, key, at.tokens_k, edge, n, EITHER, S)
-        p = ex2(y).to(dtype)
+        p = exp2(y).to(dtype)
         p_t = gl.convert_layout(p, operand(V.FIRST))
         # dV += P^T dO
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
-        d_p = products_done(1, [d_p])
+        d_p = warpgroup_mma_wait(1, [d_p])
         # dS = P (dP - delta)
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         d_s = p.to(gl.float32) * (d_p - delta[None, :])
@@ -318,17 +314,17 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         # dQ = dS K, half of it;  dK += dS^T Q
         d_q = half_of_d_q(group, shared.d_s, shared.k, i, S)
         d_k = warpgroup_mma(d_s_t, q, d_k, is_async=True)
-        d_q, d_v, p_t = products_done(1, [d_q, d_v, p_t])
-        release(bars.d_o_empty, i)
+        d_q, d_v, p_t = warpgroup_mma_wait(1, [d_q, d_v, p_t])
+        arrive(bars.d_o_empty, i)
         wait_empty(bars.d_q_empty, 2 * i + group)
         # in the order in which threads hold it: eight stores of 16 bytes each
         d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
         shared.d_q.index(group).store(d_q)
         fence_async_shared()
-        release(bars.d_q_full, 2 * i + group)
+        arrive(bars.d_q_full, 2 * i + group)
         # a product in flight over the loop's end would make ptxas run all of them one by one
-        d_k, d_s_t = products_done(0, [d_k, d_s_t])
-        release(bars.q_empty, i)
+        d_k, d_s_t = warpgroup_mma_wait(0, [d_k, d_s_t])
+        arrive(bars.q_empty, i)
         head, block = next_step(head, block, steps)
     sync_group(7, 256)  # the other group has read these keys
     to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
@@ -348,20 +344,20 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr
         allocate_tiles(S.STAGES, (d_o_t, None)),
         allocate_tiles(2, (k_t, None)),
         allocate_tiles(2, (v_t, None)),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
         gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout),
     )
     bars = BackwardBarriers(
-        allocate_barriers(2, 1),
-        allocate_barriers(2, 1),
-        allocate_barriers(S.STAGES, 2),
-        allocate_barriers(S.STAGES, 2),
-        allocate_barriers(S.STAGES, 2),
-        allocate_barriers(S.STAGES, 2),
-        allocate_barriers(2, 1),
-        allocate_barriers(2, 1),
+        barriers(2, 1),
+        barriers(2, 1),
+        barriers(S.STAGES, 2),
+        barriers(S.STAGES, 2),
+        barriers(S.STAGES, 2),
+        barriers(S.STAGES, 2),
+        barriers(2, 1),
+        barriers(2, 1),
     )
     descriptors = (q_t, d_o_t, k_t, v_t)
     if at.first >= 0:

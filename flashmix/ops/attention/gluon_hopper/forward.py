@@ -20,20 +20,19 @@ from torch import Tensor
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
+    VECTOR,
     accumulator,
-    allocate_barriers,
     arrive,
-    ex2,
+    barriers,
+    exp2,
     fence_async_shared,
     gl,
     gluon,
     pin,
-    plain,
-    products_done,
-    release,
     row_pieces,
     wait_empty,
     wait_full,
+    warpgroup_mma_wait,
 )
 from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -60,7 +59,7 @@ from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, bias_of_way
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum
 from flashmix.ops.attention.triton_gpu.spec import numbers_of
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, load_decay, padded_tokens, result_rows
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, load_decay, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
 COPIES = gl.constexpr(REGISTERS[2][2])
@@ -135,16 +134,15 @@ def copy_block(at, keys, turn, descriptors, shared, bars, S: gl.constexpr):
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(GROUPS):
         wait_empty(bars.q_empty, turn * GROUPS + group)
-        copy_tile(q_d, of_q, at.first + group * 64, bars.q_full.index(group), shared.q, group, QK, S)
+        copy_tile(q_d, of_q, at.first + group * 64, bars.q_full, shared.q, turn * GROUPS + group, QK, S)
     for i in range(keys.count + 1):  # k one tile ahead of v
+        use = keys.base + i
         if i < keys.count:
-            stage = (keys.base + i) % S.STAGES
-            wait_empty(bars.k_empty, keys.base + i)
-            copy_tile(k_d, of_k, keys.low + i * S.BN, bars.k_full.index(stage), shared.k, stage, QK, S)
+            wait_empty(bars.k_empty, use)
+            copy_tile(k_d, of_k, keys.low + i * S.BN, bars.k_full, shared.k, use, QK, S)
         if i > 0:
-            stage = (keys.base + i - 1) % S.STAGES
-            wait_empty(bars.v_empty, keys.base + i - 1)
-            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full.index(stage), shared.v, stage, V, S)
+            wait_empty(bars.v_empty, use - 1)
+            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full, shared.v, use - 1, V, S)
 
 
 @gluon.jit
@@ -171,7 +169,7 @@ def tell(queue, drawn, number):
     wait_empty(queue.empty, drawn)
     slot = drawn % queue.full.shape[0]
     queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    arrive(queue.full.index(slot))
+    arrive(queue.full, drawn)
 
 
 @gluon.jit
@@ -179,7 +177,7 @@ def told(queue, drawn):
     """The number that `tell` told."""
     wait_full(queue.full, drawn)
     number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))
-    release(queue.empty, drawn)
+    arrive(queue.empty, drawn)
     return gl.max(number, 0)
 
 
@@ -211,7 +209,7 @@ def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.cons
     if RAW:
         s = masked(s, rows.position, key, at.tokens_k, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(s, 1) * n.scale)
-        return ex2(s * n.scale - top[:, None]), top
+        return exp2(s * n.scale - top[:, None]), top
     else:
         y, _ = scaled(s, n, S)
         if BY_TILE and KIND == WHOLE:
@@ -220,11 +218,13 @@ def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.cons
             decay_k = (0.0, 0.0)
             if S.DECAY:
                 L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
-                decay_k = expanded(load_decay(rows.gates, start + gl.arange(0, S.BN, L), at.tokens_k, True), 0)  # [1, BN]
+                decay_k = expanded(
+                    load_decay(rows.gates, start + gl.arange(0, S.BN, L), at.tokens_k, True), 0
+                )  # [1, BN]
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
         y = masked(y, rows.position, key, at.tokens_k, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(y, 1))
-        return ex2(y - top[:, None]), top
+        return exp2(y - top[:, None]), top
 
 
 @gluon.jit
@@ -252,11 +252,11 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
         s = scores(tile_of(shared.q, group), tile_of(shared.k, use % S.STAGES), QK)  # [64, BN]
         wait_full(bars.v_full, use - 1)
         acc = accumulate(acc, p, tile_of(shared.v, (use - 1) % S.STAGES), V)
-        s = products_done(PV, [s])
-        release(bars.k_empty, use)
+        s = warpgroup_mma_wait(PV, [s])
+        arrive(bars.k_empty, use)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         found, top = softmax(s, m, rows, at, start, (i < keys.begin) | (i >= keys.end), bias, n, KIND, S)
-        shrink = pin(ex2(m - top))
+        shrink = pin(exp2(m - top))
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
         m = top
         # a branch, over which ptxas does not raise the wait for `p v`
@@ -264,12 +264,12 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
-            acc_1, acc_2, p_1, p_2, l, shrink = products_done(0, [acc_1, acc_2, p_1, p_2, l, shrink])
+            acc_1, acc_2, p_1, p_2, l, shrink = warpgroup_mma_wait(0, [acc_1, acc_2, p_1, p_2, l, shrink])
             acc = (acc_1, acc_2)
         else:
-            acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
+            acc_1, p_1, l, shrink = warpgroup_mma_wait(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        release(bars.v_empty, use - 1)
+        arrive(bars.v_empty, use - 1)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -280,8 +280,8 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
 def all_keys(state, keys, rows, at, group, shared, bars, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
-    A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is counted
-    there. That is one addition an element instead of four.
+    A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
+    counted there. That is one addition an element instead of four.
     """
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
@@ -312,34 +312,34 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S
     wait_full(bars.q_full, turn * GROUPS + group)
     wait_full(bars.k_full, keys.base)
     s = scores(tile_of(shared.q, group), tile_of(shared.k, keys.base % S.STAGES), QK)  # [64, BN]
-    s = products_done(0, [s])
-    release(bars.k_empty, keys.base)
+    s = warpgroup_mma_wait(0, [s])
+    arrive(bars.k_empty, keys.base)
     found, m = softmax(s, m, rows, at, keys.low, (keys.begin > 0) | (keys.end <= 0), m, n, FIRST, S)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
     wait_full(bars.k_full, keys.base + 1, keys.count > 1)
     acc, p, m, l = all_keys(state, keys, rows, at, group, shared, bars, n, S)
     if S.OWN_RESULTS:
-        release(bars.q_empty, turn * GROUPS + group)
+        arrive(bars.q_empty, turn * GROUPS + group)
     # the last product
     last = keys.base + keys.count - 1
     wait_full(bars.v_full, last)
     acc = waited(accumulate(acc, p, tile_of(shared.v, last % S.STAGES), V), V)
-    release(bars.v_empty, last)
+    arrive(bars.v_empty, last)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
     if S.SINK:
         at_sink = in_units(gl.load(x.sink + at.head), S)
         top, m = m, gl.maximum(m, at_sink)
-        shrink = ex2(top - m)
-        l = l * shrink + ex2(at_sink - m)
+        shrink = exp2(top - m)
+        l = l * shrink + exp2(at_sink - m)
     # o = a / l;  lse = m + log l
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
     write_rows(o, acc, tile_of(shared.o, group), at.first + group * 64, at.tokens_q, V)
     if not S.OWN_RESULTS:
         fence_async_shared()
-        release(bars.q_empty, turn * GROUPS + group)
+        arrive(bars.q_empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
     inside = index < at.tokens_q
     gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
@@ -376,15 +376,15 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
         o = allocate_results(GROUPS, (v_tiles, v_rest))
     shared = ForwardTiles(q, k, v, o)
     bars = ForwardBarriers(
-        allocate_barriers(GROUPS, 1),
-        allocate_barriers(GROUPS, 1),
-        allocate_barriers(S.STAGES, 1),
-        allocate_barriers(S.STAGES, GROUPS),
-        allocate_barriers(S.STAGES, 1),
-        allocate_barriers(S.STAGES, GROUPS),
+        barriers(GROUPS, 1),
+        barriers(GROUPS, 1),
+        barriers(S.STAGES, 1),
+        barriers(S.STAGES, GROUPS),
+        barriers(S.STAGES, 1),
+        barriers(S.STAGES, GROUPS),
     )
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], plain())
-    queue = Queue(out.counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
+    queue = Queue(out.counter, numbers, barriers(2, 1), barriers(2, GROUPS))
     descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
     if GROUPS == 2:
         gl.warp_specialize(

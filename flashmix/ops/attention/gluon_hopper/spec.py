@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS, config_for
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS, config_for
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec_of, steps_of
 
 # With coordinates (RAGGED, start + tokens, RAGGED - tokens + row) an address comes to row `start + row`, since it counts modulo 2^64, and

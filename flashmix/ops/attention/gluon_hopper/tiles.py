@@ -1,7 +1,7 @@
 """Tiles of Hopper's kernels: rings of them in shared memory, copies into them, products of them, rows written from registers.
 
-A tensor's head has one part or two (`Channels`), so what holds tiles is a pair; the second is the first again where there is one part. `S` is
-an `AttentionSpec`. Shapes in comments: K channels of q and k, V of v.
+A tensor's head has one part or two (`Channels`), so what holds tiles is a pair; the second is the first again where there is one part.
+`S` is an `AttentionSpec`. Shapes in comments: K channels of q and k, V of v.
 """
 
 # mypy: allow-untyped-defs
@@ -10,13 +10,13 @@ from __future__ import annotations
 from flashmix.gpu.hopper import (
     accumulator,
     coalesced,
-    copy_to_shared,
     expect,
     gl,
     gluon,
     operand,
-    products_done,
+    tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from flashmix.ops.attention.gluon_hopper.spec import RAGGED
 
@@ -47,7 +47,9 @@ def allocate_results(count: gl.constexpr, like):
     first, second = like
     a = gl.allocate_shared_memory(first.dtype, [count, 64, first.block_type.shape[-1]], result_layout(first.layout))
     if second is not None:
-        b = gl.allocate_shared_memory(second.dtype, [count, 64, second.block_type.shape[-1]], result_layout(second.layout))
+        b = gl.allocate_shared_memory(
+            second.dtype, [count, 64, second.block_type.shape[-1]], result_layout(second.layout)
+        )
         return a, b
     else:
         return a, a
@@ -66,7 +68,7 @@ def tile_of(buffers, i):
 @gluon.jit
 def first_of(buffers, i):
     """The first part of buffer `i`, `[rows, FIRST]`."""
-    first, second = buffers
+    first, _ = buffers
     return first.index(i).reshape([first.shape[-2], first.shape[-1]])
 
 
@@ -75,25 +77,27 @@ def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
     batch, head, start, tokens = place
     if S.PACKED:
         at = [FAR, start + tokens, head, FAR - tokens + row, column]
-        copy_to_shared(descriptor, at, barrier, buffer)
+        tma.async_copy_global_to_shared(descriptor, at, barrier, buffer)
     else:
-        copy_to_shared(descriptor, [batch, head, row, column], barrier, buffer)
+        tma.async_copy_global_to_shared(descriptor, [batch, head, row, column], barrier, buffer)
 
 
 @gluon.jit
-def copy_tile(descriptors, place, row, barrier, buffers, i, C: gl.constexpr, S: gl.constexpr):
-    """Begins to copy the tile from `row` of a sequence into buffer `i`; `barrier` counts its bytes. Zeros past the last row.
+def copy_tile(descriptors, place, row, full, buffers, use, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the tile from `row` of a sequence as tile `use` of a ring, whose `full` barriers count it. Zeros past the last row.
 
     `place`: batch, head, first row and rows of the sequence.
     """
     first, second = descriptors
     a, b = buffers
+    stage = use % full.shape[0]
     if C.SECOND > 0:
-        expect(barrier, first.block_type.nbytes + second.block_type.nbytes)
-        copy_part(second, place, row, C.FIRST, barrier, b.index(i), S)
+        barrier = expect(full, use, first.block_type.nbytes + second.block_type.nbytes)
+        copy_part(second, place, row, C.FIRST, barrier, b.index(stage), S)
+        copy_part(first, place, row, 0, barrier, a.index(stage), S)
     else:
-        expect(barrier, first.block_type.nbytes)
-    copy_part(first, place, row, 0, barrier, a.index(i), S)
+        barrier = expect(full, use, first.block_type.nbytes)
+        copy_part(first, place, row, 0, barrier, a.index(stage), S)
 
 
 @gluon.jit
@@ -128,10 +132,10 @@ def waited(acc, C: gl.constexpr):
     """Both parts of `accumulate`, computed."""
     acc_1, acc_2 = acc
     if C.SECOND > 0:
-        acc_1, acc_2 = products_done(0, [acc_1, acc_2])
+        acc_1, acc_2 = warpgroup_mma_wait(0, [acc_1, acc_2])
         return acc_1, acc_2
     else:
-        acc_1 = products_done(0, [acc_1])
+        acc_1 = warpgroup_mma_wait(0, [acc_1])
         return acc_1, acc_1
 
 
