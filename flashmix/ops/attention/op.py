@@ -73,7 +73,7 @@ def softmax_attention(
             none of their own.
         cu_seqlens_k: `[N + 1]` or `Packing`: the boundaries of packed keys.
         return_lse: return `lse` too.
-        impl: `"auto"`, `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
+        impl: `"auto"`, `"gluon"` (on a Hopper GPU), `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
 
     Returns:
         `o` `[B, Tq, HQ, V]` in q's dtype; `lse` `[B, HQ, Tq]`, packed `[HQ, total]`, natural log in float32 (float64

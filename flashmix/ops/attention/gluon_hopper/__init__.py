@@ -13,15 +13,21 @@ from flashmix.ops.attention.gluon_hopper.backward import attention_backward
 from flashmix.ops.attention.gluon_hopper.forward import attention_forward
 from flashmix.ops.attention.triton_gpu.spec import laid_out
 
-MOST_CHANNELS = 128
+CHANNELS_BACKWARD = (
+    81,
+    128,
+)  # of the larger head dim: below, Triton's backward is as fast; above, dK and dV do not fit into registers
 
 
 def backward_supports(call: AttentionCall) -> str | None:
     """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
+    least, most = CHANNELS_BACKWARD
     if call.log_decay is not None or call.alibi_slopes is not None:
         return "it has no gradients of gates and slopes"
-    if max(call.q.shape[3], call.v.shape[3]) > MOST_CHANNELS:
-        return f"its sums of dK and dV take {MOST_CHANNELS} channels"
+    if not least <= max(call.q.shape[3], call.v.shape[3]) <= most:
+        return f"its tiles take head dims from {least} to {most}"
+    if call.group > 1:
+        return "Triton's is faster with grouped heads"
     return None
 
 

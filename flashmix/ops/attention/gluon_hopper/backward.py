@@ -6,9 +6,9 @@ A program has 128 keys of a head, 64 a group of four warps, and walks over the b
 that share them. Tiles of scores lie `[keys, queries]`, so P^T and dS^T are left operands from registers. dS goes through shared memory
 besides: each group multiplies half of dQ's block by all 128 keys, and one warp adds it to dQ in float32 by TMA.
 
-Those additions run in a fixed order: a counter a block of queries says how many programs have added to it, and a program waits for those of the
-later keys. Programs take the numbers by which they find their keys in the order in which they start, later keys first, so each waits for
-started programs only.
+Those additions run in a fixed order: a counter a block of queries says how many programs have added to it, and a program waits for those of
+the later keys. Programs take the numbers by which they find their keys in the order in which they start, later keys first, so each waits
+for started programs only.
 """
 
 # mypy: allow-untyped-defs
@@ -64,10 +64,6 @@ from flashmix.ops.attention.triton_gpu.tiles import (
 
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
-import os
-
-HEAVY = gl.constexpr(int(os.environ.get("GA_HEAVY", "0")))
-ONCE = int(os.environ.get("GA_ONCE", "0"))
 PIECE = 256  # columns of dQ's sums in memory; half a block, `[64, 64]`, has 16 rows of them, in the order in which threads hold it
 
 
@@ -134,10 +130,7 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
         sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
-    if HEAVY == 0:
-        block = gl.cdiv(tokens_k, S.BN) - 1 - block
-    elif block * S.BN >= tokens_k:
-        block = -1
+    block = gl.cdiv(tokens_k, S.BN) - 1 - block
     at = AttentionBlock(batch, head_k * n.group, head_k, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
     low, inner, outer, high = rows_of_keys(at.first, tokens_k - tokens_q, tokens_q, n, S)
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
@@ -147,16 +140,8 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
 
 
 @gluon.jit
-def first_block(steps):
-    return steps.first + (steps.each - 1) * HEAVY
-
-
-@gluon.jit
 def next_step(head, block, steps):
     """The head and the block of queries after these."""
-    if HEAVY:
-        more = block > steps.first
-        return gl.where(more, head, head + 1), gl.where(more, block - 1, steps.first + steps.each - 1)
     more = block + 1 < steps.first + steps.each
     return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
 
@@ -164,12 +149,6 @@ def next_step(head, block, steps):
 @gluon.jit
 def turn_of(at, block, n, S: gl.constexpr):
     """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
-    if HEAVY:
-        begin = 0
-        if S.LEFT:
-            z = block * S.BM + at.tokens_k - at.tokens_q - n.left - S.BN
-            begin = gl.where(z < 0, 0, z // S.BN + 1)
-        return at.first // S.BN - begin
     last = gl.cdiv(at.tokens_k, S.BN) - 1
     ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
     if S.CAUSAL:
@@ -180,9 +159,9 @@ def turn_of(at, block, n, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_numbers(numbers, rows, tokens, other, full, buffers, use):
-    """Copies numbers of `rows` as tile `use` of a ring, `other` past the last row. TMA would want each sequence to begin at 16 bytes."""
-    buffers.index(use % full.shape[0]).store(gl.load(numbers + rows, mask=rows < tokens, other=other))
+def put_numbers(numbers, full, buffers, use):
+    """Stores numbers of BM rows as tile `use` of a ring. (TMA would want those of each packed sequence to begin at 16 bytes.)"""
+    buffers.index(use % full.shape[0]).store(numbers)
     arrive(full, use)
 
 
@@ -196,20 +175,23 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full, shared.k, group, QK, S)
-    head, block = at.head, first_block(steps)
+    head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
-        numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q
+        numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q + row + lanes
+        inside = row + lanes < at.tokens_q
+        level = gl.load(work.level + numbers, mask=inside, other=float("inf"))  # [BM]
+        delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
         wait_empty(bars.q_empty, i)
         copy_tile((q_d, None), of_q, row, bars.q_full, shared.q, i, QK, S)
-        copy_numbers(work.level + numbers, row + lanes, at.tokens_q, float("inf"), bars.q_full, shared.level, i)
+        put_numbers(level, bars.q_full, shared.level, i)
         if i == 0:
             for group in gl.static_range(2):
                 copy_tile((v_d, None), of_k, at.first + group * 64, bars.v_full, shared.v, group, V, S)
         wait_empty(bars.d_o_empty, i)
         copy_tile((d_o_d, None), of_q, row, bars.d_o_full, shared.d_o, i, V, S)
-        copy_numbers(work.delta + numbers, row + lanes, at.tokens_q, 0.0, bars.d_o_full, shared.delta, i)
+        put_numbers(delta, bars.d_o_full, shared.delta, i)
         head, block = next_step(head, block, steps)
 
 
@@ -217,7 +199,7 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
 def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn."""
     before = counters
-    head, block = at.batch * n.heads_q + at.head, first_block(steps)
+    head, block = at.batch * n.heads_q + at.head, steps.first
     for i in range(steps.all):
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
         counter = counters + 1 + place
@@ -278,7 +260,7 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         wait_full(bars.k_full, both)
         if steps.all > 0:
             wait_full(bars.v_full, both)
-    head, block = at.head, first_block(steps)
+    head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES
         start = block * S.BM
@@ -419,7 +401,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
         BackwardWork(table_k, rows.level, rows.delta, d_k, d_v, counters),
         *described,
         Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0),
-        numbers_of(call, spec, blocks_k) if ONCE == 0 else numbers_of(call, spec, blocks_k)._replace(at_once=ONCE),
+        numbers_of(call, spec, blocks_k),
     )
     bound(query_gradient_kernel, spec, num_warps=4)(
         blocks_q * call.batch * call.heads_q, d_q, sums, table_q, numbers_of(call, spec, blocks_q)
