@@ -278,14 +278,17 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         y, squashed = scaled(s, n, S)
         position = (shift + start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
         y = masked(y - level[None, :], position, key, at.tokens_k, edge, n, EITHER, S)
-        p = exp2(y).to(dtype)
-        p_t = gl.convert_layout(p, operand(V.FIRST))
+        p = exp2(y)
+        rounded = p.to(dtype)
+        if S.BM == 128:  # twice the registers: float32 would be spilled
+            p = rounded.to(gl.float32)
+        p_t = gl.convert_layout(rounded, operand(V.FIRST))
         # dV += P^T dO
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
         d_p = warpgroup_mma_wait(1, [d_p])
         # dS = P (dP - delta)
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
-        d_s = p.to(gl.float32) * (d_p - delta[None, :])
+        d_s = p * (d_p - delta[None, :])
         if S.SOFTCAP:
             d_s = d_s * (1.0 - squashed * squashed)
         d_s = d_s.to(dtype)
