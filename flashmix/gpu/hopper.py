@@ -1,7 +1,8 @@
 """Tile functions of Hopper kernels in Gluon: rings of barriers, products of a warpgroup, copies by TMA. Only Triton 3.6 has this API.
 
 A kernel is a set of roles (`gl.warp_specialize`): a producer warp fills rings of shared tiles by TMA, warpgroups multiply them. Tile `n`
-of a ring of `s` stages lies in stage `n % s`; the `full` barrier of a stage says that its copy has landed, `empty` that all its readers are done.
+of a ring of `s` stages lies in stage `n % s`; the `full` barrier of a stage says that its copy has landed, `empty` that all its readers are
+done.
 """
 
 # mypy: allow-untyped-defs

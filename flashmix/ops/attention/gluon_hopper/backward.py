@@ -49,7 +49,7 @@ from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
-from flashmix.ops.attention.gluon_hopper.tiles import allocate_tiles, copy_tile, first_of, result_layout, write_part
+from flashmix.ops.attention.gluon_hopper.tiles import Ring, copy_tile, first_of, result_layout, ring, write_part
 from flashmix.ops.attention.triton_gpu.backward import RowInputs, row_statistics, summed_over_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, find_sequence
 from flashmix.ops.attention.triton_gpu.spec import aligned, numbers_of
@@ -89,28 +89,18 @@ class QuerySteps(NamedTuple):
     sums: Any  # number of the sequence's first block of dQ
 
 
-class BackwardTiles(NamedTuple):
-    """Tiles in shared memory: k and v `[2, 64, K]`, rings of q and dO `[BM, K]`, of level and delta `[BM]`, of dS, and dQ's halves."""
+class BackwardRings(NamedTuple):
+    """Rings of k and v `[64, K]`, one a group, of q and dO `[BM, K]`; tiles of level and delta `[BM]`, which come with q and dO; dS
+    `[64, BM]`, two a group; the ring of dQ's halves."""
 
-    q: Any
-    d_o: Any
     k: Any
     v: Any
+    q: Any
+    d_o: Any
     level: Any
     delta: Any
     d_s: Any
     d_q: Any
-
-
-class BackwardBarriers(NamedTuple):
-    k_full: Any
-    v_full: Any
-    q_full: Any
-    q_empty: Any
-    d_o_full: Any
-    d_o_empty: Any
-    d_q_full: Any
-    d_q_empty: Any
 
 
 @triton.jit
@@ -159,14 +149,14 @@ def turn_of(at, block, n, S: gl.constexpr):
 
 
 @gluon.jit
-def put_numbers(numbers, full, buffers, use):
+def put_numbers(numbers, full, tiles, use):
     """Stores numbers of BM rows as tile `use` of a ring. (TMA would want those of each packed sequence to begin at 16 bytes.)"""
-    buffers.index(use % full.shape[0]).store(numbers)
+    tiles.index(use % full.shape[0]).store(numbers)
     arrive(full, use)
 
 
 @gluon.jit
-def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constexpr):
+def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     """The warp that copies: k, v, and in turns q with its level and dO with its delta."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -174,7 +164,7 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
     lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
-        copy_tile((k_d, None), of_k, at.first + group * 64, bars.k_full, shared.k, group, QK, S)
+        copy_tile((k_d, None), of_k, at.first + group * 64, rings.k, group, QK, S)
     head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
@@ -183,20 +173,18 @@ def backward_copies(work, at, steps, descriptors, shared, bars, n, S: gl.constex
         inside = row + lanes < at.tokens_q
         level = gl.load(work.level + numbers, mask=inside, other=float("inf"))  # [BM]
         delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
-        wait_empty(bars.q_empty, i)
-        copy_tile((q_d, None), of_q, row, bars.q_full, shared.q, i, QK, S)
-        put_numbers(level, bars.q_full, shared.level, i)
+        copy_tile((q_d, None), of_q, row, rings.q, i, QK, S)
+        put_numbers(level, rings.q.full, rings.level, i)
         if i == 0:
             for group in gl.static_range(2):
-                copy_tile((v_d, None), of_k, at.first + group * 64, bars.v_full, shared.v, group, V, S)
-        wait_empty(bars.d_o_empty, i)
-        copy_tile((d_o_d, None), of_q, row, bars.d_o_full, shared.d_o, i, V, S)
-        put_numbers(delta, bars.d_o_full, shared.delta, i)
+                copy_tile((v_d, None), of_k, at.first + group * 64, rings.v, group, V, S)
+        copy_tile((d_o_d, None), of_q, row, rings.d_o, i, V, S)
+        put_numbers(delta, rings.d_o.full, rings.delta, i)
         head, block = next_step(head, block, steps)
 
 
 @gluon.jit
-def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
+def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn."""
     before = counters
     head, block = at.batch * n.heads_q + at.head, steps.first
@@ -205,14 +193,14 @@ def backward_sums(at, steps, d_q_d, counters, shared, bars, n, S: gl.constexpr):
         counter = counters + 1 + place
         await_count(counter, turn_of(at, block, n, S))
         for half in gl.static_range(2):
-            wait_full(bars.d_q_full, 2 * i + half)
-            add_to_global(d_q_d, [(place * 2 + half) * 16, 0], shared.d_q.index(half))
+            wait_full(rings.d_q.full, 2 * i + half)
+            add_to_global(d_q_d, [(place * 2 + half) * 16, 0], rings.d_q.tiles.index(half))
         if i > 0:  # the block before this one has come to memory: pass it on
             count_up(before, 2)
         before = counter
         tma.store_wait(0)
         for half in gl.static_range(2):
-            arrive(bars.d_q_empty, 2 * i + half)
+            arrive(rings.d_q.empty, 2 * i + half)
         head, block = next_step(head, block, steps)
     if steps.all > 0:
         count_up(before, 0)
@@ -243,7 +231,7 @@ def half_of_d_q(half: gl.constexpr, d_s, k, i, S: gl.constexpr):
 
 
 @gluon.jit
-def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.constexpr):
+def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constexpr):
     """Four warps with 64 of the keys."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -252,29 +240,29 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
     first_key = at.first + group * 64
     key = (first_key + gl.arange(0, 64, gl.SliceLayout(1, L)))[:, None]
     shift = at.tokens_k - at.tokens_q
-    k = first_of(shared.k, group)
-    v = first_of(shared.v, group)
+    k = first_of(rings.k.tiles, group)
+    v = first_of(rings.v.tiles, group)
     d_k = gl.full([64, QK.FIRST], 0.0, gl.float32, accumulator(QK.FIRST))
     d_v = gl.full([64, V.FIRST], 0.0, gl.float32, accumulator(V.FIRST))
     for both in gl.static_range(2):  # a group's dQ takes the keys of both
-        wait_full(bars.k_full, both)
+        wait_full(rings.k.full, both)
         if steps.all > 0:
-            wait_full(bars.v_full, both)
+            wait_full(rings.v.full, both)
     head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES
         start = block * S.BM
-        q = first_of(shared.q, stage)
-        d_o = first_of(shared.d_o, stage)
+        q = first_of(rings.q.tiles, stage)
+        d_o = first_of(rings.d_o.tiles, stage)
         # S^T = k q^T;  dP^T = v dO^T
-        wait_full(bars.q_full, i)
+        wait_full(rings.q.full, i)
         s = transposed_scores(k, q)  # [64, BM]
-        wait_full(bars.d_o_full, i)
+        wait_full(rings.d_o.full, i)
         d_p = transposed_scores(v, d_o)  # [64, BM]
         s = warpgroup_mma_wait(1, [s])
         # P = 2^(S - level)
         edge = (start < steps.inner) | (start >= steps.outer)
-        level = shared.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
+        level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         y, squashed = scaled(s, n, S)
         position = (shift + start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
         y = masked(y - level[None, :], position, key, at.tokens_k, edge, n, EITHER, S)
@@ -287,29 +275,29 @@ def backward_group(group: gl.constexpr, work, at, steps, shared, bars, n, S: gl.
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
         d_p = warpgroup_mma_wait(1, [d_p])
         # dS = P (dP - delta)
-        delta = shared.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
+        delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         d_s = p * (d_p - delta[None, :])
         if S.SOFTCAP:
             d_s = d_s * (1.0 - squashed * squashed)
         d_s = d_s.to(dtype)
-        shared.d_s.index(i % 2 * 2 + group).store(d_s)
+        rings.d_s.index(i % 2 * 2 + group).store(d_s)
         fence_async_shared()
         d_s_t = gl.convert_layout(d_s, operand(QK.FIRST))
         sync_group(7, 256)
         # dQ = dS K, half of it;  dK += dS^T Q
-        d_q = half_of_d_q(group, shared.d_s, shared.k, i, S)
+        d_q = half_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
         d_k = warpgroup_mma(d_s_t, q, d_k, is_async=True)
         d_q, d_v, p_t = warpgroup_mma_wait(1, [d_q, d_v, p_t])
-        arrive(bars.d_o_empty, i)
-        wait_empty(bars.d_q_empty, 2 * i + group)
+        arrive(rings.d_o.empty, i)
+        wait_empty(rings.d_q.empty, 2 * i + group)
         # in the order in which threads hold it: eight stores of 16 bytes each
         d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
-        shared.d_q.index(group).store(d_q)
+        rings.d_q.tiles.index(group).store(d_q)
         fence_async_shared()
-        arrive(bars.d_q_full, 2 * i + group)
+        arrive(rings.d_q.full, 2 * i + group)
         # a product in flight over the loop's end would make ptxas run all of them one by one
         d_k, d_s_t = warpgroup_mma_wait(0, [d_k, d_s_t])
-        arrive(bars.q_empty, i)
+        arrive(rings.q.empty, i)
         head, block = next_step(head, block, steps)
     sync_group(7, 256)  # the other group has read these keys
     to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
@@ -324,34 +312,24 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr
     """dK, dV and what 128 keys add to dQ."""
     number = gl.atomic_add(work.counters, 1)
     at, steps = find_keys_from_the_last(number, work.table, n, S)
-    shared = BackwardTiles(
-        allocate_tiles(S.STAGES, (q_t, None)),
-        allocate_tiles(S.STAGES, (d_o_t, None)),
-        allocate_tiles(2, (k_t, None)),
-        allocate_tiles(2, (v_t, None)),
+    rings = BackwardRings(
+        ring(2, (k_t, None), 1),
+        ring(2, (v_t, None), 1),
+        ring(S.STAGES, (q_t, None), 2, 2),
+        ring(S.STAGES, (d_o_t, None), 2, 2),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
-        gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout),
-    )
-    bars = BackwardBarriers(
-        barriers(2, 1),
-        barriers(2, 1),
-        barriers(S.STAGES, 2),
-        barriers(S.STAGES, 2),
-        barriers(S.STAGES, 2),
-        barriers(S.STAGES, 2),
-        barriers(2, 1),
-        barriers(2, 1),
+        Ring(gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout), barriers(2, 1), barriers(2, 1)),
     )
     descriptors = (q_t, d_o_t, k_t, v_t)
     if at.first >= 0:
         gl.warp_specialize(
             [
-                (backward_group, (0, work, at, steps, shared, bars, n, S)),
-                (backward_group, (1, work, at, steps, shared, bars, n, S)),
-                (backward_copies, (work, at, steps, descriptors, shared, bars, n, S)),
-                (backward_sums, (at, steps, d_q_t, work.counters, shared, bars, n, S)),
+                (backward_group, (0, work, at, steps, rings, n, S)),
+                (backward_group, (1, work, at, steps, rings, n, S)),
+                (backward_copies, (work, at, steps, descriptors, rings, n, S)),
+                (backward_sums, (at, steps, d_q_t, work.counters, rings, n, S)),
             ],
             [4, 1, 1],
             [REGISTERS_OF_TWO, COPIES, COPIES],

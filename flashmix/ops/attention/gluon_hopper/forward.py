@@ -38,15 +38,15 @@ from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.op.call import Outputs
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, masked, scaled
+from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, row_sums, softmax
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
-    allocate_tiles,
     as_operand,
     copy_tile,
+    ring,
     scores,
     tile_of,
     times_rows,
@@ -55,11 +55,11 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     zero_sums,
 )
 from flashmix.ops.attention.triton_gpu.decay import running_sums
-from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, bias_of_way, query_rows
+from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, query_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
-from flashmix.ops.attention.triton_gpu.scores import LOWEST, biased, expanded, in_units, log_sum
+from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
 from flashmix.ops.attention.triton_gpu.spec import numbers_of
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, load_decay, result_rows
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
 COPIES = gl.constexpr(REGISTERS[2][2])
@@ -78,6 +78,7 @@ class KeyTiles(NamedTuple):
     begin: Any
     end: Any
     count: Any
+    tokens: Any  # of the sequence
 
 
 class HopperResults(NamedTuple):
@@ -88,22 +89,13 @@ class HopperResults(NamedTuple):
     counter: Any  # of blocks
 
 
-class ForwardTiles(NamedTuple):
-    """Tiles in shared memory, each a pair (see `tiles`): q `[groups, 64, K]`, rings of k `[BN, K]` and v `[BN, V]`, o `[groups, 64, V]`."""
+class ForwardRings(NamedTuple):
+    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]`, and results `[64, V]`, one a group."""
 
     q: Any
     k: Any
     v: Any
     o: Any
-
-
-class ForwardBarriers(NamedTuple):
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
 
 
 class Queue(NamedTuple):
@@ -120,11 +112,11 @@ def tiles_of_keys(at, base, n, S: gl.constexpr):
     """The `KeyTiles` of a block: one at least."""
     low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
     count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
-    return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count)
+    return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count, at.tokens_k)
 
 
 @gluon.jit
-def copy_block(at, keys, turn, descriptors, shared, bars, S: gl.constexpr):
+def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -133,20 +125,17 @@ def copy_block(at, keys, turn, descriptors, shared, bars, S: gl.constexpr):
     of_q = (at.batch, at.head, at.start_q, at.tokens_q)
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(GROUPS):
-        wait_empty(bars.q_empty, turn * GROUPS + group)
-        copy_tile(q_d, of_q, at.first + group * 64, bars.q_full, shared.q, turn * GROUPS + group, QK, S)
+        copy_tile(q_d, of_q, at.first + group * 64, rings.q, turn * GROUPS + group, QK, S)
     for i in range(keys.count + 1):  # k one tile ahead of v
         use = keys.base + i
         if i < keys.count:
-            wait_empty(bars.k_empty, use)
-            copy_tile(k_d, of_k, keys.low + i * S.BN, bars.k_full, shared.k, use, QK, S)
+            copy_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
         if i > 0:
-            wait_empty(bars.v_empty, use - 1)
-            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, bars.v_full, shared.v, use - 1, V, S)
+            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
 
 
 @gluon.jit
-def forward_copies(x, descriptors, shared, bars, queue, n, S: gl.constexpr):
+def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
     """The warp that copies, and draws the numbers of the program's blocks."""
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -156,7 +145,7 @@ def forward_copies(x, descriptors, shared, bars, queue, n, S: gl.constexpr):
         at = find_queries(number, x.table, n, S)
         if (at.first >= 0) & (at.first < at.tokens_q):
             keys = tiles_of_keys(at, base, n, S)
-            copy_block(at, keys, turn, descriptors, shared, bars, S)
+            copy_block(at, keys, turn, descriptors, rings, S)
             base += keys.count
             turn += 1
         number = following
@@ -176,91 +165,38 @@ def tell(queue, drawn, number):
 def told(queue, drawn):
     """The number that `tell` told."""
     wait_full(queue.full, drawn)
-    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))
+    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))  # [1]
     arrive(queue.empty, drawn)
     return gl.max(number, 0)
 
 
 @gluon.jit
-def bias_of_tile(rows, start, n, S: gl.constexpr):
-    """What is added to the scores of a whole tile for the way from its keys to the block's first row, `[1, BN]`."""
-    L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
-    place = gl.arange(0, S.BN, L)
-    distance = rows.reference - start - (S.BN - 1)
-    end = (0.0, 0.0)
-    if S.DECAY:
-        high, low = rows.gates
-        end = (gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1)))
-    bias = bias_of_way(rows.decay_ref, end, distance, rows.slope, S)
-    falls = gl.full([S.BN], 0.0, gl.float32, L) + bias
-    if S.DECAY:
-        falls += gl.load(rows.gates_to_end + start + place)  # [BN]
-    if S.ALIBI:
-        falls += rows.slope * (place - (S.BN - 1)).to(gl.float32)
-    return falls[None, :]
-
-
-@gluon.jit
-def softmax(s, m, rows, at, start, edge, bias, n, KIND: gl.constexpr, S: gl.constexpr):
-    """P of a tile of `q k^T`, `[64, BN]`, and the running maximum with it."""
-    RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
-    BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
-    key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
-    if RAW:
-        s = masked(s, rows.position, key, at.tokens_k, edge, n, KIND, S)
-        top = gl.maximum(m, gl.max(s, 1) * n.scale)
-        return exp2(s * n.scale - top[:, None]), top
-    else:
-        y, _ = scaled(s, n, S)
-        if BY_TILE and KIND == WHOLE:
-            y += bias
-        elif S.DECAY or S.ALIBI:
-            decay_k = (0.0, 0.0)
-            if S.DECAY:
-                L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
-                decay_k = expanded(
-                    load_decay(rows.gates, start + gl.arange(0, S.BN, L), at.tokens_k, True), 0
-                )  # [1, BN]
-            y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
-        y = masked(y, rows.position, key, at.tokens_k, edge, n, KIND, S)
-        top = gl.maximum(m, gl.max(y, 1))
-        return exp2(y - top[:, None]), top
-
-
-@gluon.jit
-def row_sums(p):
-    """The sums of each row over the columns that a thread has, `[64, 4]`; the four of a row are added at the end."""
-    pieces = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(pieces, row_pieces())
-
-
-@gluon.jit
-def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Takes tiles `begin` to `end` of the keys into `state`: `(a, p of the tile before, m, l)`."""
+def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l)`."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l = state
+    begin, end = span
     for i in range(begin, end):
-        start = keys.low + i * S.BN
         bias = m
         if BY_TILE:
-            bias = bias_of_tile(rows, start, n, S)
+            bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
-        s = scores(tile_of(shared.q, group), tile_of(shared.k, use % S.STAGES), QK)  # [64, BN]
-        wait_full(bars.v_full, use - 1)
-        acc = accumulate(acc, p, tile_of(shared.v, (use - 1) % S.STAGES), V)
+        s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
+        wait_full(rings.v.full, use - 1)
+        acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
         s = warpgroup_mma_wait(PV, [s])
-        arrive(bars.k_empty, use)
+        arrive(rings.k.empty, use)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
-        found, top = softmax(s, m, rows, at, start, (i < keys.begin) | (i >= keys.end), bias, n, KIND, S)
+        found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
         shrink = pin(exp2(m - top))
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
         m = top
         # a branch, over which ptxas does not raise the wait for `p v`
-        wait_full(bars.k_full, use + 1, i + 1 < keys.count)
+        wait_full(rings.k.full, use + 1, i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
@@ -269,7 +205,7 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
         else:
             acc_1, p_1, l, shrink = warpgroup_mma_wait(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        arrive(bars.v_empty, use - 1)
+        arrive(rings.v.empty, use - 1)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -277,7 +213,7 @@ def attend(state, begin, end, keys, rows, at, group, shared, bars, n, KIND: gl.c
 
 
 @gluon.jit
-def all_keys(state, keys, rows, at, group, shared, bars, n, S: gl.constexpr):
+def all_keys(state, keys, rows, group, rings, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
     A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
@@ -286,19 +222,19 @@ def all_keys(state, keys, rows, at, group, shared, bars, n, S: gl.constexpr):
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
         if S.LEFT:
-            state = attend(state, 1, gl.minimum(begin, keys.count), keys, rows, at, group, shared, bars, n, EDGE, S)
+            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, group, rings, n, EDGE, S)
         end = gl.maximum(begin, end)
         acc, p, m, l = state
         before = m - rows.bias
-        acc, p, after, l = attend((acc, p, before, l), begin, end, keys, rows, at, group, shared, bars, n, WHOLE, S)
+        acc, p, after, l = attend((acc, p, before, l), (begin, end), keys, rows, group, rings, n, WHOLE, S)
         m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l), end, keys.count, keys, rows, at, group, shared, bars, n, EDGE, S)
+        return attend((acc, p, m, l), (end, keys.count), keys, rows, group, rings, n, EDGE, S)
     else:
-        return attend(state, 1, keys.count, keys, rows, at, group, shared, bars, n, EITHER, S)
+        return attend(state, (1, keys.count), keys, rows, group, rings, n, EITHER, S)
 
 
 @gluon.jit
-def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S: gl.constexpr):
+def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.constexpr):
     """o, lse, m and l of 64 queries of a block."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -309,22 +245,22 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S
     rows = query_rows(x, at, index, n, S)
     m = gl.full([64], LEAST, gl.float32, L)
     # the first tile
-    wait_full(bars.q_full, turn * GROUPS + group)
-    wait_full(bars.k_full, keys.base)
-    s = scores(tile_of(shared.q, group), tile_of(shared.k, keys.base % S.STAGES), QK)  # [64, BN]
+    wait_full(rings.q.full, turn * GROUPS + group)
+    wait_full(rings.k.full, keys.base)
+    s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
     s = warpgroup_mma_wait(0, [s])
-    arrive(bars.k_empty, keys.base)
-    found, m = softmax(s, m, rows, at, keys.low, (keys.begin > 0) | (keys.end <= 0), m, n, FIRST, S)
+    arrive(rings.k.empty, keys.base)
+    found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
-    wait_full(bars.k_full, keys.base + 1, keys.count > 1)
-    acc, p, m, l = all_keys(state, keys, rows, at, group, shared, bars, n, S)
+    wait_full(rings.k.full, keys.base + 1, keys.count > 1)
+    acc, p, m, l = all_keys(state, keys, rows, group, rings, n, S)
     if S.OWN_RESULTS:
-        arrive(bars.q_empty, turn * GROUPS + group)
+        arrive(rings.q.empty, turn * GROUPS + group)
     # the last product
     last = keys.base + keys.count - 1
-    wait_full(bars.v_full, last)
-    acc = waited(accumulate(acc, p, tile_of(shared.v, last % S.STAGES), V), V)
-    arrive(bars.v_empty, last)
+    wait_full(rings.v.full, last)
+    acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
+    arrive(rings.v.empty, last)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
@@ -336,10 +272,10 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S
     # o = a / l;  lse = m + log l
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
-    write_rows(o, acc, tile_of(shared.o, group), at.first + group * 64, at.tokens_q, V)
+    write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
     if not S.OWN_RESULTS:
         fence_async_shared()
-        arrive(bars.q_empty, turn * GROUPS + group)
+        arrive(rings.q.empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
     inside = index < at.tokens_q
     gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
@@ -348,7 +284,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, shared, bars, n, S
 
 
 @gluon.jit
-def forward_group(group: gl.constexpr, x, out, shared, bars, queue, n, S: gl.constexpr):
+def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr):
     """Four warps with 64 queries of each block."""
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -356,7 +292,7 @@ def forward_group(group: gl.constexpr, x, out, shared, bars, queue, n, S: gl.con
         at = find_queries(number, x.table, n, S)
         if (at.first >= 0) & (at.first < at.tokens_q):
             keys = tiles_of_keys(at, base, n, S)
-            attend_block(group, at, keys, turn, x, out, shared, bars, n, S)
+            attend_block(group, at, keys, turn, x, out, rings, n, S)
             base += keys.count
             turn += 1
         number = told(queue, drawn)
@@ -368,30 +304,22 @@ def forward_group(group: gl.constexpr, x, out, shared, bars, queue, n, S: gl.con
 def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_rest, n, S: gl.constexpr):
     """o, lse, m and l of blocks of BM queries, one after another."""
     GROUPS: gl.constexpr = S.BM // 64
-    q = allocate_tiles(GROUPS, (q_tiles, q_rest))
-    k = allocate_tiles(S.STAGES, (k_tiles, k_rest))
-    v = allocate_tiles(S.STAGES, (v_tiles, v_rest))
-    o = q
+    q = ring(GROUPS, (q_tiles, q_rest), 1)
+    k = ring(S.STAGES, (k_tiles, k_rest), GROUPS)
+    v = ring(S.STAGES, (v_tiles, v_rest), GROUPS)
+    o = q.tiles
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))
-    shared = ForwardTiles(q, k, v, o)
-    bars = ForwardBarriers(
-        barriers(GROUPS, 1),
-        barriers(GROUPS, 1),
-        barriers(S.STAGES, 1),
-        barriers(S.STAGES, GROUPS),
-        barriers(S.STAGES, 1),
-        barriers(S.STAGES, GROUPS),
-    )
+    rings = ForwardRings(q, k, v, o)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
     queue = Queue(out.counter, numbers, barriers(2, 1), barriers(2, GROUPS))
     descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (forward_group, (0, x, out, shared, bars, queue, n, S)),
-                (forward_group, (1, x, out, shared, bars, queue, n, S)),
-                (forward_copies, (x, descriptors, shared, bars, queue, n, S)),
+                (forward_group, (0, x, out, rings, queue, n, S)),
+                (forward_group, (1, x, out, rings, queue, n, S)),
+                (forward_copies, (x, descriptors, rings, queue, n, S)),
             ],
             [4, 1],
             [REGISTERS_OF_TWO, COPIES],
@@ -399,10 +327,10 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     else:
         gl.warp_specialize(
             [
-                (forward_group, (0, x, out, shared, bars, queue, n, S)),
-                (forward_group, (1, x, out, shared, bars, queue, n, S)),
-                (forward_group, (2, x, out, shared, bars, queue, n, S)),
-                (forward_copies, (x, descriptors, shared, bars, queue, n, S)),
+                (forward_group, (0, x, out, rings, queue, n, S)),
+                (forward_group, (1, x, out, rings, queue, n, S)),
+                (forward_group, (2, x, out, rings, queue, n, S)),
+                (forward_copies, (x, descriptors, rings, queue, n, S)),
             ],
             [4, 4, 1],
             [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],

@@ -7,14 +7,18 @@ A tensor's head has one part or two (`Channels`), so what holds tiles is a pair;
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from flashmix.gpu.hopper import (
     accumulator,
+    barriers,
     coalesced,
     expect,
     gl,
     gluon,
     operand,
     tma,
+    wait_empty,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,6 +33,14 @@ def result_layout(layout):
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
 
 
+class Ring(NamedTuple):
+    """Tiles in shared memory (a pair), and the barriers that say of each that it has landed, and that all have read it."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
 @gluon.jit
 def allocate_tiles(count: gl.constexpr, descriptors):
     """`count` buffers for tiles of both descriptors."""
@@ -39,6 +51,12 @@ def allocate_tiles(count: gl.constexpr, descriptors):
         return a, b
     else:
         return a, a
+
+
+@gluon.jit
+def ring(count: gl.constexpr, descriptors, readers: gl.constexpr, writers: gl.constexpr = 1):
+    """A ring of `count` tiles, each complete after so many writers have arrived, and free after so many readers."""
+    return Ring(allocate_tiles(count, descriptors), barriers(count, writers), barriers(count, readers))
 
 
 @gluon.jit
@@ -83,20 +101,21 @@ def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(descriptors, place, row, full, buffers, use, C: gl.constexpr, S: gl.constexpr):
-    """Begins to copy the tile from `row` of a sequence as tile `use` of a ring, whose `full` barriers count it. Zeros past the last row.
+def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the tile from `row` of a sequence as tile `use` of ring `to`, when that is free. Zeros past the last row.
 
     `place`: batch, head, first row and rows of the sequence.
     """
     first, second = descriptors
-    a, b = buffers
-    stage = use % full.shape[0]
+    a, b = to.tiles
+    stage = use % to.full.shape[0]
+    wait_empty(to.empty, use)
     if C.SECOND > 0:
-        barrier = expect(full, use, first.block_type.nbytes + second.block_type.nbytes)
+        barrier = expect(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
         copy_part(second, place, row, C.FIRST, barrier, b.index(stage), S)
         copy_part(first, place, row, 0, barrier, a.index(stage), S)
     else:
-        barrier = expect(full, use, first.block_type.nbytes)
+        barrier = expect(to.full, use, first.block_type.nbytes)
         copy_part(first, place, row, 0, barrier, a.index(stage), S)
 
 
