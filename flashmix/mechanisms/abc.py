@@ -187,11 +187,6 @@ def by_slots(size: Size) -> list[Options]:
 
 register(
     Mechanism(
-        title="ABC",
-        paper="2110.02488",
-        function=abc,
-        call="q:BTHK k:BTHK v:BTHK s:BTHK",
-        layer=ABC,
-        preset=by_slots,
+        title="ABC", paper="2110.02488", function=abc, call="q:BTHK k:BTHK v:BTHK s:BTHK", layer=ABC, preset=by_slots
     )
 )

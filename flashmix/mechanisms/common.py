@@ -1,16 +1,38 @@
-"""Helpers of several mechanisms: shared checks, and the elementwise scan."""
+"""Helpers of several mechanisms: the options that they hand on, shared checks, and the elementwise scan."""
 
 from __future__ import annotations
+
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
+
+
+class StateOptions(TypedDict, total=False):
+    """The options of every op of the recurrence, without `scale`."""
+
+    initial_state: Tensor | None
+    return_state: bool
+    cu_seqlens: Tensor | Packing | None
+    impl: str
+
+
+class EngineOptions(StateOptions, total=False):
+    """The options of every op of the recurrence."""
+
+    scale: float | None
+
+
+# For a mechanism that hands `**options: Unpack[EngineOptions]` (or `StateOptions`) on to `linear_attention`, `delta_rule` or `dplr`.
+engine_options = hands_on(linear_attention, EngineOptions.__annotations__)
 
 
 def check_same_heads(keys: Tensor, name: str, v: Tensor) -> None:

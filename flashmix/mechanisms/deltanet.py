@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
 from flashmix.modules.norm import RMSNorm
@@ -22,18 +23,8 @@ from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule
 
 
-def deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """DeltaNet: each token replaces the value that the state holds under its key. The paper normalises keys (`flashmix.l2_norm`).
 
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
@@ -45,17 +36,7 @@ def deltanet(
         >>> deltanet(q, k / 4, v, torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, **options)
 
 
 class DeltaNet(Mixer[RecurrentCache]):

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection
@@ -17,18 +18,9 @@ from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 
+@engine_options
 def deltaproduct(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **options: Unpack[EngineOptions]
 ) -> Result:
     """(Gated) DeltaProduct: `n` delta steps per token, so that a token's transition is a product of `n` Householder-like matrices.
 
@@ -60,22 +52,13 @@ def deltaproduct(
         raise ValueError(f"k must have shape [B, T, n, H, K] with n >= 1, got {list(k.shape)}")
     if log_decay is not None:
         check_shape("log_decay", log_decay, B, T, HV)
-    first = {"k": k[:, :, 0]}
-    packing = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
-    steps = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
+    first_k, first_v, first_beta = (x[:, :, 0] for x in (k, v, beta))
+    state, packing = options.get("initial_state"), options.get("cu_seqlens")
+    packing = check_operands(q, first_v, {"k": first_k}, first_beta, log_decay, state, packing)
+    options["cu_seqlens"] = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
     log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
-    o, state = delta_rule(
-        _at_step(q, n, n - 1),
-        k.flatten(1, 2),
-        v.flatten(1, 2),
-        beta.flatten(1, 2),
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=steps,
-        impl=impl,
-    )
+    q, (k, v, beta) = _at_step(q, n, n - 1), (x.flatten(1, 2) for x in (k, v, beta))
+    o, state = delta_rule(q, k, v, beta, log_decay, **options)
     return o.unflatten(1, (T, n))[:, :, -1], state
 
 

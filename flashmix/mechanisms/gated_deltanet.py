@@ -6,30 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 
 
+@engine_options
 def gated_deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]
 ) -> Result:
     """Gated DeltaNet: the delta rule on a state with one decay per token and head, `log_decay` `[B, T, HV]`.
 
@@ -43,18 +34,7 @@ def gated_deltanet(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, **options)
 
 
 class GatedDeltaNet(DeltaNet):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.mlp import LowRank
@@ -19,18 +20,8 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
 
-def gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Gated linear attention: a per-token, per-channel decay, `[B, T, H, K]`.
 
         S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
@@ -43,17 +34,7 @@ def gla(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T H K")
-    return linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, log_decay, **options)
 
 
 class GLA(Mixer[RecurrentCache]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, check_same_heads
+from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
@@ -20,17 +21,8 @@ from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
 
-def hgrn2(
-    q: Tensor,
-    log_forget: Tensor,
-    v: Tensor,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **options: Unpack[StateOptions]) -> Result:
     """HGRN-2: gated linear attention whose key is one minus the forget gate.
 
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T,  f_t = e^{log_forget_t};  o_t = scale S_t^T q_t
@@ -47,21 +39,13 @@ def hgrn2(
     """
     dims("log_forget", log_forget, "B T H K")
     check_same_heads(q, "q", v)
-    check_operands(q, v, {}, None, log_forget, initial_state, cu_seqlens, {"log_decay": "log_forget"})
+    check_operands(
+        q, v, {}, None, log_forget, options.get("initial_state"), options.get("cu_seqlens"), {"log_decay": "log_forget"}
+    )
     k = torch.where(
         log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget)
     )  # expm1's gradient adds 1 to -1 + f
-    return linear_attention(
-        q,
-        k.to(q.dtype),
-        v,
-        log_forget,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k.to(q.dtype), v, log_forget, scale=scale, **options)
 
 
 class HGRN2(Mixer[RecurrentCache]):

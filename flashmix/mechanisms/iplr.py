@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.packing import Packing
@@ -15,19 +16,8 @@ from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
 
 
-def iplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Identity plus low rank: the generalised delta rule without decay, with any `a` and `b`.
 
         S_t = (I + b_t a_t^T) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
@@ -44,18 +34,7 @@ def iplr(
         >>> iplr(q, k, v, -a, a)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    return dplr(
-        q,
-        k,
-        v,
-        a,
-        b,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return dplr(q, k, v, a, b, **options)
 
 
 class IPLR(DeltaNet):

@@ -6,31 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import BoundedDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 
 
-def kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def kda(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Kimi Delta Attention: the delta rule on a state with a per-channel decay, `log_decay` `[B, T, HV, K]`.
 
         S = diag(e^{g_t}) S_{t-1};  S_t = S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
@@ -43,18 +32,7 @@ def kda(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV K")
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, **options)
 
 
 class KDA(DeltaNet):

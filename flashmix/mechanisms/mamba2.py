@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import RMSNorm
@@ -22,6 +23,7 @@ from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
 
+@engine_options
 def mamba2(
     x: Tensor,
     dt: Tensor,
@@ -31,10 +33,7 @@ def mamba2(
     *,
     D: Tensor | None = None,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """Mamba-2, the state space dual: a decay and a step size per token.
 
@@ -58,23 +57,13 @@ def mamba2(
     H = dims("x", x, "B T H P")[2]
     check_shape("A_log", A_log, H)
     names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": "A_log"}
-    check_operands(C, x, {"k": B}, dt, A_log, initial_state, cu_seqlens, names)
+    check_operands(C, x, {"k": B}, dt, A_log, options.get("initial_state"), options.get("cu_seqlens"), names)
     if D is not None:
         check_per_head("D", D, "x", x, H)
     wide = state_dtype(x.dtype)
     decay = -A_log.to(wide).exp() * dt.to(wide)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    y, state = linear_attention(
-        C,
-        B,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    y, state = linear_attention(C, B, v, decay, scale=scale, **options)
     return (y if D is None else (y + D[:, None] * x).to(y.dtype)), state
 
 

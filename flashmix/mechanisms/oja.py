@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
@@ -18,18 +19,9 @@ from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
 from flashmix.ops.recurrence.op import IMPLEMENTATIONS
 
 
+@engine_options
 def oja(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **options: Unpack[EngineOptions]
 ) -> Result:
     """Oja's rule: each token writes the part of its key that the state does not return for its value yet.
 
@@ -55,14 +47,15 @@ def oja(
     """
     if log_decay is not None:
         check_per_head("log_decay", log_decay, "q", q, *_values_shape(q, v))
-    packing = check_operands(q, v, {"k": k}, beta, None, initial_state, cu_seqlens)
+    state, impl = options.get("initial_state"), options.get("impl", "auto")
+    packing = options["cu_seqlens"] = check_operands(q, v, {"k": k}, beta, None, state, options.get("cu_seqlens"))
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
     second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
     choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
     reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
-    transposed = None if initial_state is None else initial_state.mT
+    transposed = None if state is None else state.mT
     recalled, _ = delta_rule(
         reader,
         v,
@@ -76,17 +69,7 @@ def oja(
         impl=impl,
     )
     new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)
-    return linear_attention(
-        q,
-        new,
-        v,
-        value_log_decay=log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
-    )
+    return linear_attention(q, new, v, value_log_decay=log_decay, **options)
 
 
 def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:

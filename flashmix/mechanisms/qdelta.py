@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
@@ -19,6 +20,7 @@ from flashmix.ops.recurrence.call import check_operands
 FEEDBACK_BIAS = -0.9  # of the layer's lambda: at first a third of the query is mixed in
 
 
+@engine_options
 def qdelta(
     q: Tensor,
     k: Tensor,
@@ -26,12 +28,7 @@ def qdelta(
     beta: Tensor,
     log_decay: Tensor,
     feedback_gate: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[EngineOptions],
 ) -> Result:
     """Q-Delta: the correction reads the state under the key and, weighted, under the query.
 
@@ -52,26 +49,13 @@ def qdelta(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    check_operands(q, v, {"k": k}, beta, log_decay, initial_state, cu_seqlens)
+    check_operands(q, v, {"k": k}, beta, log_decay, options.get("initial_state"), options.get("cu_seqlens"))
     check_per_head("feedback_gate", feedback_gate, "q", q, *v.shape[:3])
     group, wide = v.shape[2] // q.shape[2], state_dtype(q.dtype)
     per_head_q, per_head_k = (x.repeat_interleave(group, 2) for x in (q, k))
     strength = (beta.to(wide) * log_decay.to(wide).exp()).unsqueeze(-1)
     erase = strength * (per_head_k + feedback_gate.to(wide).unsqueeze(-1) * per_head_q)
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        erase=erase.to(k.dtype),
-        write=k,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, erase=erase.to(k.dtype), write=k, **options)
 
 
 class QDelta(GatedDeltaNet):

@@ -6,11 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import Lengths, RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
@@ -21,17 +22,8 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
 
-def retnet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def retnet(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Multi-scale retention: a fixed decay per head.
 
         S_t = gamma_h S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^{-5-h};  o_t = scale S_t^T q_t
@@ -45,17 +37,7 @@ def retnet(
     """
     heads = torch.arange(dims("v", v, "B T HV V")[2], device=v.device, dtype=state_dtype(v.dtype))
     decay = torch.log1p(-torch.exp2(-5.0 - heads))
-    return linear_attention(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, decay, **options)
 
 
 class RetNet(Mixer[RecurrentCache]):
@@ -115,11 +97,6 @@ class RetNet(Mixer[RecurrentCache]):
 
 register(
     Mechanism(
-        title="RetNet",
-        paper="2307.08621",
-        function=retnet,
-        call="q:BTHK k:BTHK v:BTHK",
-        layer=RetNet,
-        preset=by_heads,
+        title="RetNet", paper="2307.08621", function=retnet, call="q:BTHK k:BTHK v:BTHK", layer=RetNet, preset=by_heads
     )
 )

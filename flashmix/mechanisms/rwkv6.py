@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, check_per_head, check_same_heads
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, check_same_heads, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import RWKV6Decay
 from flashmix.modules.mlp import LowRank
@@ -23,6 +24,7 @@ from flashmix.ops.token_shift.op import token_shift
 NORM_EPS = 64e-5
 
 
+@engine_options
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -31,10 +33,7 @@ def rwkv6(
     bonus: Tensor,
     *,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """RWKV-6: the output reads the state before the write, and its own token with a learned weight.
 
@@ -53,20 +52,9 @@ def rwkv6(
     """
     dims("log_decay", log_decay, "B T H K")
     check_same_heads(r, "r", v)
-    check_operands(r, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
+    check_operands(r, v, {"k": k}, None, log_decay, options.get("initial_state"), options.get("cu_seqlens"), {"q": "r"})
     check_per_head("bonus", bonus, "r", r, *r.shape[2:])
-    o, state = linear_attention(
-        r,
-        k,
-        v,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        read_before=True,
-        impl=impl,
-    )
+    o, state = linear_attention(r, k, v, log_decay, read_before=True, scale=scale, **options)
     own = (r * k * bonus).contiguous().sum(-1, keepdim=True)  # sums in one order however r lies in memory
     return (o + scale * own * v).to(o.dtype), state
 
@@ -140,10 +128,7 @@ class RWKV6(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         before, recent = token_shift(
-            x,
-            initial_state=None if cache is None else cache.recent,
-            return_state=cache is not None,
-            cu_seqlens=packing,
+            x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
         r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_dplr
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import Result, StateOptions, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
@@ -24,6 +25,7 @@ from flashmix.ops.token_shift.op import token_shift
 NORM_EPS = 64e-5
 
 
+@engine_options
 def rwkv7(
     r: Tensor,
     log_decay: Tensor,
@@ -33,10 +35,7 @@ def rwkv7(
     a: Tensor,
     *,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """RWKV-7: a normalised removal key, a per-channel learning rate, and a raw write.
 
@@ -60,20 +59,17 @@ def rwkv7(
     dims("log_decay", log_decay, "B T H K")
     check_shape("kk", kk, *dims("k", k, "B T H K"))
     check_shape("a", a, *k.shape)
-    check_operands(r, v, {"k": k, "kk": kk, "a": a}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
-    return dplr(
+    check_operands(
         r,
-        k,
         v,
-        -kk,
-        (kk * a).to(kk.dtype),
+        {"k": k, "kk": kk, "a": a},
+        None,
         log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
+        options.get("initial_state"),
+        options.get("cu_seqlens"),
+        {"q": "r"},
     )
+    return dplr(r, k, v, -kk, (kk * a).to(kk.dtype), log_decay, scale=scale, **options)
 
 
 class RWKV7(Mixer[RecurrentCache]):
@@ -190,10 +186,7 @@ class RWKV7(Mixer[RecurrentCache]):
     ) -> tuple[Tensor, Tensor]:
         """The layer on checked inputs without padding: its output and its values."""
         before, recent = token_shift(
-            x,
-            initial_state=None if cache is None else cache.recent,
-            return_state=cache is not None,
-            cu_seqlens=packing,
+            x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_a, x_g = torch.addcmul(x, before - x, self.shift_mix[:, None, None]).unbind(0)
         r, k, values = self.receptance(x_r), self.key(x_k), self.value(x_v)

@@ -128,11 +128,4 @@ def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
     return attention_with_cache(q, KVCache(cache.keys, cache.values, rows, lengths.tokens.clamp(max=slots)))[0]
 
 
-register(
-    Mechanism(
-        title="Softmax attention",
-        paper="1706.03762",
-        layer=SoftmaxAttention,
-        mixer="attention",
-    )
-)
+register(Mechanism(title="Softmax attention", paper="1706.03762", layer=SoftmaxAttention, mixer="attention"))
