@@ -12,7 +12,6 @@ from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
@@ -59,19 +58,15 @@ class Comba(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
-        self.closeness = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
-        self.correction = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
+    def make_gates(self, **placement: Any) -> None:
+        super().make_gates(**placement)
+        self.closeness = nn.Parameter(torch.ones(self.heads, **placement))
+        self.correction = nn.Parameter(torch.ones(self.heads, **placement))
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        assert log_decay is not None
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         p = k * torch.sigmoid(self.closeness).to(k.dtype)[:, None]
         q = q - self.correction.to(q.dtype)[:, None] * p
-        return comba(q, k, p, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
+        return comba(q, k, p, v, *self.gates(x), **options)
 
 
 register(

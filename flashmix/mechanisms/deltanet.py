@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
@@ -37,6 +38,16 @@ def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[En
         torch.Size([1, 10, 4, 16])
     """
     return delta_rule(q, k, v, beta, **options)
+
+
+class DeltaNetOptions(TypedDict, total=False):
+    """The options of the layers that build on `DeltaNet`."""
+
+    head_dim: int | None
+    value_heads: int | None
+    value_dim: int | None
+    conv_width: int
+    negative_eigenvalues: bool
 
 
 class DeltaNet(Mixer[RecurrentCache]):
@@ -90,14 +101,14 @@ class DeltaNet(Mixer[RecurrentCache]):
         self.convolution = ShortConvolution(channels, conv_width, device=device, dtype=dtype)
         self.write_strength = WriteStrength(negative_eigenvalues)
         self.output = nn.Linear(self.values, width, bias=False, device=device, dtype=dtype)
-        self.make_gates(device, dtype)
+        self.make_gates(device=device, dtype=dtype)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_gates(self, **placement: Any) -> None:
         """The parameters of `gates` and `normalise`, which differ within the family."""
-        self.strength = nn.Linear(self.width, self.value_heads, bias=False, device=device, dtype=dtype)
-        self.norm = RMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.strength = nn.Linear(self.width, self.value_heads, bias=False, **placement)
+        self.norm = RMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
         """`beta` `[B, T, HV]`, and the log decay or None."""
         return self.write_strength(self.strength(x)), None
 
@@ -139,17 +150,17 @@ class DeltaNet(Mixer[RecurrentCache]):
         )
         q, k = (l2_norm(t.unflatten(-1, (-1, self.head_dim))) for t in (q, k))
         v = v.unflatten(-1, (self.steps * self.value_heads, self.value_dim))
-        o, state = self.recurrence(x, q, k, v, None if cache is None else cache.state, cache is not None, packing)
+        o = carried(self.recurrence, x, q, k, v, cache=cache, packing=packing)
         if cache is not None:
-            cache.state, cache.recent = state, recent
+            cache.recent = recent
         return self.output(self.normalise(o, x).flatten(2))
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values."""
-        beta, log_decay = self.gates(x)
-        return delta_rule(q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.
+
+        `options` are its `initial_state`, `return_state` and `cu_seqlens`.
+        """
+        return delta_rule(q, k, v, *self.gates(x), **options)
 
 
 register(

@@ -9,10 +9,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
+from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
@@ -84,51 +86,33 @@ class DeltaProduct(GatedDeltaNet):
 
     has_step = False
 
+    @hands_on(DeltaNet.__init__, first=True)
     def __init__(
         self,
         width: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        value_heads: int | None = None,
-        value_dim: int | None = None,
-        conv_width: int = 4,
-        negative_eigenvalues: bool = False,
         steps: int = 2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[DeltaNetOptions],
     ) -> None:
         check_range("steps", steps, 1, 64)
         self.steps = steps
-        super().__init__(
-            width,
-            heads,
-            head_dim=head_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            conv_width=conv_width,
-            negative_eigenvalues=negative_eigenvalues,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_gates(self, **placement: Any) -> None:
+        super().make_gates(**placement)
         strength, decay = (self.steps, self.value_heads), (self.value_heads,)
-        self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, device=device, dtype=dtype)
+        self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         k, v = k.unflatten(2, (self.steps, self.heads)), v.unflatten(2, (self.steps, self.value_heads))
-        return deltaproduct(
-            q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+        return deltaproduct(q, k, v, *self.gates(x), **options)
 
 
 def two_steps(size: Size) -> list[Options]:

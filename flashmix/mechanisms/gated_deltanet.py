@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -50,14 +49,14 @@ class GatedDeltaNet(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_gates(self, **placement: Any) -> None:
         heads = (self.value_heads,)
-        self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, device=device, dtype=dtype)
-        self.decay = MambaDecay(self.value_heads, device=device, dtype=dtype)
-        self.gate = nn.Linear(self.width, self.values, bias=False, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, **placement)
+        self.decay = MambaDecay(self.value_heads, **placement)
+        self.gate = nn.Linear(self.width, self.values, bias=False, **placement)
+        self.norm = GatedRMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 

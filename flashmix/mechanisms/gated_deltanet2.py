@@ -13,7 +13,6 @@ from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
@@ -71,21 +70,17 @@ class GatedDeltaNet2(KDA):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_gates(self, **placement: Any) -> None:
+        super().make_gates(**placement)
         del self.strength
-        self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, device=device, dtype=dtype)
-        self.write = nn.Linear(self.width, self.values, bias=False, device=device, dtype=dtype)
+        self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, **placement)
+        self.write = nn.Linear(self.width, self.values, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         erase = self.write_strength(self.erase(x)).unflatten(-1, (self.value_heads, self.head_dim))
         write = torch.sigmoid(self.write(x)).view_as(v)
         decay = self.channel_decay(x)
-        return gated_deltanet2(
-            q, k, v, erase, write, decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+        return gated_deltanet2(q, k, v, erase, write, decay, **options)
 
 
 register(

@@ -80,7 +80,7 @@ class GLA(Mixer[RecurrentCache]):
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = self.qkvg(x)
         log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim))
-        o = carried_linear_attention(q, k, v, log_decay, cache, packing)
+        o = carried_linear_attention(q, k, v, log_decay=log_decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
-from flashmix.op.packing import Packing
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
 
@@ -52,18 +50,16 @@ class IPLR(DeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_gates(self, **placement: Any) -> None:
+        super().make_gates(**placement)
         removal = self.value_heads * self.head_dim
-        self.removal = nn.Linear(self.width, removal, bias=False, device=device, dtype=dtype)
+        self.removal = nn.Linear(self.width, removal, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         beta, _ = self.gates(x)
         removal = l2_norm(self.removal(x).unflatten(-1, (self.value_heads, self.head_dim))).to(k.dtype)
         back = (beta.unsqueeze(-1) * removal).to(k.dtype)
-        return iplr(q, k, v, -removal, back, initial_state=state, return_state=return_state, cu_seqlens=packing)
+        return iplr(q, k, v, -removal, back, **options)
 
 
 register(

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
-from flashmix.mechanisms.deltanet import DeltaNet
+from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import BoundedDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.op.checks import dims
+from flashmix.op.options import hands_on
 from flashmix.ops.recurrence import delta_rule
 
 
@@ -50,46 +51,33 @@ class KDA(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
+    @hands_on(DeltaNet.__init__, first=True)
     def __init__(
         self,
         width: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        value_heads: int | None = None,
-        value_dim: int | None = None,
-        conv_width: int = 4,
-        negative_eigenvalues: bool = False,
         rank: int | None = None,
         lower: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[DeltaNetOptions],
     ) -> None:
         self.rank, self.lower = rank, lower
-        super().__init__(
-            width,
-            heads,
-            head_dim=head_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            conv_width=conv_width,
-            negative_eigenvalues=negative_eigenvalues,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_gates(self, **placement: Any) -> None:
         rank = self.value_dim if self.rank is None else self.rank
         heads, channels = self.value_heads, self.decay_channels()
-        self.strength = nn.Linear(self.width, heads, bias=False, device=device, dtype=dtype)
-        self.decay_projection = LowRank(self.width, rank, heads * channels, device=device, dtype=dtype)
+        self.strength = nn.Linear(self.width, heads, bias=False, **placement)
+        self.decay_projection = LowRank(self.width, rank, heads * channels, **placement)
         self.decay: MambaDecay | BoundedDecay
         if self.lower is None:
-            self.decay = MambaDecay(heads, channels, device=device, dtype=dtype)
+            self.decay = MambaDecay(heads, channels, **placement)
         else:
-            self.decay = BoundedDecay(heads, channels, lower=self.lower, device=device, dtype=dtype)
-        self.gate = LowRank(self.width, rank, self.values, bias=True, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", device=device, dtype=dtype)
+            self.decay = BoundedDecay(heads, channels, lower=self.lower, **placement)
+        self.gate = LowRank(self.width, rank, self.values, bias=True, **placement)
+        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", **placement)
 
     def decay_channels(self) -> int:
         """The number of channels per head with a decay of their own."""
@@ -100,7 +88,7 @@ class KDA(DeltaNet):
         decay: Tensor = self.decay(self.decay_projection(x).unflatten(-1, (self.value_heads, self.decay_channels())))
         return decay
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
         return self.write_strength(self.strength(x)), self.channel_decay(x)
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:

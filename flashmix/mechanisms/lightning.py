@@ -86,8 +86,8 @@ class Lightning(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = self.qkvg(x)
-        depth = {"layer": self.layer, "layers": self.layers}
-        o = carried(lightning, silu(q), silu(k), silu(v), cache=cache, packing=packing, **depth)
+        q, k, v = silu(q), silu(k), silu(v)
+        o = carried(lightning, q, k, v, cache=cache, packing=packing, layer=self.layer, layers=self.layers)
         return self.output(self.norm(o, gate).flatten(2))
 
 

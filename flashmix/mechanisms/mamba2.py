@@ -129,9 +129,9 @@ class Mamba2(Mixer[RecurrentCache]):
             C.unflatten(-1, (self.groups, self.state_dim)),
             B.unflatten(-1, (self.groups, self.state_dim)),
             values * step.to(values.dtype)[..., None],
-            step * self.decay.rate(),
-            cache,
-            packing,
+            log_decay=step * self.decay.rate(),
+            cache=cache,
+            packing=packing,
             scale=1.0,
         )
         if cache is not None:

@@ -12,7 +12,6 @@ from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
-from flashmix.op.packing import Packing
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
 from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
@@ -95,13 +94,8 @@ class Oja(KDA):
     def decay_channels(self) -> int:
         return self.value_dim
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        return oja(
-            q, k, l2_norm(v), beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        return oja(q, k, l2_norm(v), *self.gates(x), **options)
 
 
 register(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -13,7 +12,6 @@ from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
@@ -73,19 +71,12 @@ class QDelta(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
-        self.feedback = nn.Linear(self.width, self.value_heads, bias=False, device=device, dtype=dtype)
+    def make_gates(self, **placement: Any) -> None:
+        super().make_gates(**placement)
+        self.feedback = nn.Linear(self.width, self.value_heads, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        assert log_decay is not None
-        feedback = self.write_strength(self.feedback(x) + FEEDBACK_BIAS)
-        return qdelta(
-            q, k, v, beta, log_decay, feedback, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        return qdelta(q, k, v, *self.gates(x), self.write_strength(self.feedback(x) + FEEDBACK_BIAS), **options)
 
 
 register(

@@ -91,7 +91,7 @@ class RetNet(Mixer[RecurrentCache]):
             cache.lengths = before.advanced(packing, x.shape[1])
             qk = self.rotary(qk, positions=before.positions(packing, x.shape[1]), limit=cache.lengths.longest)
         q, k = qk.chunk(2, dim=2)
-        o = carried_linear_attention(q, k, v, self.decay, cache, packing)
+        o = carried_linear_attention(q, k, v, log_decay=self.decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import silu
 from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import Result, StateOptions, check_per_head, check_same_heads, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.mechanisms.rwkv import RWKV
 from flashmix.modules.decay import RWKV6Decay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.projection import head_size
@@ -20,8 +20,6 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
-
-NORM_EPS = 64e-5
 
 
 @engine_options
@@ -59,7 +57,7 @@ def rwkv6(
     return (o + scale * own * v).to(o.dtype), state
 
 
-class RWKV6(Mixer[RecurrentCache]):
+class RWKV6(RWKV):
     """The time mixing of RWKV-6 (Finch): `o = (S + diag(u) k v^T)^T r`, then `S = diag(e^w) S + k v^T`, `w = -e^{W x}`.
 
     Args:
@@ -109,11 +107,7 @@ class RWKV6(Mixer[RecurrentCache]):
             width, decay_rank, inner, activation="tanh", bias=True, device=device, dtype=dtype
         )
         self.decay = RWKV6Decay()
-        self.bonus = parameter(heads, self.head_dim)
-        self.norm_weight = parameter(inner)
-        self.norm_bias = parameter(inner)
-        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self.make_output(device=device, dtype=dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -121,23 +115,19 @@ class RWKV6(Mixer[RecurrentCache]):
         nn.init.uniform_(self.shift_mix)
         nn.init.uniform_(self.shift_up, -0.01, 0.01)
         nn.init.uniform_(self.bonus)
-        nn.init.ones_(self.norm_weight)
-        nn.init.zeros_(self.norm_bias)
-        channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
-        self.decay_projection.up.bias.copy_(-6.0 + 5.0 * channel)  # memories of about 3 to 400 tokens in each head
+        self.reset_norm_and_decay(5.0)  # memories of about 3 to 400 tokens in each head
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         before, recent = token_shift(
             x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
-        r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
-        log_decay = self._heads(self.decay(self.decay_projection(x_w)))
+        r, k, v = (self.by_heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
+        log_decay = self.by_heads(self.decay(self.decay_projection(x_w)))
         o = carried(rwkv6, r, k, v, log_decay, self.bonus, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
-        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
-        return self.output(torch.addcmul(self.norm_bias, o, self.norm_weight) * silu(self.gate(x_g)))
+        return self.output(self.normalised(o) * silu(self.gate(x_g)))
 
     def _mixed(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """`x` mixed with the token before, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
@@ -145,9 +135,6 @@ class RWKV6(Mixer[RecurrentCache]):
         low = low.unflatten(-1, (5, -1)).movedim(-2, 0)  # [5, B, T, rank]
         amount = torch.einsum("nbtr,nrd->nbtd", low, self.shift_up.to(low.dtype)) + self.shift_mix[:, None, None]
         return torch.addcmul(x, step, amount).unbind(0)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim))
 
 
 def by_width(size: Size) -> list[Options]:

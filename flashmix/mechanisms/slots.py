@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.common import check_per_head
-from flashmix.op.checks import check_like, dims
+from flashmix.mechanisms.registry import Options, Size
+from flashmix.modules.projection import head_size
+from flashmix.op.checks import check_like, check_range, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.ops.recurrence import linear_attention
@@ -62,3 +68,34 @@ def two_passes(
         p, s, v, log_decay, scale=1.0, initial_state=values, return_state=return_state, cu_seqlens=packing, impl=impl
     )
     return o, None if keys is None or values is None else (keys, values)
+
+
+class SlotMixer(Mixer[RecurrentCache]):
+    """The base of the layers: heads with slots; a family writes `make` and `mix`."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        slots: int = 64,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_range("slots", slots, 1, 256)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        self.value_dim = head_size(width, heads, value_dim, "value_dim")
+        self.make((heads, self.head_dim), (heads, self.value_dim), (heads, slots), device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+
+    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
+        """The projection of keys, values and slots of these shapes, the decay and the norm."""
+        raise NotImplementedError
+
+
+def by_slots(size: Size) -> list[Options]:
+    """At most 64 slots per head."""
+    return size.depth * [{"heads": size.heads, "slots": min(64, 2 * size.head_dim)}]
