@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_range
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling`, as options of the functions that generate."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
 
 
 @dataclass(frozen=True)
