@@ -64,20 +64,11 @@ def abc(
         *pair, start = initial_state
         slots = (pair[0], pair[1])
     before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
-    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); the first token is infinitely ahead
+    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); `ahead` is inf at the first token
     ahead = s.to(start.dtype) - before
-    weight = torch.exp(-_softplus(-ahead)).to(q.dtype)
+    weight, decay = torch.exp(-_softplus(-ahead)).to(q.dtype), -_softplus(ahead)
     o, states = two_passes(
-        q,
-        k,
-        v,
-        weight,
-        -_softplus(ahead),
-        states=slots,
-        scale=scale,
-        return_state=return_state,
-        packing=packing,
-        impl=impl,
+        q, k, v, weight, decay, states=slots, scale=scale, return_state=return_state, packing=packing, impl=impl
     )
     return o, None if states is None else (*states, z)
 
@@ -98,9 +89,9 @@ def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl:
 
 
 def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum of `start` and all `s` before each token, the same with its own, and after the last token `[N, HV, M]`.
+    """The maximum of `start` and of all `s` before each token, up to and with each token, and up to the last one `[N, HV, M]`.
 
-    Packed sequences by doubling spans. A maximum rounds nothing: both ways give the same bits.
+    For packed sequences the spans double. A maximum does not round, so both ways give the same bits.
     """
     if packing is None:
         m = torch.cat([start.unsqueeze(1), s], 1).cummax(1).values
@@ -122,7 +113,7 @@ def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
+    """`log(1 + e^x)`. In torch the results of softplus and sigmoid depend on a number's place in memory; these functions' do not."""
     return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
 
 

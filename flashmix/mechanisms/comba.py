@@ -58,15 +58,15 @@ class Comba(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, **placement: Any) -> None:
-        super().make_gates(**placement)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         self.closeness = nn.Parameter(torch.ones(self.heads, **placement))
         self.correction = nn.Parameter(torch.ones(self.heads, **placement))
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         p = k * torch.sigmoid(self.closeness).to(k.dtype)[:, None]
         q = q - self.correction.to(q.dtype)[:, None] * p
-        return comba(q, k, p, v, *self.gates(x), **options)
+        return comba(q, k, p, v, *self.beta_and_decay(x), **options)
 
 
 register(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -62,33 +62,15 @@ def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[in
         check_like(name, state, "q", q, dtype=False)
 
 
-def scan(
-    x: Tensor,
-    log_decay: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | Packing | None = None,
-    read_before: bool = False,
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def scan(x: Tensor, log_decay: Tensor, *, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """`h_t = e^{g_t} h_{t-1} + x_t` for each channel of `x` `[B, T, H, D]`, and the last `h` `[N, H, D]`: a state of one row.
 
-    `log_decay` is `[B, T, H]` or `[B, T, H, D]`. Computed in the dtype of `x`, autocast or not.
+    `log_decay` is `[B, T, H]` or `[B, T, H, D]`; `options` are those of `linear_attention`. The dtype stays that of `x` under autocast.
     """
     one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:3], 1)
-    decay = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
+    decay: dict[str, Any] = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
     with torch.autocast(x.device.type, enabled=False):
-        h, state = linear_attention(
-            one,
-            one,
-            x,
-            **decay,
-            scale=1.0,
-            initial_state=None if initial_state is None else initial_state.unsqueeze(2),
-            return_state=True,
-            cu_seqlens=cu_seqlens,
-            read_before=read_before,
-            impl=impl,
-        )
+        state = None if initial_state is None else initial_state.unsqueeze(2)
+        h, state = linear_attention(one, one, x, scale=1.0, initial_state=state, return_state=True, **decay, **options)
     assert state is not None
     return h, state.squeeze(2)

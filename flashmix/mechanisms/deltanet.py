@@ -51,7 +51,7 @@ class DeltaNetOptions(TypedDict, total=False):
 
 
 class DeltaNet(Mixer[RecurrentCache]):
-    """The delta rule without decay: a token moves the value that the state holds for its key towards its own, by the share `beta`.
+    """The delta rule without decay: each token replaces the value that the state holds under its key, by the fraction `beta`.
 
     Args:
         width: channels of the input and output.
@@ -72,7 +72,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     norm: nn.Module
     steps = 1  # keys and values per token
-    # Whether `step` computes the same as `mix`: false in a class with another `recurrence`, or other gates than `step_inputs` gives.
+    # Whether `step` computes the same as `mix`: false in a class with its own `recurrence` or without its own `step_inputs`.
     has_step = True
 
     def __init__(
@@ -101,23 +101,23 @@ class DeltaNet(Mixer[RecurrentCache]):
         self.convolution = ShortConvolution(channels, conv_width, device=device, dtype=dtype)
         self.write_strength = WriteStrength(negative_eigenvalues)
         self.output = nn.Linear(self.values, width, bias=False, device=device, dtype=dtype)
-        self.make_gates(device=device, dtype=dtype)
+        self.make_parameters(device=device, dtype=dtype)
 
-    def make_gates(self, **placement: Any) -> None:
-        """The parameters of `gates` and `normalise`, which differ within the family."""
+    def make_parameters(self, **placement: Any) -> None:
+        """Makes the parameters of `beta_and_decay` and `normalise`, in which the family differs."""
         self.strength = nn.Linear(self.width, self.value_heads, bias=False, **placement)
         self.norm = RMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         """`beta` `[B, T, HV]`, and the log decay or None."""
         return self.write_strength(self.strength(x)), None
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
-        """The output `[B, T, HV, V]` of the recurrence, normalised per head (and gated by the input)."""
+        """The output `[B, T, HV, V]` of the recurrence, normalised per head, in some layers with an output gate."""
         return self.norm(o)
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:
-        """The arguments of `delta_net_step` that stand for `gates` and `normalise`, for one token `[B, D]` of each sequence."""
+        """The arguments of `delta_net_step` that stand for `beta_and_decay` and `normalise`, for one token `[B, D]` of each sequence."""
         return {"strength": self.strength(x)}
 
     def step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
@@ -160,7 +160,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
         `options` are its `initial_state`, `return_state` and `cu_seqlens`.
         """
-        return delta_rule(q, k, v, *self.gates(x), **options)
+        return delta_rule(q, k, v, *self.beta_and_decay(x), **options)
 
 
 register(

@@ -35,7 +35,7 @@ def deltaproduct(
         k: keys of the steps `[B, T, n, H, K]`.
         v: values of the steps `[B, T, n, HV, V]`.
         beta: write strengths `[B, T, n, HV]`.
-        log_decay: `[B, T, HV]`, or None for DeltaProduct without a gate.
+        log_decay: `[B, T, HV]`, or None for DeltaProduct without decay.
 
     Source: Siems et al. 2025 (arXiv 2502.10297), equation 3.
 
@@ -74,7 +74,7 @@ class DeltaProduct(GatedDeltaNet):
     """Gated DeltaProduct: Gated DeltaNet with several delta steps per token.
 
     Args: those of `DeltaNet`, and
-        steps: keys, values and write strengths of a token.
+        steps: keys, values and write strengths per token.
 
     Source: Siems et al., arXiv:2502.10297, section 3.
 
@@ -101,18 +101,18 @@ class DeltaProduct(GatedDeltaNet):
         self.steps = steps
         super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, **placement: Any) -> None:
-        super().make_gates(**placement)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         strength, decay = (self.steps, self.value_heads), (self.value_heads,)
         self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         k, v = k.unflatten(2, (self.steps, self.heads)), v.unflatten(2, (self.steps, self.value_heads))
-        return deltaproduct(q, k, v, *self.gates(x), **options)
+        return deltaproduct(q, k, v, *self.beta_and_decay(x), **options)
 
 
 def two_steps(size: Size) -> list[Options]:

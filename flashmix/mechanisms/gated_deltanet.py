@@ -49,14 +49,14 @@ class GatedDeltaNet(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
-    def make_gates(self, **placement: Any) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         heads = (self.value_heads,)
         self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, **placement)
         self.decay = MambaDecay(self.value_heads, **placement)
         self.gate = nn.Linear(self.width, self.values, bias=False, **placement)
         self.norm = GatedRMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 

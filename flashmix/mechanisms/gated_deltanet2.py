@@ -70,8 +70,8 @@ class GatedDeltaNet2(KDA):
 
     has_step = False
 
-    def make_gates(self, **placement: Any) -> None:
-        super().make_gates(**placement)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         del self.strength
         self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, **placement)
         self.write = nn.Linear(self.width, self.values, bias=False, **placement)

@@ -39,12 +39,10 @@ def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **opt
     """
     dims("log_forget", log_forget, "B T H K")
     check_same_heads(q, "q", v)
-    check_operands(
-        q, v, {}, None, log_forget, options.get("initial_state"), options.get("cu_seqlens"), {"log_decay": "log_forget"}
-    )
-    k = torch.where(
-        log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget)
-    )  # expm1's gradient adds 1 to -1 + f
+    state, names = options.get("initial_state"), {"log_decay": "log_forget"}
+    check_operands(q, v, {}, None, log_forget, state, options.get("cu_seqlens"), names)
+    # The gradient of expm1 is expm1 + 1, which cancels for small f.
+    k = torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
     return linear_attention(q, k.to(q.dtype), v, log_forget, scale=scale, **options)
 
 
@@ -90,7 +88,7 @@ class HGRN2(Mixer[RecurrentCache]):
 
 
 def by_depth(size: Size) -> list[Options]:
-    """The forget gate's floor grows from layer to layer, as the paper's learned one does at first."""
+    """The lower bound of the forget gate grows from layer to layer, as the paper's learned one does at initialisation."""
     return [{"heads": size.heads, "lower": index / size.depth} for index in range(size.depth)]
 
 

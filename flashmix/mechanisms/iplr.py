@@ -50,13 +50,13 @@ class IPLR(DeltaNet):
 
     has_step = False
 
-    def make_gates(self, **placement: Any) -> None:
-        super().make_gates(**placement)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         removal = self.value_heads * self.head_dim
         self.removal = nn.Linear(self.width, removal, bias=False, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        beta, _ = self.gates(x)
+        beta, _ = self.beta_and_decay(x)
         removal = l2_norm(self.removal(x).unflatten(-1, (self.value_heads, self.head_dim))).to(k.dtype)
         back = (beta.unsqueeze(-1) * removal).to(k.dtype)
         return iplr(q, k, v, -removal, back, **options)

@@ -37,10 +37,10 @@ def kda(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **opti
 
 
 class KDA(DeltaNet):
-    """Kimi Delta Attention: the delta rule with a decay per channel; it and the output's sigmoid gate are low-rank.
+    """Kimi Delta Attention: the delta rule with a per-channel decay and a sigmoid output gate, both from low-rank projections.
 
     Args: those of `DeltaNet`, and
-        rank: of the decay's and the gate's projections; default `value_dim`.
+        rank: of the projections of the decay and the output gate; default `value_dim`.
         lower: None for the decay `-exp(A_log) softplus(x + dt_bias)`, else the floor of `BoundedDecay`, in [-5, 0).
 
     Source: Kimi Linear, arXiv:2510.26692, section 4.
@@ -66,7 +66,7 @@ class KDA(DeltaNet):
         self.rank, self.lower = rank, lower
         super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, **placement: Any) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         rank = self.value_dim if self.rank is None else self.rank
         heads, channels = self.value_heads, self.decay_channels()
         self.strength = nn.Linear(self.width, heads, bias=False, **placement)
@@ -88,7 +88,7 @@ class KDA(DeltaNet):
         decay: Tensor = self.decay(self.decay_projection(x).unflatten(-1, (self.value_heads, self.decay_channels())))
         return decay
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Any]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         return self.write_strength(self.strength(x)), self.channel_decay(x)
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:

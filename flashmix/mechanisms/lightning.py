@@ -46,7 +46,7 @@ def lightning(q: Tensor, k: Tensor, v: Tensor, *, layer: int, layers: int, **opt
 
 
 class Lightning(Mixer[RecurrentCache]):
-    """Lightning attention: silu of queries, keys and values, a fixed decay per head that weakens with depth, a sigmoid gate.
+    """Lightning attention: silu of queries, keys and values, a fixed decay per head that weakens with depth, a sigmoid output gate.
 
     Args:
         width: channels of the input and output.

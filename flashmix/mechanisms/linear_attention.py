@@ -55,15 +55,9 @@ def normalised_linear_attention(
     o, S = linear_attention(
         q, k, v, scale=1.0, initial_state=S, return_state=return_state, cu_seqlens=packing, impl=impl
     )
+    z = None if z is None else z.unsqueeze(-1)
     weight, z = linear_attention(
-        q,
-        k,
-        one,
-        scale=1.0,
-        initial_state=None if z is None else z.unsqueeze(-1),
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
+        q, k, one, scale=1.0, initial_state=z, return_state=return_state, cu_seqlens=packing, impl=impl
     )
     o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)
     return o, None if S is None or z is None else (S, z.squeeze(-1))

@@ -125,15 +125,9 @@ class Mamba2(Mixer[RecurrentCache]):
         values, B, C = xbc.split(self.inner_sizes, dim=-1)
         values = values.unflatten(-1, (self.heads, self.head_dim))
         step = self.decay.step_size(step)
-        o = carried_linear_attention(
-            C.unflatten(-1, (self.groups, self.state_dim)),
-            B.unflatten(-1, (self.groups, self.state_dim)),
-            values * step.to(values.dtype)[..., None],
-            log_decay=step * self.decay.rate(),
-            cache=cache,
-            packing=packing,
-            scale=1.0,
-        )
+        C, B = (part.unflatten(-1, (self.groups, self.state_dim)) for part in (C, B))
+        v, log_decay = values * step.to(values.dtype)[..., None], step * self.decay.rate()
+        o = carried_linear_attention(C, B, v, log_decay=log_decay, cache=cache, packing=packing, scale=1.0)
         if cache is not None:
             cache.recent = recent
         o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)

@@ -54,19 +54,9 @@ def oja(
     second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
     choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
     reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
-    transposed = None if state is None else state.mT
-    recalled, _ = delta_rule(
-        reader,
-        v,
-        k,
-        beta,
-        log_decay,
-        scale=1.0,
-        initial_state=transposed,
-        cu_seqlens=packing,
-        read_before=True,
-        impl=impl,
-    )
+    state = None if state is None else state.mT
+    first: EngineOptions = {"scale": 1.0, "initial_state": state, "cu_seqlens": packing, "impl": impl}
+    recalled, _ = delta_rule(reader, v, k, beta, log_decay, read_before=True, **first)
     new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)
     return linear_attention(q, new, v, value_log_decay=log_decay, **options)
 
@@ -77,7 +67,7 @@ def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 class Oja(KDA):
-    """Oja's rule with a decay of each channel of the values, which have length 1; gates and output are those of KDA.
+    """Oja's rule with a decay per channel of the values, which have length 1; the rest is as in KDA.
 
     Args: those of `KDA`.
 
@@ -95,7 +85,7 @@ class Oja(KDA):
         return self.value_dim
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        return oja(q, k, l2_norm(v), *self.gates(x), **options)
+        return oja(q, k, l2_norm(v), *self.beta_and_decay(x), **options)
 
 
 register(

@@ -183,15 +183,15 @@ class Preconditioned(DeltaNet):
     has_step = False
     rule: Callable[..., tuple[Tensor, States | None]]
 
-    def make_gates(self, **placement: Any) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         if self.write_strength.negative_eigenvalues:
             raise ValueError("negative_eigenvalues must be false where writes are preconditioned, got true")
-        super().make_gates(**placement)
+        super().make_parameters(**placement)
         self.curvature = Curvature(self.width, self.heads, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         curvature = self.curvature
-        return self.rule(q, k, v, *self.gates(x), *curvature(x), log_scale=curvature.log_scale, **options)
+        return self.rule(q, k, v, *self.beta_and_decay(x), *curvature(x), log_scale=curvature.log_scale, **options)
 
 
 class PreconditionedGatedDeltaNet(Preconditioned, GatedDeltaNet):

@@ -71,12 +71,14 @@ class QDelta(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, **placement: Any) -> None:
-        super().make_gates(**placement)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         self.feedback = nn.Linear(self.width, self.value_heads, bias=False, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        return qdelta(q, k, v, *self.gates(x), self.write_strength(self.feedback(x) + FEEDBACK_BIAS), **options)
+        return qdelta(
+            q, k, v, *self.beta_and_decay(x), self.write_strength(self.feedback(x) + FEEDBACK_BIAS), **options
+        )
 
 
 register(

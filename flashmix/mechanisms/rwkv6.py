@@ -64,7 +64,7 @@ class RWKV6(RWKV):
         width: channels of the input and output.
         heads: number of heads.
         head_dim: channels of a head; default `width / heads`.
-        shift_rank: of the projection that says by how much each channel is mixed with the token before.
+        shift_rank: of the projection that determines how much of the previous token each channel takes.
         decay_rank: of the decay's projection.
 
     Source: Peng et al., arXiv:2404.05892, section 4.
@@ -130,7 +130,7 @@ class RWKV6(RWKV):
         return self.output(self.normalised(o) * silu(self.gate(x_g)))
 
     def _mixed(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """`x` mixed with the token before, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
+        """`x` mixed with the previous token, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
         low = torch.tanh(self.shift_down(torch.addcmul(x, step, self.first_mix)))
         low = low.unflatten(-1, (5, -1)).movedim(-2, 0)  # [5, B, T, rank]
         amount = torch.einsum("nbtr,nrd->nbtd", low, self.shift_up.to(low.dtype)) + self.shift_mix[:, None, None]

@@ -1,4 +1,4 @@
-"""RWKV-7: token shift, low-rank gates, and a state that is decayed, corrected and written in one step."""
+"""RWKV-7: token shift, low-rank projections, and a state that is decayed, corrected and written in one step."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class RWKV7(RWKV):
 
 
 def default_ranks(width: int) -> tuple[int, int, int, int]:
-    """Ranks for the decay, the removal, the value residual and the gate at this width, multiples of 8."""
+    """Ranks for the decay, the removal, the value residual and the output gate at this width, multiples of 8."""
 
     def rank(factor: float, power: float) -> int:
         return max(8, round(factor * width**power / 8) * 8)

@@ -46,27 +46,18 @@ def two_passes(
     *,
     scale: float | None,
     states: SlotStates | None,
-    return_state: bool,
     packing: Packing | None,
-    impl: str,
+    **options: Any,
 ) -> tuple[Tensor, SlotStates | None]:
-    """The scores from the slots' keys, their softmax, and the output from the slots' values; both last states."""
+    """The output and both last states: scores from the keys of the slots, their softmax, its product with the values of the slots.
+
+    `options` are `return_state` and `impl`.
+    """
     keys, values = (None, None) if states is None else states
-    scores, keys = linear_attention(
-        q,
-        k,
-        s,
-        value_log_decay=log_decay,
-        scale=scale,
-        initial_state=keys,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
-    )
+    options |= {"cu_seqlens": packing}
+    scores, keys = linear_attention(q, k, s, value_log_decay=log_decay, scale=scale, initial_state=keys, **options)
     p = torch.softmax(scores.to(state_dtype(v.dtype)), -1).to(v.dtype)
-    o, values = linear_attention(
-        p, s, v, log_decay, scale=1.0, initial_state=values, return_state=return_state, cu_seqlens=packing, impl=impl
-    )
+    o, values = linear_attention(p, s, v, log_decay, scale=1.0, initial_state=values, **options)
     return o, None if keys is None or values is None else (keys, values)
 
 

@@ -1,4 +1,4 @@
-"""Channel mixing, and the low-rank projection that gates are made of."""
+"""The gated MLP, and the low-rank projection of decays and gates."""
 
 from __future__ import annotations
 
