@@ -13,6 +13,7 @@ import torch
 
 import flashmix
 from flashmix import layers
+from flashmix.capabilities import tiny_call
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import MECHANISMS, Mechanism, functions, mixers, presets, register
 from flashmix.models import PRESETS, SIZES, Decoder, preset
@@ -124,6 +125,13 @@ def test_a_head_projection_is_one_linear_map() -> None:
     q, gate, beta, v = project(x)
     assert gate is None and (q.shape, beta.shape, v.shape) == ((2, 5, 2, 3), (2, 5, 2), (2, 5, 4, 1))
     assert torch.equal(torch.cat([q.flatten(2), beta, v.flatten(2)], -1), x @ project.weight.T)
+
+
+@pytest.mark.parametrize("name", functions())
+def test_an_option_of_the_engine_that_is_not_handed_on_is_refused(name: str) -> None:
+    assert "read_before" not in inspect.signature(functions()[name]).parameters
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'read_before'$"):
+        functions()[name](**tiny_call(name), read_before=True)
 
 
 @pytest.mark.parametrize("name", presets())

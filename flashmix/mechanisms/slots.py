@@ -54,10 +54,11 @@ def two_passes(
     `options` are `return_state` and `impl`.
     """
     keys, values = (None, None) if states is None else states
-    options |= {"cu_seqlens": packing}
-    scores, keys = linear_attention(q, k, s, value_log_decay=log_decay, scale=scale, initial_state=keys, **options)
+    scores, keys = linear_attention(
+        q, k, s, value_log_decay=log_decay, scale=scale, initial_state=keys, cu_seqlens=packing, **options
+    )
     p = torch.softmax(scores.to(state_dtype(v.dtype)), -1).to(v.dtype)
-    o, values = linear_attention(p, s, v, log_decay, scale=1.0, initial_state=values, **options)
+    o, values = linear_attention(p, s, v, log_decay, scale=1.0, initial_state=values, cu_seqlens=packing, **options)
     return o, None if keys is None or values is None else (keys, values)
 
 
