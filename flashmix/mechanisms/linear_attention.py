@@ -12,7 +12,7 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_states
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.projection import HeadProjection, head_size
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
@@ -46,8 +46,7 @@ def normalised_linear_attention(
         >>> o.shape, z.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
     """
-    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
-    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
     N = q.shape[0] if packing is None else packing.count
     check_states(initial_state, q, (N, v.shape[2], q.shape[3], v.shape[3]), (N, *q.shape[2:]))
     S, z = (None, None) if initial_state is None else initial_state

@@ -20,7 +20,7 @@ from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.options import hands_on
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
@@ -58,39 +58,24 @@ def _preconditioned(
 ) -> tuple[Tensor, States | None]:
     """Both rules, by the shape of `log_decay`; `curvature` is `curvature_beta` and `curvature_log_decay`."""
     curvature_beta, curvature_log_decay = curvature
-    check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
+    packing = check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     check_per_head("curvature_beta", curvature_beta, "q", q, B, T, H)
     check_per_head("curvature_log_decay", curvature_log_decay, "q", q, B, T, H)
     if not isinstance(log_scale, (int, float)):
         check_per_head("log_scale", log_scale, "q", q, H)
-    packing = as_packing(cu_seqlens, B, T, q.device)
     N = B if packing is None else packing.count
     check_states(initial_state, q, (N, HV, K, V), (N, H, K))
     S, A = (None, None) if initial_state is None else initial_state
     wide = state_dtype(q.dtype)
-    A_t, A = scan(
-        curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square(),
-        curvature_log_decay,
-        initial_state=A,
-        cu_seqlens=packing,
-        impl=impl,
-    )
+    options: dict[str, Any] = {"cu_seqlens": packing, "impl": impl}
+    squares = curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square()
+    A_t, A = scan(squares, curvature_log_decay, initial_state=A, **options)
     centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
     r = torch.log(A_t + EPS) - centre
-    write = k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))
+    write = (k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))).to(k.dtype)
     o, S = delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        write=write.to(k.dtype),
-        scale=scale,
-        initial_state=S,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
+        q, k, v, beta, log_decay, write=write, scale=scale, initial_state=S, return_state=return_state, **options
     )
     return o, None if S is None else (S, A)
 

@@ -14,7 +14,7 @@ from flashmix.mechanisms.registry import Options, Size
 from flashmix.modules.projection import head_size
 from flashmix.op.checks import check_like, check_range, dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
@@ -23,12 +23,12 @@ SlotStates = tuple[Tensor, Tensor]
 
 def check_slots(q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None) -> Packing | None:
     """Raises unless the tokens fit one another; returns the packing."""
-    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
+    packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
     check_per_head("s", s, "q", q, *v.shape[:3], dims("s", s, "B T HV M")[3])
     check_like("s", s, "q", q)
     if s.shape[3] < 1:
         raise ValueError("s must have shape [B, T, HV, M] with M >= 1, got M = 0")
-    return as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    return packing
 
 
 def slot_states(q: Tensor, v: Tensor, s: Tensor, packing: Packing | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
