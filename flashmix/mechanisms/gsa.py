@@ -32,7 +32,7 @@ def gsa(
     cu_seqlens: Tensor | Packing | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, SlotStates | None]:
-    """Gated slot attention: softmax attention over slots; each slot decays, and takes new tokens by as much as it decayed.
+    """Gated slot attention: softmax attention over slots, each of which decays and takes new tokens with its own weight.
 
         K~_t = K~_{t-1} diag(e^{g_t}) + k_t s_t^T;  V~_t = diag(e^{g_t}) V~_{t-1} + s_t v_t^T
         o_t  = V~_t^T softmax(scale K~_t^T q_t)

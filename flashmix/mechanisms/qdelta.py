@@ -15,7 +15,7 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
-FEEDBACK_BIAS = -0.9  # of the layer's lambda: at first a third of the query is mixed in
+FEEDBACK_BIAS = -0.9  # of the layer's lambda, so that initially about a third of the query is mixed in
 
 
 @engine_options

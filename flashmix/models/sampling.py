@@ -22,7 +22,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The options of `generate` that say how a token is drawn.
+    """The options of `generate` that determine how a token is drawn.
 
     Attributes:
         temperature: 0 for the likeliest token; else logits are divided by it and a token is drawn.

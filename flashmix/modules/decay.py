@@ -28,8 +28,8 @@ class MambaDecay(nn.Module):
     Args:
         heads: number of heads, one `A_log` each.
         channels: None for one decay per head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
-        step_range: the step `softplus(dt_bias)` is log-uniform between these at first.
-        rate_range: the rate `exp(A_log)` is uniform between these at first.
+        step_range: the step `softplus(dt_bias)` is log-uniform between these at initialisation.
+        rate_range: the rate `exp(A_log)` is uniform between these at initialisation.
 
     Source: Dao and Gu, arXiv:2405.21060, section 7; Kimi Linear, arXiv:2510.26692, section 4.
 
