@@ -28,6 +28,7 @@ def gated_deltanet(
     Source: Yang, Kautz, Hatamizadeh 2024 (arXiv 2412.06464), equation 10.
 
     Example:
+        >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
         >>> gated_deltanet(q, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])

@@ -42,6 +42,7 @@ def qdelta(
     Source: Park, Kim, Park 2026 (arXiv 2606.08804), section 3.
 
     Example:
+        >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
         >>> qdelta(q / 4, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4), torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])
