@@ -52,7 +52,7 @@ def test_every_operator_passes_the_checks_of_torch(device: str, monkeypatch: pyt
     found = called(device, monkeypatch)
     names = {name for name, _ in found}
     assert {"recurrence", "norm", "rotary", "short_conv", "softmax_attention", "cross_entropy"} <= names, names
-    for (name, impl), (op, call) in found.items():
+    for (_, impl), (op, call) in found.items():
         call = call.but(**{n: t.detach().clone() for n in call.names if (t := getattr(call, n)) is not None})
         if op.writes:
             torch.library.opcheck(op.operator, (*op.flat(call), False, impl), test_utils=WRITING)
