@@ -298,9 +298,9 @@ def state_backward(
 
 
 def output_backward(run: Run, inputs: ChunkInputs, scores: ChunkScores, values: ChunkValues, decay: bool) -> Gradients:
-    """Gradients of keys, beta and, if asked for, of the decay."""
+    """Gradients of keys, beta and, if asked for, of the decay; not of q of a transposed state, which would be the output again."""
     call, rows = run.call, len(inputs.rows)
-    given = ("k",) if run.transposed else ("q", "k", "a", "b")  # transposed, the gradient of q would be the output again
+    given = ("k",) if run.transposed else ("q", "k", "a", "b")
     keys = {name: run.gradient_like(call.K) for name in given if getattr(call, name) is not None}
     dbeta = None if call.beta is None else per_token(run, call.beta)
     dg = per_token(run, call.log_decay) if decay and call.log_decay is not None else None

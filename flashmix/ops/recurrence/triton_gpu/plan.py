@@ -132,7 +132,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
         output=_kernel(output_backward_kernel, of_values, own.output),
         pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
-        values=_kernel(value_output_kernel, of_values, own.output),
+        values=_kernel(value_output_kernel, of_values, own.values),
     )
 
 

@@ -54,13 +54,13 @@ def value_output_kernel(x, values, o, where, n, S: tl.constexpr):
     DT: tl.constexpr = o.dtype.element_ty
     vs = tl.arange(0, S.BV)
     whole = load_values(values, at, vs, S)
-    q, _ = whole  # [C, BV] each
+    q, _ = whole  # [C, BV]
     A = pair_gradients(values, whole, at, S)[0] * n.scale  # [C, C]
     own = near(A, False, S)[0]  # [C, 1]
     A = A.to(DT)
     for k0 in tl.range(0, S.K, S.BK, num_stages=S.STAGES):
         d = k0 + tl.arange(0, S.BK)
-        G, before, _ = channel_sums(x.decay, at, d, S)  # [C, BK]
+        G, before, _last = channel_sums(x.decay, at, d, S)  # [C, BK]
         row = row_sums(G, before, 0, S)
         state = load_state(values.states, at, vs, d, S)  # [BV, BK]
         out = state_product(values.dz[0], q[0], values.states, state, at, d, S) * (n.scale * factor(row))  # [C, BK]
