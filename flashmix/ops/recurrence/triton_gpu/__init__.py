@@ -120,7 +120,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
 def transposed(call: RecurrenceCall, do: Tensor) -> tuple[RecurrenceCall, Tensor]:
     """A call with a decay of the value axis as the call on S^T (12.8), and its dO, which is q. q and k get a head for each value head."""
     group = call.value_heads // call.heads
-    assert call.k is not None
+    assert call.k is not None and not call.rule.corrected
     q, k = (t if group == 1 else t.repeat_interleave(group, 2) for t in (call.q, call.k))
     own = RecurrenceCall(
         do, call.v, k, log_decay=call.log_decay, initial_state=call.initial_state, packing=call.packing,
