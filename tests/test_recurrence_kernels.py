@@ -47,7 +47,7 @@ STACK_OF_ANY = {
     "channel_scores_forward_kernel": (320, 768),
     "channel_output_backward_kernel": (1744, 40),
     "channel_pairs_backward_kernel": (1312, 952),
-    "value_output_kernel": (40, 0),
+    "value_output_kernel": (40, 8),
 }
 
 
