@@ -20,7 +20,10 @@ KINDS = [
     case
     for case in CASES
     if case.name
-    in ("linear-head", "read_before-channel", "delta-token", "delta-channel", "untied-token", "dplr-channel")
+    in (
+        *("linear-head", "linear-value", "read_before-channel", "delta-token", "delta-channel", "untied-token"),
+        "dplr-channel",
+    )
 ]
 STATES = ("initial_state", "dinitial_state", "state")
 

@@ -11,9 +11,11 @@ from budget import assert_within_budget
 from cases import CASES, Case, make_inputs, run_op
 from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
 
-KERNEL_CASES = [case for case in CASES if case.gate != "value"]
-HALF_CASES = [case for case in KERNEL_CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
-INTERPRETED = ("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none")
+HALF_CASES = [case for case in CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
+INTERPRETED = (
+    *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
+    *("linear-value-grouped", "read_before-value-decayresets"),
+)
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -30,7 +32,7 @@ def assert_kernels_within_budget(case, dtype):
 
 
 @pytest.mark.gpu
-@named(KERNEL_CASES)
+@named(CASES)
 def test_float32_is_within_budget(case):
     assert_kernels_within_budget(case, torch.float32)
 
@@ -52,7 +54,7 @@ def test_the_portable_implementation_on_a_gpu(case):
 
 
 @pytest.mark.gpu
-@named([case for case in KERNEL_CASES if case.name.endswith("-grouped")])
+@named([case for case in CASES if case.name.endswith("-grouped")])
 def test_the_same_bits_again(case):
     inputs = {name: t.cuda() for name, t in make_inputs(case, torch.bfloat16).items()}
     first = evaluate(run_op, case, inputs, "triton")
@@ -63,7 +65,13 @@ def test_the_same_bits_again(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
-    "rule, gate, K, V", [("delta", "token", 256, 24), ("dplr", "channel", 200, 16), ("linear", "token", 40, 72)]
+    "rule, gate, K, V",
+    [
+        ("delta", "token", 256, 24),
+        ("dplr", "channel", 200, 16),
+        ("linear", "token", 40, 72),
+        ("linear", "value", 72, 40),
+    ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):
     """Long enough, with one head, to be cut; against the portable implementation in float64."""
@@ -78,16 +86,19 @@ def test_segments_are_within_budget(rule, gate, K, V, dtype):
 
 
 @pytest.mark.interpreted
-@named([case for case in KERNEL_CASES if case.name in INTERPRETED])
+@named([case for case in CASES if case.name in INTERPRETED])
 def test_kernels_in_the_interpreter(case):
     assert_kernels_within_budget(case, torch.float32)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("rule", ["linear", "read_before", "delta", "untied", "dplr"])
+@pytest.mark.parametrize(
+    "rule, gate",
+    [*((rule, "channel") for rule in ("linear", "read_before", "delta", "untied", "dplr")), ("linear", "value")],
+)
 @pytest.mark.parametrize("decay", ["-0.02", "-0.2", "-0.6"])
-def test_one_pass_over_pairs_in_the_interpreter(rule, decay, room_for_factors):
+def test_one_pass_over_pairs_in_the_interpreter(rule, gate, decay, room_for_factors):
     """For all rows, or for the first ones, the others in more. It serves bfloat16, which the interpreter does not have."""
     room_for_factors(5)
-    case = Case(f"{rule}-one-pass", rule, "channel", B=1, H=1, HV=2, decay=decay)
+    case = Case(f"{rule}-{gate}-one-pass", rule, gate, B=1, H=1, HV=2, decay=decay)
     assert_kernels_within_budget(case, torch.float16)

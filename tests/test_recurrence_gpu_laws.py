@@ -98,7 +98,7 @@ def before_strong_decays(case: Case, x: Results, tokens: int) -> list[tuple[str,
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@named([case for case in KINDS if case.gate == "channel"])
+@named([case for case in KINDS if case.gate in ("channel", "value")])
 def test_fault_08_later_gates_that_need_other_passes(case: Case, dtype: torch.dtype) -> None:
     for name, one, other in before_strong_decays(case, small(case, dtype), 30):
         same_bits(one, other, name)
@@ -106,10 +106,10 @@ def test_fault_08_later_gates_that_need_other_passes(case: Case, dtype: torch.dt
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@named([case for case in KINDS if case.name in ("delta-channel", "linear-value")])
 def test_fault_08_later_gates_that_need_other_passes_interpreted(
-    dtype: torch.dtype, room_for_factors: Callable[[int], None]
+    case: Case, dtype: torch.dtype, room_for_factors: Callable[[int], None]
 ) -> None:
-    (case,) = (case for case in KINDS if case.name == "delta-channel")
     case = replace(case, B=1, H=1, HV=1)
     x = make_inputs(case, dtype)
     if dtype == torch.float16:
@@ -120,9 +120,9 @@ def test_fault_08_later_gates_that_need_other_passes_interpreted(
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["token", "channel"])
-def test_fault_09_the_batch_does_not_choose_the_segments(gate: str) -> None:
-    case = replace(LONG, gate=gate, B=3)
+@pytest.mark.parametrize("rule, gate", [("delta", "token"), ("delta", "channel"), ("linear", "value")])
+def test_fault_09_the_batch_does_not_choose_the_segments(rule: str, gate: str) -> None:
+    case = replace(LONG, rule=rule, gate=gate, B=3)
     x = small(case)
     whole = results(case, x)
     alone = results(replace(case, B=1), {name: t[1:2] for name, t in x.items()})

@@ -18,8 +18,6 @@ from flashmix.ops.recurrence.native.binding import missing
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
-    if call.decay is Decay.VALUE:
-        return "its kernels have no decay on the value axis"
     if max(call.K, call.V) > 256:
         return f"its kernels hold head dimensions up to 256, got K = {call.K} and V = {call.V}"
     return gpu.refuses(call.device, call.dtype)
