@@ -53,7 +53,7 @@ def value_output_kernel(x, values, o, where, n, S: tl.constexpr):
     tl.static_assert(S.REACH % S.BK == 0, "a tile's channels must have one reach")
     DT: tl.constexpr = o.dtype.element_ty
     vs = tl.arange(0, S.BV)
-    whole = load_values(values, at, vs, S)
+    whole = load_values(values, at, vs, S)  # [C, BV]
     q, _ = whole  # [C, BV]
     A = pair_gradients(values, whole, at, S)[0] * n.scale  # [C, C]
     own = near(A, False, S)[0]  # [C, 1]
