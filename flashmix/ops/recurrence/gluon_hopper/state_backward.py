@@ -1,0 +1,119 @@
+"""The `state` phase backward: one program a (sequence, value head, segment), from the last chunk to the first, as `state.py` goes forward.
+
+    dnu = A_qb^T dO + beta e^{G_C - G} K dS'       dR = T^T dnu                                          (5.4), (5.5)
+    dS = e^{G_C} dS' + Q^T (scale e^G dO) - K^T (e^G dR)                                                 (5.7)
+
+`A_qb^T dO` of the next chunk is begun behind the last update of this one, which takes it off the chain of dependent products.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    ACC_64,
+    ACC_128,
+    COLUMNS_64,
+    LEFT_64,
+    LEFT_128,
+    arrive,
+    gl,
+    gluon,
+    product,
+    tma,
+    vector,
+    wait_full,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program
+from flashmix.ops.recurrence.gluon_hopper.state import (
+    BETA,
+    COLUMN_FACTOR,
+    ROW_FACTOR,
+    load_state,
+    producer,
+    put_state,
+    put_tokens,
+    state_tiles,
+    store_end,
+    store_result,
+    total_decay,
+)
+
+
+@gluon.jit
+def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
+    """(A_qb^T dO)^T of tile n, [v, C], begun."""
+    wait_full(bars.v_full, n)
+    wait_full(bars.A_full, n)
+    dO = tiles.v.index((n % S.VALUES) * 2 + w).permute((1, 0))  # [v, C]
+    A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+    return product(dO, A_qb, ACC_64, 64, 64)
+
+
+@gluon.jit
+def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constexpr):
+    """The rows 64 w ... of dS^T."""
+    s_d, dr_d = d
+    DT: gl.constexpr = tiles.k.dtype
+    at = segment_of_program(x, numbers, False, S)
+    dstate = load_state(x, at, w, False, S)
+    wait_full(bars.k_full, 0)  # with those below: a sequence without chunks has its copies waited for
+    y = query_product(tiles, bars, 0, w, S)
+    y = warpgroup_mma_wait(0, deps=[y])
+    for n in range(at.count):
+        chunk = at.begin + at.count - 1 - n
+        stage = (n % S.VALUES) * 4
+        q = tiles.q.index(n % S.KEYS)  # [C, K]
+        k = tiles.k.index(n % S.KEYS)  # [C, K]
+        dO = tiles.v.index((n % S.VALUES) * 2 + w).permute((1, 0))  # [v, C]
+        T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
+        d16 = dstate.to(DT)
+        dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
+        left = gl.convert_layout(d16, LEFT_64)
+        wait_full(bars.k_full, n)
+        written = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        if S.SAVE:
+            put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, tiles.states.index(w), w, 1)
+        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+        z_q = (dO.load(ACC_64).to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)
+        z_q = gl.convert_layout(z_q, LEFT_128)
+        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(tiles.vectors, stage + BETA, COLUMNS_64)
+        written, left = warpgroup_mma_wait(0, deps=[written, left])
+        dnu = gl.convert_layout((y + written * column[None, :]).to(DT), LEFT_64)  # (5.4)
+        dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
+        dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
+        arrive(bars.v_empty, n)
+        dR, dnu = warpgroup_mma_wait(1, deps=[dR, dnu])
+        z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
+        dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
+        arrive(bars.A_empty, n)
+        y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)  # after the last chunk its own again, for nothing
+        if S.SAVE:
+            put_tokens(dR.to(DT), dr_d, at, chunk * 64, tiles.tokens.index(w), w, 1, S)
+        dstate, z_a, z_q = warpgroup_mma_wait(1, deps=[dstate, z_a, z_q])
+        arrive(bars.k_empty, n)
+        y = warpgroup_mma_wait(0, deps=[y])
+    if x.ends is not None:
+        store_end(x, at, dstate, w, False, S)
+    if x.result is not None:
+        store_result(x, at, dstate, at.segment == 0, w, S)
+    tma.store_wait(0)
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.constexpr):
+    """SAVE writes dR and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
+    SAVE: gl.constexpr = S.SAVE
+    tiles, bars = state_tiles(True, SAVE, SAVE, k_d.dtype, S)
+    results = (s_d, dr_d)
+    gl.warp_specialize(
+        [
+            (backward_consumer, (0, results, x, n, tiles, bars, S)),
+            (backward_consumer, (1, results, x, n, tiles, bars, S)),
+            (producer, ((q_d, k_d, do_d, A_d, vec_d), x, n, tiles, bars, True, True, False, S)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

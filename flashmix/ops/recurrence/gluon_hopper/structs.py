@@ -1,0 +1,124 @@
+"""The structs that the Hopper kernels take, and the tables of their shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class HopperSpec(NamedTuple):
+    """Everything that a kernel is compiled for; what a kernel does not read keeps its default, so that calls share code."""
+
+    HV: int  # value heads
+    GROUP: int  # value heads that share a key head
+    K: int
+    V: int
+    PACKED: bool = False
+    OUTPUT: bool = False  # the state pass writes o
+    SAVE: bool = False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
+    DECAY: bool = True  # there is a decay
+    KEYS: int = 2  # stages of the ring of keys (and queries)
+    VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
+    PAIRS: int = 3  # of tiles of pairs
+    SLOTS: int = 8  # of the ring of all tiles of a chunk, output backward
+
+
+class HopperNumbers(NamedTuple):
+    """Numbers that code is not specialised for."""
+
+    scale: Any
+    tokens: Any  # T
+    chunks: Any  # of a sequence in a dense batch
+    segments: Any
+    items: Any  # chunks times key heads
+
+
+class StateMemory(NamedTuple):
+    """What the state passes read and write at their ends, beside the tiles that TMA copies; forward, or of gradients backward."""
+
+    cu_seqlens: Any  # [N + 1], of a packed batch
+    offsets: Any  # [N + 1] int32: the first chunk of each sequence
+    sequence_state: Any  # [N, HV, K, V]: initial state, backward the gradient of the final one
+    starts: Any  # [N, HV, segments, V, K]: what each segment begins with
+    result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
+    ends: Any  # what each segment ends with: maps [N, HV, segments, V + K, K], backward [N, HV, segments, V, K]
+
+
+class OutputMemory(NamedTuple):
+    """What the backward of the output writes beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    decay: Any  # [B, T, HV] or None
+
+
+class Segment(NamedTuple):
+    """The part of a sequence that a program of a state pass works on."""
+
+    row: Any  # sequence times HV plus value head
+    index: Any  # row times segments plus segment
+    segment: Any
+    map: Any  # 1: from the identity and without values, 0: the pass itself
+    sequence: Any
+    head: Any  # value head
+    first: Any  # token of a packed batch
+    length: Any  # tokens of the sequence
+    chunk0: Any  # first chunk of the sequence
+    begin: Any  # first chunk of the segment, counted from that
+    count: Any  # chunks of the segment
+
+
+class Chunk(NamedTuple):
+    """The chunk and key head of an item of the output's backward."""
+
+    index: Any  # of the chunk
+    key_head: Any
+    sequence: Any
+    first: Any  # token of a packed batch
+    length: Any  # tokens of the chunk
+    t: Any  # its first token, counted from the sequence's; 0 in a packed batch
+    row: Any  # its first token, counted over the batch
+
+
+class StateTiles(NamedTuple):
+    """Shared memory of the state passes."""
+
+    q: Any  # [KEYS, 64, 128]
+    k: Any  # [KEYS, 64, 128]
+    v: Any  # [2 VALUES, 64, 64]: 64 channels for each of two warpgroups; backward dO
+    vectors: Any  # [4 VALUES, 64]
+    A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone
+    states: Any  # [2, 64, 128]: one a warpgroup, on its way to memory
+    tokens: Any  # [2, 64, 64]: o, nu or dR, likewise
+
+
+class StateBarriers(NamedTuple):
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    A_full: Any
+    A_empty: Any
+
+
+class OutputTiles(NamedTuple):
+    """Shared memory of the output's backward."""
+
+    q: Any  # [2, 64, 128]
+    k: Any  # [2, 64, 128]
+    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, nu, dS' of one value head after the other; states in two halves of K
+    pairs: Any  # [2, 64, 64]: q k^T and -k k^T, then N_q and N_a
+    vectors: Any  # [4 VALUES, 64]
+    sums: Any  # [32, 64] float32: see `finisher`
+
+
+class OutputBarriers(NamedTuple):
+    full: Any
+    empty: Any
+    keys_full: Any
+    keys_empty: Any
+    v_full: Any
+    v_empty: Any
+    pairs_full: Any
+    pairs_empty: Any
+    sums_full: Any
+    sums_empty: Any
