@@ -16,6 +16,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB, triton_version
 Answer = TypeVar("Answer", bound=Callable[..., object])
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
+GLUON_TRITON = (3, 6)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,6 +58,17 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs triton {LEAST_TRITON[0]}.{LEAST_TRITON[1]} or newer, got {version or 'none'}"
     if device.type == "cuda" and target(device).capability < LEAST_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, got {target(device).capability}"
+    return None
+
+
+def refuses_gluon(device: torch.device) -> str | None:
+    """Why kernels for Hopper in Gluon, whose interface changes with each Triton, cannot run on `device`; None if they can."""
+    if device.type != "cuda":
+        return f"it needs tensors on a CUDA device, got {device}"
+    if _triton() != GLUON_TRITON:
+        return f"it is written for triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]}, got {_triton()}"
+    if target(device).capability != (9, 0):
+        return f"it needs compute capability 9.0, got {target(device).capability}"
     return None
 
 

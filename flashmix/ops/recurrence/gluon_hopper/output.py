@@ -143,11 +143,13 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
 
 
 @gluon.jit
-def pair_sums(dA, E, beta, pairs):
+def pair_sums(N, dA, E, beta, pairs):
     """Of dA with its decay: its share in N, the row sums of beta W, and the column sums of W over each thread's rows."""
     P = dA * E
+    N += P * beta[None, :]
     W = P * pairs.load(ACC_64).to(gl.float32)
-    return P * beta[None, :], gl.sum(W * beta[None, :], 1), gl.sum(W.reshape([4, 2, 8, 64]), 1)
+    rows = gl.sum(W * beta[None, :], 1)
+    return N, rows, gl.sum(W.reshape([4, 2, 8, 64]), 1)
 
 
 @gluon.jit
@@ -179,15 +181,13 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             dA = warpgroup_mma_wait(0, deps=[dA])
             arrive(bars.empty, slot + DO)
             wait_full(bars.full, slot + DR)
-            N, rows, columns = pair_sums(dA, E, beta, tiles.pairs.index(0))
-            N_q += N
+            N_q, rows, columns = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
             dA = warpgroup_mma_wait(0, deps=[dA])
             arrive(bars.empty, slot + DR)
             arrive(bars.empty, slot + NU)
             arrive(bars.v_empty, it)
-            N, more_rows, more_columns = pair_sums(dA, E, beta, tiles.pairs.index(1))
-            N_a += N
+            N_a, more_rows, more_columns = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
             rows += more_rows
             columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
             wait_empty(bars.sums_empty, it)
@@ -207,7 +207,7 @@ def carried_sums(state, dstate):
     for m in gl.static_range(8):
         part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)
         total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)
-    return gl.sum(total, 1)
+    return total
 
 
 @gluon.jit
@@ -270,7 +270,7 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             tiles.sums.index(sums + WRITTEN + w).store(written)
             if S.DECAY:
                 parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
-                parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(carried)
+                parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
             arrive(bars.sums_full, it)
             if r == 0:  # the copies of the item before have left: its keys' stage is free
                 tma.store_wait(0)
