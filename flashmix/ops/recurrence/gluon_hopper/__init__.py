@@ -19,10 +19,9 @@ from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
-from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, StateMemory
+from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.triton_gpu import Run, empty_maps, per_token
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
-from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores
 
 __all__ = ["backward", "forward", "keeps"]
 
@@ -41,6 +40,11 @@ class HopperRun:
         n, items = self.base.n, self.base.chunks * self.call.heads
         self.n = HopperNumbers(n.scale, n.tokens, n.chunks, 1, items)
         self.segmented = self.n._replace(segments=self.segments)
+
+    @property
+    def state_programs(self) -> int:
+        """Programs of a state pass in which each segment has one state."""
+        return self.base.rows * self.segments * (2 // self.plan.warpgroups)
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -68,7 +72,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     n = run.segmented if joined else run.n
     run.plan.state_output(
-        run.base.rows * n.segments, run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(call.v, 64),
+        run.state_programs, run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(call.v, 64),
         descriptors.pairs(A, 2), descriptors.vectors(vectors), run.tokens(o, 64), None, None, x, n,
     )  # fmt: skip
     return (o, state), (A, vectors, *joined) if save else ()
@@ -96,7 +100,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     n = run.segmented if joined else run.n
     x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
     run.plan.state_save(
-        run.base.rows * n.segments, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
+        run.state_programs, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
         descriptors.vectors(vectors), None, descriptors.states(states, 64, 128), run.tokens(nu, 64), x, n,
     )  # fmt: skip
     dS0 = None if call.initial_state is None else run.base.states()
@@ -111,11 +115,9 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 def scores_of(run: HopperRun) -> tuple[Tensor, Tensor]:
     """The tiles of pairs A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks, `[chunks, HV, 4, 64]`."""
     call, base = run.call, run.base
-    keys = (call.q, call.k)
     A, vectors = base.per_chunk(2, 64, 64, dtype=call.dtype), base.per_chunk(4, 64)
-    inputs = ChunkInputs(keys, keys[1:], call.beta, call.log_decay, None)
-    out = ChunkScores(keys, keys[1:], A, vectors, None)
-    run.plan.scores(base.chunk_programs, inputs, out, base.where, base.n)
+    x = ScoresMemory(base.where.spans, call.beta, call.log_decay, vectors)
+    run.plan.scores(run.n.items, run.tokens(call.q, 128), run.tokens(call.k, 128), descriptors.blocks(A), x, run.n)
     return A, vectors
 
 
@@ -126,7 +128,7 @@ def join_forward(run: HopperRun, A: Tensor, vectors: Tensor) -> Outputs:
         return ()
     maps, starts = empty_maps(call, run.segments)
     run.plan.state_maps(
-        2 * run.base.rows * n.segments, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
+        2 * run.state_programs, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
         descriptors.vectors(vectors), None, None, None, run.memory(None, None, None, maps), n,
     )  # fmt: skip
     join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
@@ -149,7 +151,6 @@ def state_backward(
     """The state pass from the end, in segments where they are joined."""
     call, (do, dstate), (dstates, dr, dS0) = run.call, grads, results
     n = run.segmented if joined else run.n
-    grid = run.base.rows * n.segments
     A, vectors = scores
     x = (
         run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(do, 64), descriptors.pairs(A, 2), descriptors.vectors(vectors),
@@ -157,10 +158,10 @@ def state_backward(
     starts = None
     if joined:
         ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
-        run.plan.state_ends(grid, *x, None, None, run.memory(None, None, None, ends), n)
+        run.plan.state_ends(run.state_programs, *x, None, None, run.memory(None, None, None, ends), n)
         join(run, run.plan.triton.join_backward, joined[0], ends, dstate, starts)
     memory = run.memory(dstate, starts, dS0, None)
-    run.plan.state_backward(grid, *x, descriptors.states(dstates, 64, 128), run.tokens(dr, 64), memory, n)
+    run.plan.state_backward(run.state_programs, *x, descriptors.states(dstates, 64, 128), run.tokens(dr, 64), memory, n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], vectors: Tensor, decay: bool) -> Gradients:

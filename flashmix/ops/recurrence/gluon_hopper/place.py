@@ -24,8 +24,12 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two programs a segment: N and M of (7.1)."""
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice."""
     program = gl.program_id(0)
+    channel = 0
+    if S.WARPGROUPS == 1:
+        channel = (program % 2) * 64
+        program = program // 2
     identity = 0
     if MAPS:
         identity = program % 2
@@ -46,7 +50,7 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
     begin = gl.minimum(segment * size, chunks)
     count = gl.minimum(begin + size, chunks) - begin
     return Segment(
-        row, program, segment, identity, sequence, row % S.HV, first, length, chunk0, begin, count
+        row, program, segment, identity, sequence, row % S.HV, channel, first, length, chunk0, begin, count
     )
 
 

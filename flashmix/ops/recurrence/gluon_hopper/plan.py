@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from flashmix.gpu import device as gpu
 from flashmix.gpu.launch import Kernel
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper.output import output_backward_kernel
+from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
@@ -15,9 +17,10 @@ from flashmix.ops.recurrence.triton_gpu.plan import Plan, plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them."""
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `warpgroups` of the state passes."""
 
     triton: Plan
+    warpgroups: int
     scores: Kernel
     state_output: Kernel
     state_save: Kernel
@@ -28,23 +31,30 @@ class HopperPlan(NamedTuple):
 
 
 def hopper_plan(call: RecurrenceCall) -> HopperPlan:
-    """The plan of a call."""
-    return _cached(plan(call), call.value_heads, call.heads, call.K, call.V, call.packed, call.decay is not Decay.NONE)
+    """The plan of a call. With programs for half of the multiprocessors or fewer, those of the state passes take half of the values each;
+    the bits are the same.
+    """
+    own = plan(call)
+    programs = call.sequences * call.value_heads * own.tiles.segments
+    warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
+    return _cached(own, warpgroups, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
 
 
 @lru_cache(maxsize=1024)
-def _cached(own: Plan, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: bool) -> HopperPlan:
+def _cached(own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay) -> HopperPlan:
     basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
-    scores = Kernel(own.scores.kernel, own.scores.spec._replace(VECTORS=True), **own.scores.options)
+    state = basic._replace(WARPGROUPS=warpgroups)
+    decayed = basic._replace(DECAY=decay is not Decay.NONE)
     return HopperPlan(
         own,
-        scores,
-        _state(state_forward_kernel, basic._replace(OUTPUT=True)),
-        _state(state_forward_kernel, basic._replace(SAVE=True)),
-        _state(state_forward_kernel, basic),
-        _state(state_backward_kernel, basic._replace(SAVE=True)),
-        _state(state_backward_kernel, basic),
-        Kernel(output_backward_kernel, basic._replace(DECAY=decay), num_warps=4, maxnreg=128),
+        warpgroups,
+        Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
+        _state(state_forward_kernel, state._replace(OUTPUT=True)),
+        _state(state_forward_kernel, state._replace(SAVE=True)),
+        _state(state_forward_kernel, state),
+        _state(state_backward_kernel, state._replace(SAVE=True)),
+        _state(state_backward_kernel, state),
+        Kernel(output_backward_kernel, decayed, num_warps=4, maxnreg=128),
     )
 
 

@@ -51,7 +51,7 @@ COLUMN_FACTOR = gl.constexpr(3)
 def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
     """Shared memory of a state pass, as far as it has use for it, and the barriers of its rings."""
     k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    v = gl.allocate_shared_memory(DT, [2 * S.VALUES, 64, 64], TILE)
+    v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [4 * S.VALUES, 64], VECTOR)
     A = gl.allocate_shared_memory(DT, [S.PAIRS, 128 if QUERIES else 64, 64], TILE)
     q = k
@@ -60,16 +60,16 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
     if QUERIES:
         q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     if STATES:
-        states = gl.allocate_shared_memory(DT, [2, 64, 128], TILE)
+        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
     if TOKENS:
-        tokens = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
+        tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
     bars = StateBarriers(
         barriers(S.KEYS, 1),
-        barriers(S.KEYS, 2),
+        barriers(S.KEYS, S.WARPGROUPS),
         barriers(S.VALUES, 1),
-        barriers(S.VALUES, 2),
+        barriers(S.VALUES, S.WARPGROUPS),
         barriers(S.PAIRS, 1),
-        barriers(S.PAIRS, 2),
+        barriers(S.PAIRS, S.WARPGROUPS),
     )
     return StateTiles(q, k, v, vectors, A, states, tokens), bars
 
@@ -86,6 +86,7 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constex
     """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
+    WARPGROUPS: gl.constexpr = S.WARPGROUPS
     key_head = at.head // S.GROUP
     count = at.count
     if BACK:
@@ -98,13 +99,14 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constex
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
         wait_empty(bars.v_empty, n)
-        bar = expect(bars.v_full, n, 2 * 64 * 64 * 2 + 4 * 64 * 4)
+        bar = expect(bars.v_full, n, S.WARPGROUPS * 64 * 64 * 2 + 4 * 64 * 4)
         if MAPS:
             t_v = gl.where(at.map == 1, OUTSIDE, t)
         else:
             t_v = t
-        for w in gl.static_range(2):
-            load_tokens(v_d, at, t_v, at.head, w * 64, bar, tiles.v.index((n % S.VALUES) * 2 + w), S)
+        for w in gl.static_range(WARPGROUPS):
+            tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
+            load_tokens(v_d, at, t_v, at.head, at.channel + w * 64, bar, tile, S)
         load_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
         wait_empty(bars.A_empty, n)
         bar = expect(bars.A_full, n, (2 if QUERIES else 1) * 64 * 64 * 2)
@@ -124,15 +126,15 @@ def total_decay(vectors, n, S: gl.constexpr):
 
 
 @gluon.jit
-def state_indices(w: gl.constexpr):
+def state_indices(at, w: gl.constexpr):
     """Channels of values and of keys of the rows and columns of a warpgroup's accumulators."""
-    return w * 64 + gl.arange(0, 64, ROWS_128), gl.arange(0, 128, COLUMNS_128)
+    return at.channel + w * 64 + gl.arange(0, 64, ROWS_128), gl.arange(0, 128, COLUMNS_128)
 
 
 @gluon.jit
 def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
-    v, k = state_indices(w)
+    v, k = state_indices(at, w)
     inside = (v < S.V)[:, None] & (k < S.K)[None, :]
     if x.starts is not None:
         start = x.starts + at.index.to(gl.int64) * (S.V * S.K)
@@ -149,7 +151,7 @@ def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
     """Writes a state `[K, V]` of the sequence, from the segment that is the `last` of the pass."""
-    v, k = state_indices(w)
+    v, k = state_indices(at, w)
     inside = (v < S.V)[:, None] & (k < S.K)[None, :]
     to = x.result + at.row.to(gl.int64) * (S.V * S.K)
     gl.store(to + k[None, :] * S.V + v[:, None], state, mask=inside & last)
@@ -158,7 +160,7 @@ def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
-    v, k = state_indices(w)
+    v, k = state_indices(at, w)
     if MAPS:
         rows = gl.where(at.map == 1, S.K, S.V)
         to = x.ends + at.index.to(gl.int64) * ((S.V + S.K) * S.K) + at.map * (S.V * S.K)
@@ -170,21 +172,21 @@ def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
 
 
 @gluon.jit
-def put_state(state, d, row, tile, w: gl.constexpr, BEFORE: gl.constexpr):
+def put_state(state, d, row, channel, tile, BEFORE: gl.constexpr):
     """Stores a warpgroup's rows of a state, [v, K] in 16 bits, through its shared tile, from which at most BEFORE later copies were begun."""
     tma.store_wait(BEFORE)
     tile.store(state)
     fence_async_shared()
-    tma.async_copy_shared_to_global(d, [row, w * 64, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    tma.async_copy_shared_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
 
 
 @gluon.jit
-def put_tokens(x, d, at, t, tile, w: gl.constexpr, BEFORE: gl.constexpr, S: gl.constexpr):
+def put_tokens(x, d, at, t, channel, tile, BEFORE: gl.constexpr, S: gl.constexpr):
     """Stores a transposed tile of values, [v, C] in 16 bits, likewise."""
     tma.store_wait(BEFORE)
     tile.permute((1, 0)).store(x)
     fence_async_shared()
-    store_tokens(d, at, t, at.head, w * 64, tile, S)
+    store_tokens(d, at, t, at.head, channel, tile, S)
 
 
 @gluon.jit
@@ -193,6 +195,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     o_d, s_d, nu_d = d
     DT: gl.constexpr = tiles.k.dtype
     at = segment_of_program(x, numbers, MAPS, S)
+    channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)
     last = gl.zeros([64, 64], gl.float32, ACC_64)  # o of the chunk before, [v, C]
     for n in range(at.count):
@@ -209,12 +212,12 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
             t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-            put_tokens(last.to(DT), o_d, at, t, tiles.tokens.index(w), w, 0, S)
+            put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
         if S.SAVE:
-            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, tiles.states.index(w), w, 1)
+            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(tiles.vectors, stage + BETA, COLUMNS_64)
-        v = tiles.v.index((n % S.VALUES) * 2 + w).permute((1, 0)).load(ACC_64).to(gl.float32)  # [v, C]
+        v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64).to(gl.float32)  # [v, C]
         if S.OUTPUT:
             ks, v = warpgroup_mma_wait(1, deps=[ks, v])
         else:
@@ -243,13 +246,13 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             last, nu_left = warpgroup_mma_wait(0, deps=[o, nu_left])
         else:
             if S.SAVE:
-                put_tokens(nu16, nu_d, at, chunk * 64, tiles.tokens.index(w), w, 1, S)
+                put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
             state, written = warpgroup_mma_wait(0, deps=[state, written])
             arrive(bars.k_empty, n)
         arrive(bars.A_empty, n)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
-        put_tokens(last.to(DT), o_d, at, t, tiles.tokens.index(w), w, 0, S)
+        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
     if x.ends is not None:
         store_end(x, at, state, w, MAPS, S)
     if x.result is not None:
@@ -265,13 +268,24 @@ def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.
     OUTPUT: gl.constexpr = S.OUTPUT
     SAVE: gl.constexpr = S.SAVE
     tiles, bars = state_tiles(OUTPUT, SAVE, OUTPUT or SAVE, k_d.dtype, S)
+    inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
-    gl.warp_specialize(
-        [
-            (forward_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
-            (forward_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
-            (producer, ((q_d, k_d, v_d, A_d, vec_d), x, n, tiles, bars, False, OUTPUT, MAPS, S)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if S.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (forward_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (forward_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
+                (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (forward_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
+            ],
+            [1],
+            [24],
+        )

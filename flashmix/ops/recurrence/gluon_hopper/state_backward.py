@@ -46,7 +46,7 @@ def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
     """(A_qb^T dO)^T of tile n, [v, C], begun."""
     wait_full(bars.v_full, n)
     wait_full(bars.A_full, n)
-    dO = tiles.v.index((n % S.VALUES) * 2 + w).permute((1, 0))  # [v, C]
+    dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
     A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
     return product(dO, A_qb, ACC_64, 64, 64)
 
@@ -57,6 +57,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     s_d, dr_d = d
     DT: gl.constexpr = tiles.k.dtype
     at = segment_of_program(x, numbers, False, S)
+    channel = at.channel + w * 64
     dstate = load_state(x, at, w, False, S)
     wait_full(bars.k_full, 0)  # with those below: a sequence without chunks has its copies waited for
     y = query_product(tiles, bars, 0, w, S)
@@ -66,7 +67,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         stage = (n % S.VALUES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        dO = tiles.v.index((n % S.VALUES) * 2 + w).permute((1, 0))  # [v, C]
+        dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
         T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
         d16 = dstate.to(DT)
         dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
@@ -74,7 +75,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         wait_full(bars.k_full, n)
         written = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.SAVE:
-            put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, tiles.states.index(w), w, 1)
+            put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
         z_q = (dO.load(ACC_64).to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)
         z_q = gl.convert_layout(z_q, LEFT_128)
@@ -90,7 +91,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         arrive(bars.A_empty, n)
         y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)  # after the last chunk its own again, for nothing
         if S.SAVE:
-            put_tokens(dR.to(DT), dr_d, at, chunk * 64, tiles.tokens.index(w), w, 1, S)
+            put_tokens(dR.to(DT), dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
         dstate, z_a, z_q = warpgroup_mma_wait(1, deps=[dstate, z_a, z_q])
         arrive(bars.k_empty, n)
         y = warpgroup_mma_wait(0, deps=[y])
@@ -107,13 +108,24 @@ def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.con
     """SAVE writes dR and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
     SAVE: gl.constexpr = S.SAVE
     tiles, bars = state_tiles(True, SAVE, SAVE, k_d.dtype, S)
+    inputs = (q_d, k_d, do_d, A_d, vec_d)
     results = (s_d, dr_d)
-    gl.warp_specialize(
-        [
-            (backward_consumer, (0, results, x, n, tiles, bars, S)),
-            (backward_consumer, (1, results, x, n, tiles, bars, S)),
-            (producer, ((q_d, k_d, do_d, A_d, vec_d), x, n, tiles, bars, True, True, False, S)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if S.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (backward_consumer, (1, results, x, n, tiles, bars, S)),
+                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+            ],
+            [1],
+            [24],
+        )

@@ -16,6 +16,8 @@ class HopperSpec(NamedTuple):
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
     DECAY: bool = True  # there is a decay
+    PER_HEAD: bool = False  # the same for all tokens
+    WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs
@@ -51,6 +53,15 @@ class OutputMemory(NamedTuple):
     decay: Any  # [B, T, HV] or None
 
 
+class ScoresMemory(NamedTuple):
+    """What the scores phase reads and writes beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    decay: Any  # log decay [B, T, HV] or [HV], or None
+    vectors: Any  # [chunks, HV, 4, 64]
+
+
 class Segment(NamedTuple):
     """The part of a sequence that a program of a state pass works on."""
 
@@ -60,6 +71,7 @@ class Segment(NamedTuple):
     map: Any  # 1: from the identity and without values, 0: the pass itself
     sequence: Any
     head: Any  # value head
+    channel: Any  # first channel of values
     first: Any  # token of a packed batch
     length: Any  # tokens of the sequence
     chunk0: Any  # first chunk of the sequence
@@ -84,11 +96,11 @@ class StateTiles(NamedTuple):
 
     q: Any  # [KEYS, 64, 128]
     k: Any  # [KEYS, 64, 128]
-    v: Any  # [2 VALUES, 64, 64]: 64 channels for each of two warpgroups; backward dO
+    v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
     vectors: Any  # [4 VALUES, 64]
     A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone
-    states: Any  # [2, 64, 128]: one a warpgroup, on its way to memory
-    tokens: Any  # [2, 64, 64]: o, nu or dR, likewise
+    states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
+    tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
 
 
 class StateBarriers(NamedTuple):

@@ -66,16 +66,6 @@ def products(x, A, d, at, S: tl.constexpr):
 
 
 @triton.jit
-def store_vectors(out, G, last, beta, at, S: tl.constexpr):
-    """What the Hopper kernels multiply by: G to base 2, beta, 2^G, 2^(G_C - G), `[chunks, HV, 4, C]`."""
-    to = out.factors + (at.chunk.to(tl.int64) * S.HV + at.head) * (4 * S.C) + tl.arange(0, S.C)
-    tl.store(to, G)
-    tl.store(to + S.C, beta)
-    tl.store(to + 2 * S.C, factor(G))
-    tl.store(to + 3 * S.C, factor(last - G))
-
-
-@triton.jit
 def decayed_pairs(x, out, A, scale, at, S: tl.constexpr):
     """A e^{G_e(i) - G_j} with at most one decay per token; writes the factors of rows and columns."""
     ROWS: tl.constexpr = len(S.ROWS)
@@ -87,8 +77,7 @@ def decayed_pairs(x, out, A, scale, at, S: tl.constexpr):
         sums = row_sums(G, before, r, S)
         if r == 0:
             decay = scale * pair_decay(sums, G, r, S)  # [C, C]
-            if not S.VECTORS:
-                tl.store(out.total + at.chunk.to(tl.int64) * S.HV + at.head, factor(last))
+            tl.store(out.total + at.chunk.to(tl.int64) * S.HV + at.head, factor(last))
             row = scale * factor(sums)  # [C]
         else:
             row = factor(sums)
@@ -99,12 +88,8 @@ def decayed_pairs(x, out, A, scale, at, S: tl.constexpr):
                 decay *= -beta[None, :]
                 row = -row
                 column *= beta
-        if S.VECTORS:
-            if r == 1:
-                store_vectors(out, G, last, beta, at, S)
-        else:
-            tl.store(factor_vector(out.factors, at, r, S), row)
-        if r == ROWS - 1 and not S.VECTORS:
+        tl.store(factor_vector(out.factors, at, r, S), row)
+        if r == ROWS - 1:
             for c in tl.static_range(COLUMNS):
                 tl.store(factor_vector(out.factors, at, ROWS + c, S), column)
         for p in tl.static_range(PAIRS):

@@ -42,7 +42,6 @@ class ChunkSpec(NamedTuple):
     LIMIT: int = 0  # a column factor is at most 2^LIMIT
     REACH: int = 0  # channels that share one reach
     OUTPUT: bool = False  # the state pass writes o
-    VECTORS: bool = False  # the scores phase writes sums of decays and beta beside factors, for the Hopper kernels
     SAVE: bool = False  # the state pass writes what the backward reads
     DIAGONAL: bool = False  # the maps of segments are diagonal
     BK: int = 0

@@ -1,0 +1,275 @@
+"""The `scores` phase with the inverse of `transform`: programs of one warp, one a (chunk, key head), its value heads one after the other.
+
+    A_qb = scale beta_j q_i . k_j e^{G_i - G_j}      A_ab = -beta_j k_i . k_j e^{G_i - G_j}, j < i       (3.1)
+    T = (I - A_ab)^-1                                                                                    (4.2)
+
+A warp has the lower triangle as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes from
+blocks to blocks of twice the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round, which costs
+nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks both ways.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from flashmix.gpu.hopper import (
+    TILE,
+    VECTOR,
+    barriers,
+    exp2,
+    expect,
+    fence_async_shared,
+    gl,
+    gluon,
+    plus,
+    tma,
+    wait_full,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tokens
+
+LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))  # accumulators of a warp
+BLOCK_ROWS = gl.constexpr(gl.SliceLayout(1, BLOCK.value))
+BLOCK_COLUMNS = gl.constexpr(gl.SliceLayout(0, BLOCK.value))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, BLOCK.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, BLOCK.value, 2))
+TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+BLOCKS = gl.constexpr(10)  # of the lower triangle: block (i, j) is number i (i + 1) / 2 + j
+OUT = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))  # a block on its way to memory
+KEPT = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def left(x):
+    """A tile as the left operand of a product, in float16."""
+    return gl.convert_layout(x.to(gl.float16), LEFT)
+
+
+@gluon.jit
+def right(x):
+    """The transpose of a tile as the right operand of a product, in float16."""
+    return gl.convert_layout(x.to(gl.float16).permute((1, 0)), RIGHT)
+
+
+@gluon.jit
+def times(x, y_t, total):
+    """total + x y, [16, 16]; y is given transposed."""
+    return mma_v2(left(x), right(y_t), total)
+
+
+@gluon.jit
+def zero_block():
+    return gl.zeros([16, 16], gl.float32, BLOCK)
+
+
+@gluon.jit
+def with_block(blocks, INDEX: gl.constexpr, block):
+    """The tuple with another block at INDEX."""
+    found = ()
+    COUNT: gl.constexpr = len(blocks)
+    for n in gl.static_range(COUNT):
+        if n == INDEX:
+            found = found + (block,)  # noqa: RUF005 (kernels cannot unpack)
+        else:
+            found = found + (blocks[n],)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def zero_blocks():
+    found = ()
+    for _ in gl.static_range(BLOCKS):
+        found = found + (zero_block(),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def key_products(q, k):
+    """q k^T and k k^T, ten blocks each, of tiles in two halves of channels."""
+    qk = zero_blocks()
+    kk = zero_blocks()
+    for half in gl.static_range(2):
+        for i in gl.static_range(4):
+            q_row = q.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            k_row = k.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            for j in gl.static_range(i + 1):
+                column = k.index(half).slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
+                qk = with_block(qk, i * (i + 1) // 2 + j, mma_v2(q_row, column, qk[i * (i + 1) // 2 + j]))
+                kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
+    return qk, kk
+
+
+@gluon.jit
+def chunk_vectors(x, at, head, S: gl.constexpr):
+    """G to base 2, beta, 2^G and 2^(G_C - G) of a chunk's tokens; past them no decay and beta 0."""
+    t = gl.arange(0, 64, TOKENS)
+    inside = t < at.length
+    to = (at.row + t) * S.HV + head
+    beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)
+    if S.DECAY:
+        if S.PER_HEAD:
+            own = gl.load(x.decay + head + t * 0)
+        else:
+            own = gl.load(x.decay + to, mask=inside, other=0.0)
+        own = gl.where(inside, gl.maximum(own.to(gl.float32) * LOG2E, -160.0), 0.0)
+        G = gl.associative_scan(own, 0, plus)
+        last = gl.sum(gl.where(t == 63, G, 0.0), 0)
+    else:
+        G = gl.zeros([64], gl.float32, TOKENS)
+        last = 0.0
+    return G, beta, exp2(G), exp2(gl.minimum(last - G, 0.0))
+
+
+@gluon.jit
+def store_vectors(x, index, G, beta, row, column):
+    """Writes the vectors of a chunk and value head, `[chunks, HV, 4, 64]`."""
+    to = x.vectors + index.to(gl.int64) * 256 + gl.arange(0, 64, TOKENS)
+    gl.store(to, G)
+    gl.store(to + 64, beta)
+    gl.store(to + 128, row)
+    gl.store(to + 192, column)
+
+
+@gluon.jit
+def decayed_blocks(qk, kk, vectors, out, scale, DT: gl.constexpr):
+    """Stores A_qb; returns the blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
+    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
+    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    A = ()
+    first_t = ()
+    for i in gl.static_range(4):
+        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)
+        for j in gl.static_range(i + 1):
+            G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)
+            beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)
+            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
+            a_qb = qk[i * (i + 1) // 2 + j] * (E * scale)
+            a = 0.0 - kk[i * (i + 1) // 2 + j] * E
+            if i == j:
+                a_qb = gl.where(row >= column, a_qb, 0.0)
+                beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)
+                a_t = 0.0 - kk[i * (i + 1) // 2 + j] * exp2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0)) * beta_row[:, None]
+                unit = gl.where(row == column, 1.0, 0.0)
+                first_t = first_t + (gl.where((row // 2 == column // 2) & (row < column), a_t, unit),)  # noqa: RUF005
+                a = gl.where(row > column, a, 0.0)
+            A = A + (a,)  # noqa: RUF005
+            out.index(i * 4 + j).store(a_qb.to(DT))
+    return A, first_t
+
+
+@gluon.jit
+def diagonal_inverse(a, D_t):
+    """(I - a)^-1 of a strictly lower triangular block and its transpose, of which the inverses of 2 x 2 blocks are given."""
+    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
+    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    D = gl.where((row // 2 == column // 2) & (row > column), a, gl.where(row == column, 1.0, 0.0))
+    for level in gl.static_range(1, 4):
+        same = (row >> (level + 1)) == (column >> (level + 1))
+        below = gl.where(same & ((row >> level) > (column >> level)), a, 0.0)
+        x_t = times(D_t, below, zero_block())  # (below D)^T = D^T below^T
+        D, D_t = times(D, x_t, D), times(x_t, D, D_t)
+    return D, D_t
+
+
+@gluon.jit
+def store_inverse(A, first_t, out, DT: gl.constexpr):
+    """Stores T = (I - A)^-1, block by block as it is made: those of 16, of 32, then the lower left of 64."""
+    D0, D0_t = diagonal_inverse(A[0], first_t[0])
+    D1, D1_t = diagonal_inverse(A[2], first_t[1])
+    D2, D2_t = diagonal_inverse(A[5], first_t[2])
+    D3, D3_t = diagonal_inverse(A[9], first_t[3])
+    out.index(0).store(D0.to(DT))
+    out.index(5).store(D1.to(DT))
+    out.index(10).store(D2.to(DT))
+    out.index(15).store(D3.to(DT))
+    x_t = times(D0_t, A[1], zero_block())  # (A_10 D_0)^T
+    T10 = times(D1, x_t, zero_block())
+    T10_t = times(x_t, D1, zero_block())
+    x_t = times(D2_t, A[8], zero_block())  # (A_32 D_2)^T
+    T32 = times(D3, x_t, zero_block())
+    out.index(4).store(T10.to(DT))
+    out.index(14).store(T32.to(DT))
+    M20_t = times(D0_t, A[3], times(T10_t, A[4], zero_block()))  # M = A[2:, :2] T[:2, :2]
+    M30_t = times(D0_t, A[6], times(T10_t, A[7], zero_block()))
+    M21_t = times(D1_t, A[4], zero_block())
+    M31_t = times(D1_t, A[7], zero_block())
+    out.index(8).store(times(D2, M20_t, zero_block()).to(DT))
+    out.index(9).store(times(D2, M21_t, zero_block()).to(DT))
+    out.index(12).store(times(D3, M30_t, times(T32, M20_t, zero_block())).to(DT))
+    out.index(13).store(times(D3, M31_t, times(T32, M21_t, zero_block())).to(DT))
+
+
+@gluon.jit
+def keep_blocks(blocks, kept):
+    """Puts blocks into shared memory, from where each thread reads its own elements again."""
+    for n in gl.static_range(BLOCKS):
+        kept.index(n).store(blocks[n])
+
+
+@gluon.jit
+def kept_blocks(kept):
+    found = ()
+    for n in gl.static_range(BLOCKS):
+        found = found + (kept.index(n).load(BLOCK),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def clear_upper(out, DT: gl.constexpr):
+    """Zeros above the diagonal of a tile of blocks."""
+    zero = zero_block().to(DT)
+    for i in gl.static_range(4):
+        for j in gl.static_range(i + 1, 4):
+            out.index(i * 4 + j).store(zero)
+
+
+@gluon.jit
+def store_blocks(d, row, out):
+    """Copies a tile of blocks to memory, in its order there."""
+    fence_async_shared()
+    tma.async_copy_shared_to_global(d, [row, 0, 0, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
+    """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks."""
+    DT: gl.constexpr = q_d.dtype
+    at = chunk_of_item(gl.program_id(0), x, n, S)
+    q = gl.allocate_shared_memory(DT, [64, 128], TILE)
+    k = gl.allocate_shared_memory(DT, [64, 128], TILE)
+    landed = barriers(1, 1)
+    bar = expect(landed, 0, 2 * 64 * 128 * 2)
+    load_tokens(q_d, at, at.t, at.key_head, 0, bar, q, S)
+    load_tokens(k_d, at, at.t, at.key_head, 0, bar, k, S)
+    wait_full(landed, 0)
+    qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
+    a_out = gl.allocate_shared_memory(DT, [16, 16, 16], OUT)
+    t_out = gl.allocate_shared_memory(DT, [16, 16, 16], OUT)
+    vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
+    clear_upper(a_out, DT)
+    clear_upper(t_out, DT)
+    if S.GROUP > 1:
+        qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+        kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+        keep_blocks(qk, qk_kept)
+        keep_blocks(kk, kk_kept)
+    for r in range(S.GROUP):
+        head = at.key_head * S.GROUP + r
+        index = at.index * S.HV + head
+        G, beta, row, column = chunk_vectors(x, at, head, S)
+        store_vectors(x, index, G, beta, row, column)
+        vectors.slice(0, 64, dim=0).store(G)
+        vectors.slice(64, 64, dim=0).store(beta)
+        if S.GROUP > 1:
+            qk = kept_blocks(qk_kept)
+            kk = kept_blocks(kk_kept)
+            tma.store_wait(1)
+        A, first_t = decayed_blocks(qk, kk, vectors, a_out, n.scale, DT)
+        store_blocks(A_d, index * 8, a_out)
+        if S.GROUP > 1:
+            tma.store_wait(1)
+        store_inverse(A, first_t, t_out, DT)
+        store_blocks(A_d, index * 8 + 4, t_out)
+    tma.store_wait(0)
