@@ -117,7 +117,7 @@ def scores_of(run: HopperRun) -> tuple[Tensor, Tensor]:
     call, base = run.call, run.base
     A, vectors = base.per_chunk(2, 64, 64, dtype=call.dtype), base.per_chunk(4, 64)
     x = ScoresMemory(base.where.spans, call.beta, call.log_decay, vectors)
-    run.plan.scores(run.n.items, run.tokens(call.q, 128), run.tokens(call.k, 128), descriptors.blocks(A), x, run.n)
+    run.plan.scores(run.n.items, run.tokens(call.q, 128), run.tokens(call.k, 128), descriptors.pairs(A, 1), x, run.n)
     return A, vectors
 
 

@@ -26,11 +26,6 @@ def pairs(A: Tensor, tiles: int) -> Tiles:
     return Tiles(A, (A.numel() // 64, 64), (64, 1), (64 * tiles, 64))
 
 
-def blocks(A: Tensor) -> Tiles:
-    """The same in blocks of one tile, whose 16 x 16 blocks lie one after the other in shared memory."""
-    return Tiles(A, (A.numel() // 1024, 4, 16, 16), (1024, 16, 64, 1), (4, 4, 16, 16), swizzle=32)
-
-
 def vectors(x: Tensor) -> Tiles:
     """`[chunks, HV, 4, 64]` in blocks of the four vectors of a chunk and head."""
     return Tiles(x, (x.numel() // 256, 256), (256, 1), (1, 256), swizzle=0)

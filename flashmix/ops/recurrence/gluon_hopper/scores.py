@@ -36,7 +36,6 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, BLOCK.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, BLOCK.value, 2))
 TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 BLOCKS = gl.constexpr(10)  # of the lower triangle: block (i, j) is number i (i + 1) / 2 + j
-OUT = gl.constexpr(gl.NVMMASharedLayout(32, 16, 2))  # a block on its way to memory
 KEPT = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
 
 
@@ -101,24 +100,30 @@ def key_products(q, k):
 
 
 @gluon.jit
-def chunk_vectors(x, at, head, S: gl.constexpr):
-    """G to base 2, beta, 2^G and 2^(G_C - G) of a chunk's tokens; past them no decay and beta 0."""
+def load_numbers(x, at, head, S: gl.constexpr):
+    """beta and the log decay of a chunk's tokens, float32; past them beta 0 and no decay."""
     t = gl.arange(0, 64, TOKENS)
     inside = t < at.length
     to = (at.row + t) * S.HV + head
     beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)
+    decay = gl.zeros([64], gl.float32, TOKENS)
     if S.DECAY:
         if S.PER_HEAD:
-            own = gl.load(x.decay + head + t * 0)
+            decay = gl.where(inside, gl.load(x.decay + head).to(gl.float32), 0.0)
         else:
-            own = gl.load(x.decay + to, mask=inside, other=0.0)
-        own = gl.where(inside, gl.maximum(own.to(gl.float32) * LOG2E, -160.0), 0.0)
-        G = gl.associative_scan(own, 0, plus)
-        last = gl.sum(gl.where(t == 63, G, 0.0), 0)
-    else:
-        G = gl.zeros([64], gl.float32, TOKENS)
-        last = 0.0
-    return G, beta, exp2(G), exp2(gl.minimum(last - G, 0.0))
+            decay = gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32)
+    return beta, decay
+
+
+@gluon.jit
+def decay_sums(decay, S: gl.constexpr):
+    """G to base 2, 2^G and 2^(G_C - G); a log decay below -160 ln 2 is taken as that."""
+    G = decay
+    last = 0.0
+    if S.DECAY:
+        G = gl.associative_scan(gl.maximum(decay * LOG2E, -160.0), 0, plus)
+        last = gl.min(G, 0)  # sums never rise
+    return G, exp2(G), exp2(gl.minimum(last - G, 0.0))
 
 
 @gluon.jit
@@ -132,14 +137,31 @@ def store_vectors(x, index, G, beta, row, column):
 
 
 @gluon.jit
-def decayed_blocks(qk, kk, vectors, out, scale, DT: gl.constexpr):
+def beside(x, y):
+    """Two tiles of 16 rows side by side: registers alone."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.join(x, y).permute((0, 2, 1)).reshape([16, 2 * COLUMNS])
+
+
+@gluon.jit
+def store_row(out, i: gl.constexpr, b0, b1, b2, b3):
+    """Puts a row of four blocks into a shared tile [64, 64]."""
+    DT: gl.constexpr = out.dtype
+    row = beside(beside(b0.to(DT), b1.to(DT)), beside(b2.to(DT), b3.to(DT)))
+    out.slice(i * 16, 16, dim=0).store(gl.convert_layout(row, BLOCK))
+
+
+@gluon.jit
+def decayed_blocks(qk, kk, vectors, out, scale):
     """Stores A_qb; returns the blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
     row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
     column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    zero = zero_block()
     A = ()
     first_t = ()
     for i in gl.static_range(4):
         G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)
+        a_row = (zero, zero, zero, zero)
         for j in gl.static_range(i + 1):
             G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)
             beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)
@@ -154,7 +176,8 @@ def decayed_blocks(qk, kk, vectors, out, scale, DT: gl.constexpr):
                 first_t = first_t + (gl.where((row // 2 == column // 2) & (row < column), a_t, unit),)  # noqa: RUF005
                 a = gl.where(row > column, a, 0.0)
             A = A + (a,)  # noqa: RUF005
-            out.index(i * 4 + j).store(a_qb.to(DT))
+            a_row = with_block(a_row, j, a_qb)
+        store_row(out, i, a_row[0], a_row[1], a_row[2], a_row[3])
     return A, first_t
 
 
@@ -173,31 +196,28 @@ def diagonal_inverse(a, D_t):
 
 
 @gluon.jit
-def store_inverse(A, first_t, out, DT: gl.constexpr):
-    """Stores T = (I - A)^-1, block by block as it is made: those of 16, of 32, then the lower left of 64."""
+def store_inverse(A, first_t, out):
+    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left."""
+    zero = zero_block()
     D0, D0_t = diagonal_inverse(A[0], first_t[0])
     D1, D1_t = diagonal_inverse(A[2], first_t[1])
     D2, D2_t = diagonal_inverse(A[5], first_t[2])
     D3, D3_t = diagonal_inverse(A[9], first_t[3])
-    out.index(0).store(D0.to(DT))
-    out.index(5).store(D1.to(DT))
-    out.index(10).store(D2.to(DT))
-    out.index(15).store(D3.to(DT))
-    x_t = times(D0_t, A[1], zero_block())  # (A_10 D_0)^T
-    T10 = times(D1, x_t, zero_block())
-    T10_t = times(x_t, D1, zero_block())
-    x_t = times(D2_t, A[8], zero_block())  # (A_32 D_2)^T
-    T32 = times(D3, x_t, zero_block())
-    out.index(4).store(T10.to(DT))
-    out.index(14).store(T32.to(DT))
-    M20_t = times(D0_t, A[3], times(T10_t, A[4], zero_block()))  # M = A[2:, :2] T[:2, :2]
-    M30_t = times(D0_t, A[6], times(T10_t, A[7], zero_block()))
-    M21_t = times(D1_t, A[4], zero_block())
-    M31_t = times(D1_t, A[7], zero_block())
-    out.index(8).store(times(D2, M20_t, zero_block()).to(DT))
-    out.index(9).store(times(D2, M21_t, zero_block()).to(DT))
-    out.index(12).store(times(D3, M30_t, times(T32, M20_t, zero_block())).to(DT))
-    out.index(13).store(times(D3, M31_t, times(T32, M21_t, zero_block())).to(DT))
+    x_t = times(D0_t, A[1], zero)  # (A_10 D_0)^T
+    T10 = times(D1, x_t, zero)
+    T10_t = times(x_t, D1, zero)
+    x_t = times(D2_t, A[8], zero)  # (A_32 D_2)^T
+    T32 = times(D3, x_t, zero)
+    store_row(out, 0, D0, zero, zero, zero)
+    store_row(out, 1, T10, D1, zero, zero)
+    M20_t = times(D0_t, A[3], times(T10_t, A[4], zero))  # M = A[2:, :2] T[:2, :2]
+    M30_t = times(D0_t, A[6], times(T10_t, A[7], zero))
+    M21_t = times(D1_t, A[4], zero)
+    M31_t = times(D1_t, A[7], zero)
+    store_row(out, 2, times(D2, M20_t, zero), times(D2, M21_t, zero), D2, zero)
+    T30 = times(D3, M30_t, times(T32, M20_t, zero))
+    T31 = times(D3, M31_t, times(T32, M21_t, zero))
+    store_row(out, 3, T30, T31, T32, D3)
 
 
 @gluon.jit
@@ -216,19 +236,10 @@ def kept_blocks(kept):
 
 
 @gluon.jit
-def clear_upper(out, DT: gl.constexpr):
-    """Zeros above the diagonal of a tile of blocks."""
-    zero = zero_block().to(DT)
-    for i in gl.static_range(4):
-        for j in gl.static_range(i + 1, 4):
-            out.index(i * 4 + j).store(zero)
-
-
-@gluon.jit
-def store_blocks(d, row, out):
-    """Copies a tile of blocks to memory, in its order there."""
+def store_tile(d, row, out):
+    """Copies a tile of pairs to memory."""
     fence_async_shared()
-    tma.async_copy_shared_to_global(d, [row, 0, 0, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    tma.async_copy_shared_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
 
 
 @with_sound_ptxas
@@ -245,31 +256,30 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     load_tokens(k_d, at, at.t, at.key_head, 0, bar, k, S)
     wait_full(landed, 0)
     qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
-    a_out = gl.allocate_shared_memory(DT, [16, 16, 16], OUT)
-    t_out = gl.allocate_shared_memory(DT, [16, 16, 16], OUT)
+    out = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
-    clear_upper(a_out, DT)
-    clear_upper(t_out, DT)
     if S.GROUP > 1:
         qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
         kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
         keep_blocks(qk, qk_kept)
         keep_blocks(kk, kk_kept)
+    beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)
     for r in range(S.GROUP):
         head = at.key_head * S.GROUP + r
         index = at.index * S.HV + head
-        G, beta, row, column = chunk_vectors(x, at, head, S)
+        G, row, column = decay_sums(decay, S)
         store_vectors(x, index, G, beta, row, column)
         vectors.slice(0, 64, dim=0).store(G)
         vectors.slice(64, 64, dim=0).store(beta)
         if S.GROUP > 1:
+            beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head
             qk = kept_blocks(qk_kept)
             kk = kept_blocks(kk_kept)
             tma.store_wait(1)
-        A, first_t = decayed_blocks(qk, kk, vectors, a_out, n.scale, DT)
-        store_blocks(A_d, index * 8, a_out)
+        A, first_t = decayed_blocks(qk, kk, vectors, out.index(0), n.scale)
+        store_tile(A_d, index * 128, out.index(0))
         if S.GROUP > 1:
             tma.store_wait(1)
-        store_inverse(A, first_t, t_out, DT)
-        store_blocks(A_d, index * 8 + 4, t_out)
+        store_inverse(A, first_t, out.index(1))
+        store_tile(A_d, index * 128 + 64, out.index(1))
     tma.store_wait(0)
