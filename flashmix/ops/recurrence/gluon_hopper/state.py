@@ -206,13 +206,14 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         wait_full(bars.v_full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
+        last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
         wait_full(bars.k_full, n)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
             t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-            put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
