@@ -35,16 +35,17 @@ class HopperRun:
         call = call.but(**{name: aligned(getattr(call, name)) for name in TILED})
         self.base = Run.of(call)
         self.call = self.base.call
-        self.plan: HopperPlan = hopper_plan(self.call)
+        self.plan: HopperPlan = hopper_plan(self.call, self.base.plan)
         self.segments = self.plan.triton.tiles.segments
         n, items = self.base.n, self.base.chunks * self.call.heads
         self.n = HopperNumbers(n.scale, n.tokens, n.chunks, 1, items)
         self.segmented = self.n._replace(segments=self.segments)
+        self.q, self.k = (descriptors.tokens(x, 128, call.packed) for x in (self.call.q, self.call.k))
 
     @property
     def state_programs(self) -> int:
         """Programs of a state pass in which each segment has one state."""
-        return self.base.rows * self.segments * (2 // self.plan.warpgroups)
+        return self.base.rows * self.segments * self.plan.programs
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -72,7 +73,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     n = run.segmented if joined else run.n
     run.plan.state_output(
-        run.state_programs, run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(call.v, 64),
+        run.state_programs, run.q, run.k, run.tokens(call.v, 64),
         descriptors.pairs(A, 2), descriptors.vectors(vectors), run.tokens(o, 64), None, None, x, n,
     )  # fmt: skip
     return (o, state), (A, vectors, *joined) if save else ()
@@ -100,7 +101,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     n = run.segmented if joined else run.n
     x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
     run.plan.state_save(
-        run.state_programs, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
+        run.state_programs, None, run.k, run.tokens(call.v, 64), descriptors.pairs(A, 1),
         descriptors.vectors(vectors), None, descriptors.states(states, 64, 128), run.tokens(nu, 64), x, n,
     )  # fmt: skip
     dS0 = None if call.initial_state is None else run.base.states()
@@ -117,7 +118,7 @@ def scores_of(run: HopperRun) -> tuple[Tensor, Tensor]:
     call, base = run.call, run.base
     A, vectors = base.per_chunk(2, 64, 64, dtype=call.dtype), base.per_chunk(4, 64)
     x = ScoresMemory(base.where.spans, call.beta, call.log_decay, vectors)
-    run.plan.scores(run.n.items, run.tokens(call.q, 128), run.tokens(call.k, 128), descriptors.pairs(A, 1), x, run.n)
+    run.plan.scores(run.n.items, run.q, run.k, descriptors.pairs(A, 1), x, run.n)
     return A, vectors
 
 
@@ -128,7 +129,7 @@ def join_forward(run: HopperRun, A: Tensor, vectors: Tensor) -> Outputs:
         return ()
     maps, starts = empty_maps(call, run.segments)
     run.plan.state_maps(
-        2 * run.state_programs, None, run.tokens(call.k, 128), run.tokens(call.v, 64), descriptors.pairs(A, 1),
+        2 * run.state_programs, None, run.k, run.tokens(call.v, 64), descriptors.pairs(A, 1),
         descriptors.vectors(vectors), None, None, None, run.memory(None, None, None, maps), n,
     )  # fmt: skip
     join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
@@ -153,7 +154,7 @@ def state_backward(
     n = run.segmented if joined else run.n
     A, vectors = scores
     x = (
-        run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(do, 64), descriptors.pairs(A, 2), descriptors.vectors(vectors),
+        run.q, run.k, run.tokens(do, 64), descriptors.pairs(A, 2), descriptors.vectors(vectors),
     )  # fmt: skip
     starts = None
     if joined:
@@ -175,7 +176,7 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], vectors: Tensor,
     dg = None if call.log_decay is None else per_token(base, call.log_decay)
     programs = min(run.n.items, gpu.target(call.device).multiprocessors)
     run.plan.output(
-        programs, run.tokens(call.q, 128), run.tokens(call.k, 128), run.tokens(do, 128), run.tokens(dr, 128), run.tokens(nu, 128),
+        programs, run.q, run.k, run.tokens(do, 128), run.tokens(dr, 128), run.tokens(nu, 128),
         descriptors.states(states, 128, 64), descriptors.states(dstates, 128, 64), descriptors.vectors(vectors),
         run.tokens(dq, 64), run.tokens(dk, 64), OutputMemory(base.where.spans, dbeta, dg), run.n,
     )  # fmt: skip

@@ -17,10 +17,11 @@ from flashmix.ops.recurrence.triton_gpu.plan import Plan, plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `warpgroups` of the state passes."""
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `programs` of the state passes for
+    each segment."""
 
     triton: Plan
-    warpgroups: int
+    programs: int
     scores: Kernel
     state_output: Kernel
     state_save: Kernel
@@ -30,24 +31,28 @@ class HopperPlan(NamedTuple):
     output: Kernel
 
 
-def hopper_plan(call: RecurrenceCall) -> HopperPlan:
+def hopper_plan(call: RecurrenceCall, own: Plan | None = None) -> HopperPlan:
     """The plan of a call. With programs for half of the multiprocessors or fewer, those of the state passes take half of the values each;
     the bits are the same.
     """
-    own = plan(call)
+    own = plan(call) if own is None else own
     programs = call.sequences * call.value_heads * own.tiles.segments
-    warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
-    return _cached(own, warpgroups, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
+    few = 2 * programs <= gpu.target(call.device).multiprocessors
+    one_block = call.V <= 64 and (call.K <= 64 or own.tiles.segments == 1)  # maps of segments have K rows too
+    blocks = 1 if one_block else 2
+    return _cached(own, blocks, 1 if few else blocks, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
 
 
 @lru_cache(maxsize=1024)
-def _cached(own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay) -> HopperPlan:
+def _cached(
+    own: Plan, blocks: int, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay
+) -> HopperPlan:
     basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
-    state = basic._replace(WARPGROUPS=warpgroups)
+    state = basic._replace(BLOCKS=blocks, WARPGROUPS=warpgroups)
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     return HopperPlan(
         own,
-        warpgroups,
+        blocks // warpgroups,
         Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         _state(state_forward_kernel, state._replace(OUTPUT=True)),
         _state(state_forward_kernel, state._replace(SAVE=True)),
