@@ -139,7 +139,6 @@ HOPPER = {
     "no decay": replace(WIDE, gate="none"),
     "a decay per head": replace(WIDE, gate="head"),
     "narrow": replace(WIDE, K=96, V=80),
-    "64 channels": replace(WIDE, K=64, V=64),
     "packed": replace(WIDE, lengths=(60, 0, 70)),
     "segments": replace(WIDE, T=8192, states=False),
 }

@@ -20,8 +20,10 @@ from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
-from flashmix.ops.recurrence.triton_gpu import Run, empty_maps, per_token
+from flashmix.ops.recurrence.step.triton_gpu import step
+from flashmix.ops.recurrence.triton_gpu import Run, empty_maps, is_step, per_token
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
+from flashmix.ops.recurrence.triton_gpu.plan import plan
 
 __all__ = ["backward", "forward", "keeps"]
 
@@ -45,7 +47,7 @@ class HopperRun:
     @property
     def state_programs(self) -> int:
         """Programs of a state pass in which each segment has one state."""
-        return self.base.rows * self.segments * self.plan.programs
+        return self.base.rows * self.segments * (2 // self.plan.warpgroups)
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -63,6 +65,8 @@ def aligned(x: Tensor) -> Tensor:
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps the tiles of pairs, the vectors of chunks, and the segments' maps and starts."""
+    if is_step(call):
+        return step(call), ()
     run = HopperRun(call)
     call = run.call
     o, state = run.base.tokens_like(call.V), run.base.states()
@@ -81,7 +85,9 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def keeps(call: RecurrenceCall) -> Outputs:
     """Empty tensors like those that `forward` keeps."""
-    segments = hopper_plan(call).triton.tiles.segments
+    if is_step(call):
+        return ()
+    segments = plan(call).tiles.segments
     chunks = count_chunks(call, 64), call.value_heads
     A = torch.empty(*chunks, 2, 64, 64, dtype=call.dtype, device=call.device)
     vectors = torch.empty(*chunks, 4, 64, dtype=torch.float32, device=call.device)
@@ -95,7 +101,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     do, dstate = grads
     do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
-    A, vectors, *joined = kept
+    A, vectors, *joined = kept or scores_of(run)  # of one token a sequence nothing is kept
     states, dstates = (run.base.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
     nu, dr = run.base.tokens_like(call.V), run.base.gradient_like(call.V)
     n = run.segmented if joined else run.n

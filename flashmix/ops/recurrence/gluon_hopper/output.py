@@ -11,8 +11,8 @@ dq and dk are summed over the value heads in registers and written once. With W 
     dbeta_j = sum_i W_ij + e^{G_C - G_j} k_j . (nu dS'^T)_j
     dg_t = sum_{i >= t} in_i + sum_{j < t} beta_j wr_j + e^{G_C} <S, dS'>                                (2.6)
 
-where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, and the rows by way of the state. Both kinds of sums are of
-the same float32 numbers, so pairs that no decay lies between cancel to float32 rounding.
+where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself, which no decay
+lies between, and the rows by way of the state.
 
 Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
@@ -65,6 +65,7 @@ PAIR_ROWS = gl.constexpr(4)  # of beta W
 STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
 WRITTEN = gl.constexpr(7)  # wr, of each consumer
 CARRIED = gl.constexpr(9)  # <S, dS'>, 16 numbers a consumer
+DIAGONAL = gl.constexpr(10)  # of W of the queries, left out of the sums above where there is a decay
 STATE_PARTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LANES_2 = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 LANES_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -144,12 +145,17 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
 
 @gluon.jit
 def pair_sums(N, dA, E, beta, pairs):
-    """Of dA with its decay: its share in N, the row sums of beta W, and the column sums of W over each thread's rows."""
+    """N with the share of dA, and W = A dA without beta."""
     P = dA * E
     N += P * beta[None, :]
     W = P * pairs.load(ACC_64).to(gl.float32)
-    rows = gl.sum(W * beta[None, :], 1)
-    return N, rows, gl.sum(W.reshape([4, 2, 8, 64]), 1)
+    return N, W
+
+
+@gluon.jit
+def row_and_column_sums(W, beta):
+    """The row sums of beta W, and the column sums of W over each thread's rows."""
+    return gl.sum(W * beta[None, :], 1), gl.sum(W.reshape([4, 2, 8, 64]), 1)
 
 
 @gluon.jit
@@ -165,7 +171,7 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
         for r in range(S.GROUP):
             it = i * S.GROUP + r
             slot = it * TILES
-            seen = (row + opaque_zero())[:, None] >= column[None, :]
+            here = (row + opaque_zero())[:, None]
             dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
             dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
             nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
@@ -176,23 +182,30 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             wait_full(bars.full, slot + DO)
             wait_full(bars.full, slot + NU)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = exp2(gl.where(seen, gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
+            E = exp2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = warpgroup_mma_wait(0, deps=[dA])
             arrive(bars.empty, slot + DO)
             wait_full(bars.full, slot + DR)
-            N_q, rows, columns = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
+            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
+            if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
+                diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
+                W = gl.where(here == column[None, :], 0.0, W)
+            rows, columns = row_and_column_sums(W, beta)
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
             dA = warpgroup_mma_wait(0, deps=[dA])
             arrive(bars.empty, slot + DR)
             arrive(bars.empty, slot + NU)
             arrive(bars.v_empty, it)
-            N_a, more_rows, more_columns = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+            N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+            more_rows, more_columns = row_and_column_sums(W, beta)
             rows += more_rows
             columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
             wait_empty(bars.sums_empty, it)
             tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
             tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
+            if S.DECAY:
+                tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
             arrive(bars.sums_full, it)
         tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
         tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
@@ -322,7 +335,9 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             rows = head_sums(tiles.sums, it, PAIR_ROWS, 3)
             written = head_sums(tiles.sums, it, WRITTEN, 2)
             carried = 0.0
+            own = written
             if S.DECAY:
+                own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
                 parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
                 both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)
                 carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
@@ -330,7 +345,7 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             arrive(bars.v_empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
             inside = t < at.length
-            gl.store(x.beta + to, (columns + written).to(x.beta.dtype.element_ty), mask=inside)
+            gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
             if S.DECAY:
                 inclusive = rows - beta * columns
                 d = inclusive - beta * written

@@ -24,12 +24,10 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and each of these twice if a warpgroup
-    is all a program has for two blocks.
-    """
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice."""
     program = gl.program_id(0)
     channel = 0
-    if S.WARPGROUPS < S.BLOCKS:
+    if S.WARPGROUPS == 1:
         channel = (program % 2) * 64
         program = program // 2
     identity = 0

@@ -13,15 +13,14 @@ from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
-from flashmix.ops.recurrence.triton_gpu.plan import Plan, plan
+from flashmix.ops.recurrence.triton_gpu.plan import Plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `programs` of the state passes for
-    each segment."""
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `warpgroups` of the state passes."""
 
     triton: Plan
-    programs: int
+    warpgroups: int
     scores: Kernel
     state_output: Kernel
     state_save: Kernel
@@ -31,28 +30,23 @@ class HopperPlan(NamedTuple):
     output: Kernel
 
 
-def hopper_plan(call: RecurrenceCall, own: Plan | None = None) -> HopperPlan:
-    """The plan of a call. With programs for half of the multiprocessors or fewer, those of the state passes take half of the values each;
+def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
+    """The plan of a call, beside Triton's. With programs for half of the multiprocessors or fewer, those of the state passes take half of the values each;
     the bits are the same.
     """
-    own = plan(call) if own is None else own
     programs = call.sequences * call.value_heads * own.tiles.segments
-    few = 2 * programs <= gpu.target(call.device).multiprocessors
-    one_block = call.V <= 64 and (call.K <= 64 or own.tiles.segments == 1)  # maps of segments have K rows too
-    blocks = 1 if one_block else 2
-    return _cached(own, blocks, 1 if few else blocks, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
+    warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
+    return _cached(own, warpgroups, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
 
 
 @lru_cache(maxsize=1024)
-def _cached(
-    own: Plan, blocks: int, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay
-) -> HopperPlan:
+def _cached(own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay) -> HopperPlan:
     basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
-    state = basic._replace(BLOCKS=blocks, WARPGROUPS=warpgroups)
+    state = basic._replace(WARPGROUPS=warpgroups)
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     return HopperPlan(
         own,
-        blocks // warpgroups,
+        warpgroups,
         Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         _state(state_forward_kernel, state._replace(OUTPUT=True)),
         _state(state_forward_kernel, state._replace(SAVE=True)),

@@ -84,11 +84,11 @@ def zero_blocks():
 
 
 @gluon.jit
-def key_products(q, k, HALVES: gl.constexpr):
-    """q k^T and k k^T, ten blocks each, of tiles in halves of channels."""
+def key_products(q, k):
+    """q k^T and k k^T, ten blocks each, of tiles in two halves of channels."""
     qk = zero_blocks()
     kk = zero_blocks()
-    for half in gl.static_range(HALVES):
+    for half in gl.static_range(2):
         for i in gl.static_range(4):
             q_row = q.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
             k_row = k.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
@@ -255,8 +255,7 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     load_tokens(q_d, at, at.t, at.key_head, 0, bar, q, S)
     load_tokens(k_d, at, at.t, at.key_head, 0, bar, k, S)
     wait_full(landed, 0)
-    HALVES: gl.constexpr = (S.K + 63) // 64
-    qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE), HALVES)
+    qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
     out = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
     if S.GROUP > 1:

@@ -17,8 +17,7 @@ class HopperSpec(NamedTuple):
     SAVE: bool = False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
     DECAY: bool = True  # there is a decay
     PER_HEAD: bool = False  # the same for all tokens
-    BLOCKS: int = 2  # of 64 rows of a transposed state
-    WARPGROUPS: int = 2  # of a state pass, a block each; with fewer than blocks there are two programs a segment
+    WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs
