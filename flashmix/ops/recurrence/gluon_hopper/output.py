@@ -348,7 +348,7 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
             if S.DECAY:
                 inclusive = rows - beta * columns
-                d = inclusive - beta * written
+                d = inclusive - gl.where(t < at.length - 1, beta * written, 0.0)  # no decay follows the last token's write
                 # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
                 dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
                 gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
