@@ -28,15 +28,13 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
 def _gluon_supports(call: RecurrenceCall) -> str | None:
     if call.rule is not Rule.TIED or call.decay in (Decay.CHANNEL, Decay.VALUE) or call.read_before:
         return "it has the tied delta rule alone, read after the write, with at most one decay per token"
-    if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, got {call.dtype}"
     if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
         return f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
     if call.tokens == 0 or call.batch == 0:
         return "it needs at least one token"
     if call.tokens >= 2**28:
         return f"its coordinates reach 2^28 tokens, got {call.tokens}"
-    return gpu.refuses(call.device, call.dtype) or gpu.refuses_gluon(call.device)
+    return gpu.hopper_refuses(call.device, call.dtype)
 
 
 def _native_supports(call: RecurrenceCall) -> str | None:

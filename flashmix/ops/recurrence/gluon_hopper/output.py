@@ -21,32 +21,26 @@ Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    ACC_64,
-    COLUMNS_64,
-    ROWS_64,
-    TILE,
-    VECTOR,
-    VECTORS,
-    arrive,
-    barriers,
-    exp2,
-    expect,
+    allocate_barriers,
+    ex2,
+    expect_bytes,
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     opaque_zero,
     plus,
     product,
-    tma,
-    vector,
+    products_done,
+    release,
+    signal,
+    stores_done,
     wait_empty,
     wait_full,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tile, load_tokens, store_tokens
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tile, load_tokens, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, load_vectors
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
 
@@ -108,18 +102,18 @@ def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         wait_empty(bars.keys_empty, i)
-        bar = expect(bars.keys_full, i, 2 * 64 * 128 * 2)
+        bar = expect_bytes(bars.keys_full, i, 2 * 64 * 128 * 2)
         load_tokens(q_d, at, at.t, at.key_head, 0, bar, tiles.q.index(i % 2), S)
         load_tokens(k_d, at, at.t, at.key_head, 0, bar, tiles.k.index(i % 2), S)
         for r in range(S.GROUP):
             head = at.key_head * S.GROUP + r
             row = at.index * S.HV + head
             wait_empty(bars.v_empty, it)
-            bar = expect(bars.v_full, it, 4 * 64 * 4)
+            bar = expect_bytes(bars.v_full, it, 4 * 64 * 4)
             load_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
             for j in gl.static_range(TILES):
                 wait_empty(bars.empty, slot)
-                bar = expect(bars.full, slot, 64 * 128 * 2)
+                bar = expect_bytes(bars.full, slot, 64 * 128 * 2)
                 load_slot(values_d, j, at, head, row, bar, tiles.slots.index(slot % S.SLOTS), S)
                 slot += 1
             it += 1
@@ -136,10 +130,10 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
     kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
     wait_empty(bars.pairs_empty, i)
-    qk = warpgroup_mma_wait(1, deps=[qk])
+    qk = products_done(1, deps=[qk])
     tiles.pairs.index(0).store((qk * scale).to(tiles.q.dtype))
-    kk = warpgroup_mma_wait(0, deps=[kk])
-    arrive(bars.keys_empty, i)
+    kk = products_done(0, deps=[kk])
+    release(bars.keys_empty, i)
     tiles.pairs.index(1).store(gl.where(row == column, 0.0, 0.0 - kk).to(tiles.q.dtype))
 
 
@@ -182,10 +176,10 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             wait_full(bars.full, slot + DO)
             wait_full(bars.full, slot + NU)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = exp2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
+            E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
-            dA = warpgroup_mma_wait(0, deps=[dA])
-            arrive(bars.empty, slot + DO)
+            dA = products_done(0, deps=[dA])
+            release(bars.empty, slot + DO)
             wait_full(bars.full, slot + DR)
             N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
@@ -193,10 +187,10 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
                 W = gl.where(here == column[None, :], 0.0, W)
             rows, columns = row_and_column_sums(W, beta)
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
-            dA = warpgroup_mma_wait(0, deps=[dA])
-            arrive(bars.empty, slot + DR)
-            arrive(bars.empty, slot + NU)
-            arrive(bars.v_empty, it)
+            dA = products_done(0, deps=[dA])
+            release(bars.empty, slot + DR)
+            release(bars.empty, slot + NU)
+            release(bars.v_empty, it)
             N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
             more_rows, more_columns = row_and_column_sums(W, beta)
             rows += more_rows
@@ -206,11 +200,11 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
             if S.DECAY:
                 tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
-            arrive(bars.sums_full, it)
+            signal(bars.sums_full, it)
         tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
         tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
         fence_async_shared()
-        arrive(bars.pairs_full, i)
+        signal(bars.pairs_full, i)
 
 
 @gluon.jit
@@ -253,14 +247,14 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
             if r == 0:
                 wait_full(bars.keys_full, i)
-            d = warpgroup_mma_wait(0, deps=[d])
-            arrive(bars.empty, slot + DO)
+            d = products_done(0, deps=[d])
+            release(bars.empty, slot + DO)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)
             dq += d * (row * scale)[:, None]
             wait_full(bars.full, slot + DR)
             d = product(dR, state, ACC_64, 64, 64)
-            d, dq = warpgroup_mma_wait(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
-            arrive(bars.empty, slot + DR)
+            d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
+            release(bars.empty, slot + DR)
             rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)
             dk -= d * row[:, None]
             wait_full(bars.full, slot + NU)
@@ -268,13 +262,13 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
                 carried = carried_sums(state, dstate)
-            arrive(bars.empty, slot + STATE + w, 3)
+            release(bars.empty, slot + STATE + w, count=3)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
             beta = vector(tiles.vectors, stage + BETA, ROWS_64)
-            d, dk = warpgroup_mma_wait(0, deps=[d, dk])
-            arrive(bars.empty, slot + NU)
-            arrive(bars.empty, slot + DSTATE + w, 3)
-            arrive(bars.v_empty, it)
+            d, dk = products_done(0, deps=[d, dk])
+            release(bars.empty, slot + NU)
+            release(bars.empty, slot + DSTATE + w, count=3)
+            release(bars.v_empty, it)
             dk += d * (column * beta)[:, None]
             written = column * gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)
             sums = (it % 2) * SUM_STAGE
@@ -284,28 +278,28 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             if S.DECAY:
                 parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
                 parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
-            arrive(bars.sums_full, it)
+            signal(bars.sums_full, it)
             if r == 0:  # the copies of the item before have left: its keys' stage is free
-                tma.store_wait(0)
-                mbarrier.arrive(bars.keys_empty.index((i + 1) % 2), count=1, pred=i > 0)
+                stores_done(0)
+                release(bars.keys_empty, i + 1, i > 0)
         wait_full(bars.pairs_full, i)
         N_q = tiles.pairs.index(0)  # [C, C]
         N_a = tiles.pairs.index(1)  # [C, C]
         d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
-        d = warpgroup_mma_wait(0, deps=[d])
+        d = products_done(0, deps=[d])
         dq += d
         d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
         d = warpgroup_mma(N_a, k, d, is_async=True)
         d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
-        d, dq = warpgroup_mma_wait(0, deps=[d, dq])
+        d, dq = products_done(0, deps=[d, dq])
         dk += d
-        arrive(bars.pairs_empty, i)
+        release(bars.pairs_empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))
         fence_async_shared()
         store_tokens(dq_d, at, at.t, at.key_head, w * 64, q, S)
         store_tokens(dk_d, at, at.t, at.key_head, w * 64, k, S)
-    tma.store_wait(0)
+    stores_done(0)
 
 
 @gluon.jit
@@ -341,8 +335,8 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
                 parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
                 both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)
                 carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
-            arrive(bars.sums_empty, it)
-            arrive(bars.v_empty, it)
+            release(bars.sums_empty, it)
+            release(bars.v_empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
             inside = t < at.length
             gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
@@ -366,16 +360,16 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     bars = OutputBarriers(
-        barriers(S.SLOTS, 1),
-        barriers(S.SLOTS, 3),
-        barriers(2, 1),
-        barriers(2, 3),
-        barriers(VSTAGES, 1),
-        barriers(VSTAGES, 4),
-        barriers(1, 1),
-        barriers(1, 2),
-        barriers(2, 3),
-        barriers(2, 1),
+        allocate_barriers(S.SLOTS, 1),
+        allocate_barriers(S.SLOTS, 3),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, 3),
+        allocate_barriers(VSTAGES, 1),
+        allocate_barriers(VSTAGES, 4),
+        allocate_barriers(1, 1),
+        allocate_barriers(1, 2),
+        allocate_barriers(2, 3),
+        allocate_barriers(2, 1),
     )
     return tiles, bars
 

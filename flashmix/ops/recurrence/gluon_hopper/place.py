@@ -7,7 +7,7 @@ RAGGED - length + t) it comes to token `end - length + t`, and what lies past `e
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import gl, gluon, tma
+from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon
 from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment
 
 RAGGED = gl.constexpr(1 << 30)
@@ -76,9 +76,9 @@ def load_tokens(d, at, t, head, channel, bar, tile, S: gl.constexpr):
     block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
     if S.PACKED:
         end = at.first + at.length
-        tma.async_copy_global_to_shared(d, [RAGGED, end, RAGGED - at.length + t, head, channel], bar, block)
+        copy_to_shared(d, [RAGGED, end, RAGGED - at.length + t, head, channel], bar, block)
     else:
-        tma.async_copy_global_to_shared(d, [at.sequence, t, head, channel], bar, block)
+        copy_to_shared(d, [at.sequence, t, head, channel], bar, block)
 
 
 @gluon.jit
@@ -87,12 +87,18 @@ def store_tokens(d, at, t, head, channel, tile, S: gl.constexpr):
     block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
     if S.PACKED:
         end = at.first + at.length
-        tma.async_copy_shared_to_global(d, [RAGGED, end, RAGGED - at.length + t, head, channel], block)
+        copy_to_global(d, [RAGGED, end, RAGGED - at.length + t, head, channel], block)
     else:
-        tma.async_copy_shared_to_global(d, [at.sequence, t, head, channel], block)
+        copy_to_global(d, [at.sequence, t, head, channel], block)
 
 
 @gluon.jit
 def load_tile(d, coordinates, bar, tile):
     """Copies a block of a tensor into a shared tile."""
-    tma.async_copy_global_to_shared(d, coordinates, bar, tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_shared(d, coordinates, bar, tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+
+
+@gluon.jit
+def vector(vectors, index, LAYOUT: gl.constexpr):
+    """Row `index` of shared vectors `[n, length]` of float32."""
+    return vectors.index(index).load(LAYOUT)

@@ -10,22 +10,22 @@ nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed
 
 from __future__ import annotations
 
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-
 from flashmix.gpu.hopper import (
-    TILE,
-    VECTOR,
-    barriers,
-    exp2,
-    expect,
+    allocate_barriers,
+    copy_to_global,
+    ex2,
+    expect_bytes,
     fence_async_shared,
     gl,
     gluon,
+    mma_v2,
     plus,
-    tma,
+    product,
+    stores_done,
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, VECTOR
 from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tokens
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -123,7 +123,7 @@ def decay_sums(decay, S: gl.constexpr):
     if S.DECAY:
         G = gl.associative_scan(gl.maximum(decay * LOG2E, -160.0), 0, plus)
         last = gl.min(G, 0)  # sums never rise
-    return G, exp2(G), exp2(gl.minimum(last - G, 0.0))
+    return G, ex2(G), ex2(gl.minimum(last - G, 0.0))
 
 
 @gluon.jit
@@ -165,13 +165,13 @@ def decayed_blocks(qk, kk, vectors, out, scale):
         for j in gl.static_range(i + 1):
             G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)
             beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)
-            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
+            E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
             a_qb = qk[i * (i + 1) // 2 + j] * (E * scale)
             a = 0.0 - kk[i * (i + 1) // 2 + j] * E
             if i == j:
                 a_qb = gl.where(row >= column, a_qb, 0.0)
                 beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)
-                a_t = 0.0 - kk[i * (i + 1) // 2 + j] * exp2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0)) * beta_row[:, None]
+                a_t = 0.0 - kk[i * (i + 1) // 2 + j] * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0)) * beta_row[:, None]
                 unit = gl.where(row == column, 1.0, 0.0)
                 first_t = first_t + (gl.where((row // 2 == column // 2) & (row < column), a_t, unit),)  # noqa: RUF005
                 a = gl.where(row > column, a, 0.0)
@@ -239,7 +239,7 @@ def kept_blocks(kept):
 def store_tile(d, row, out):
     """Copies a tile of pairs to memory."""
     fence_async_shared()
-    tma.async_copy_shared_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
 
 
 @with_sound_ptxas
@@ -250,8 +250,8 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     at = chunk_of_item(gl.program_id(0), x, n, S)
     q = gl.allocate_shared_memory(DT, [64, 128], TILE)
     k = gl.allocate_shared_memory(DT, [64, 128], TILE)
-    landed = barriers(1, 1)
-    bar = expect(landed, 0, 2 * 64 * 128 * 2)
+    landed = allocate_barriers(1, 1)
+    bar = expect_bytes(landed, 0, 2 * 64 * 128 * 2)
     load_tokens(q_d, at, at.t, at.key_head, 0, bar, q, S)
     load_tokens(k_d, at, at.t, at.key_head, 0, bar, k, S)
     wait_full(landed, 0)
@@ -275,11 +275,11 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
             beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head
             qk = kept_blocks(qk_kept)
             kk = kept_blocks(kk_kept)
-            tma.store_wait(1)
+            stores_done(1)
         A, first_t = decayed_blocks(qk, kk, vectors, out.index(0), n.scale)
         store_tile(A_d, index * 128, out.index(0))
         if S.GROUP > 1:
-            tma.store_wait(1)
+            stores_done(1)
         store_inverse(A, first_t, out.index(1))
         store_tile(A_d, index * 128 + 64, out.index(1))
-    tma.store_wait(0)
+    stores_done(0)

@@ -13,33 +13,34 @@ The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the l
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    ACC_64,
-    ACC_128,
-    COLUMNS_64,
-    COLUMNS_128,
-    LEFT_64,
-    LEFT_128,
-    PLAIN_TILE,
-    ROWS_128,
-    TILE,
-    VECTOR,
-    VECTORS,
-    arrive,
-    barriers,
-    expect,
+    allocate_barriers,
+    copy_to_global,
+    copy_to_shared,
+    expect_bytes,
     fence_async_shared,
     gl,
     gluon,
     product,
-    tma,
-    vector,
+    products_done,
+    release,
+    stores_done,
     wait_empty,
     wait_full,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, load_tile, load_tokens, segment_of_program, store_tokens
+from flashmix.ops.recurrence.gluon_hopper.layouts import (
+    ACC_128,
+    ACC_64,
+    COLUMNS_128,
+    COLUMNS_64,
+    LEFT_128,
+    LEFT_64,
+    ROWS_128,
+    TILE,
+    VECTOR,
+)
+from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, load_tile, load_tokens, segment_of_program, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.structs import StateBarriers, StateTiles
 
 BETA = gl.constexpr(1)  # the vectors of a chunk
@@ -64,12 +65,12 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
     if TOKENS:
         tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
     bars = StateBarriers(
-        barriers(S.KEYS, 1),
-        barriers(S.KEYS, S.WARPGROUPS),
-        barriers(S.VALUES, 1),
-        barriers(S.VALUES, S.WARPGROUPS),
-        barriers(S.PAIRS, 1),
-        barriers(S.PAIRS, S.WARPGROUPS),
+        allocate_barriers(S.KEYS, 1),
+        allocate_barriers(S.KEYS, S.WARPGROUPS),
+        allocate_barriers(S.VALUES, 1),
+        allocate_barriers(S.VALUES, S.WARPGROUPS),
+        allocate_barriers(S.PAIRS, 1),
+        allocate_barriers(S.PAIRS, S.WARPGROUPS),
     )
     return StateTiles(q, k, v, vectors, A, states, tokens), bars
 
@@ -78,7 +79,7 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
 def load_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
     """Copies the vectors of a chunk and value head into a stage."""
     view = vectors._reinterpret(gl.float32, [STAGES, 1, 256], d.layout)
-    tma.async_copy_global_to_shared(d, [row, 0], bar, view.index(n % STAGES))
+    copy_to_shared(d, [row, 0], bar, view.index(n % STAGES))
 
 
 @gluon.jit
@@ -99,7 +100,7 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constex
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
         wait_empty(bars.v_empty, n)
-        bar = expect(bars.v_full, n, S.WARPGROUPS * 64 * 64 * 2 + 4 * 64 * 4)
+        bar = expect_bytes(bars.v_full, n, S.WARPGROUPS * 64 * 64 * 2 + 4 * 64 * 4)
         if MAPS:
             t_v = gl.where(at.map == 1, OUTSIDE, t)
         else:
@@ -109,10 +110,10 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constex
             load_tokens(v_d, at, t_v, at.head, at.channel + w * 64, bar, tile, S)
         load_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
         wait_empty(bars.A_empty, n)
-        bar = expect(bars.A_full, n, (2 if QUERIES else 1) * 64 * 64 * 2)
+        bar = expect_bytes(bars.A_full, n, (2 if QUERIES else 1) * 64 * 64 * 2)
         load_tile(A_d, [row * 128 + (0 if QUERIES else 64), 0], bar, tiles.A.index(n % S.PAIRS))
         wait_empty(bars.k_empty, n)
-        bar = expect(bars.k_full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
+        bar = expect_bytes(bars.k_full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
         load_tokens(k_d, at, t, key_head, 0, bar, tiles.k.index(n % S.KEYS), S)
         if QUERIES:
             load_tokens(q_d, at, t, key_head, 0, bar, tiles.q.index(n % S.KEYS), S)
@@ -174,16 +175,16 @@ def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
 @gluon.jit
 def put_state(state, d, row, channel, tile, BEFORE: gl.constexpr):
     """Stores a warpgroup's rows of a state, [v, K] in 16 bits, through its shared tile, from which at most BEFORE later copies were begun."""
-    tma.store_wait(BEFORE)
+    stores_done(BEFORE)
     tile.store(state)
     fence_async_shared()
-    tma.async_copy_shared_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
 
 
 @gluon.jit
 def put_tokens(x, d, at, t, channel, tile, BEFORE: gl.constexpr, S: gl.constexpr):
     """Stores a transposed tile of values, [v, C] in 16 bits, likewise."""
-    tma.store_wait(BEFORE)
+    stores_done(BEFORE)
     tile.permute((1, 0)).store(x)
     fence_async_shared()
     store_tokens(d, at, t, at.head, channel, tile, S)
@@ -220,9 +221,9 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(tiles.vectors, stage + BETA, COLUMNS_64)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64).to(gl.float32)  # [v, C]
         if S.OUTPUT:
-            ks, v = warpgroup_mma_wait(1, deps=[ks, v])
+            ks, v = products_done(1, deps=[ks, v])
         else:
-            ks, v, left = warpgroup_mma_wait(0, deps=[ks, v, left])
+            ks, v, left = products_done(0, deps=[ks, v, left])
         R = gl.convert_layout((v - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
         wait_full(bars.A_full, n)
         if S.OUTPUT:
@@ -230,11 +231,11 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         else:
             T = tiles.A.index(n % S.PAIRS)
         nu = product(R, T.permute((1, 0)), ACC_64, 64, 64)  # (5.2)
-        arrive(bars.v_empty, n)
+        release(bars.v_empty, n)
         if S.OUTPUT:
-            o, left = warpgroup_mma_wait(1, deps=[o, left])
+            o, left = products_done(1, deps=[o, left])
             o = o * (row * numbers.scale)[None, :]
-        nu, R = warpgroup_mma_wait(0, deps=[nu, R])
+        nu, R = products_done(0, deps=[nu, R])
         written = gl.convert_layout((nu * column[None, :]).to(DT), LEFT_128)
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         nu16 = nu.to(DT)
@@ -242,15 +243,15 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             nu_left = gl.convert_layout(nu16, LEFT_64)
             A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
             o = warpgroup_mma(nu_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
-            state, written = warpgroup_mma_wait(1, deps=[state, written])
-            arrive(bars.k_empty, n)
-            last, nu_left = warpgroup_mma_wait(0, deps=[o, nu_left])
+            state, written = products_done(1, deps=[state, written])
+            release(bars.k_empty, n)
+            last, nu_left = products_done(0, deps=[o, nu_left])
         else:
             if S.SAVE:
                 put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
-            state, written = warpgroup_mma_wait(0, deps=[state, written])
-            arrive(bars.k_empty, n)
-        arrive(bars.A_empty, n)
+            state, written = products_done(0, deps=[state, written])
+            release(bars.k_empty, n)
+        release(bars.A_empty, n)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
         put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
@@ -258,7 +259,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         store_end(x, at, state, w, MAPS, S)
     if x.result is not None:
         store_result(x, at, state, at.segment == numbers.segments - 1, w, S)
-    tma.store_wait(0)
+    stores_done(0)
 
 
 @with_sound_ptxas

@@ -8,24 +8,10 @@
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import (
-    ACC_64,
-    ACC_128,
-    COLUMNS_64,
-    LEFT_64,
-    LEFT_128,
-    arrive,
-    gl,
-    gluon,
-    product,
-    tma,
-    vector,
-    wait_full,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_128, LEFT_64
+from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state import (
     BETA,
     COLUMN_FACTOR,
@@ -61,7 +47,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     dstate = load_state(x, at, w, False, S)
     wait_full(bars.k_full, 0)  # with those below: a sequence without chunks has its copies waited for
     y = query_product(tiles, bars, 0, w, S)
-    y = warpgroup_mma_wait(0, deps=[y])
+    y = products_done(0, deps=[y])
     for n in range(at.count):
         chunk = at.begin + at.count - 1 - n
         stage = (n % S.VALUES) * 4
@@ -80,26 +66,26 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         z_q = (dO.load(ACC_64).to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)
         z_q = gl.convert_layout(z_q, LEFT_128)
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(tiles.vectors, stage + BETA, COLUMNS_64)
-        written, left = warpgroup_mma_wait(0, deps=[written, left])
+        written, left = products_done(0, deps=[written, left])
         dnu = gl.convert_layout((y + written * column[None, :]).to(DT), LEFT_64)  # (5.4)
         dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
         dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
-        arrive(bars.v_empty, n)
-        dR, dnu = warpgroup_mma_wait(1, deps=[dR, dnu])
+        release(bars.v_empty, n)
+        dR, dnu = products_done(1, deps=[dR, dnu])
         z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
         dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
-        arrive(bars.A_empty, n)
+        release(bars.A_empty, n)
         y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)  # after the last chunk its own again, for nothing
         if S.SAVE:
             put_tokens(dR.to(DT), dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
-        dstate, z_a, z_q = warpgroup_mma_wait(1, deps=[dstate, z_a, z_q])
-        arrive(bars.k_empty, n)
-        y = warpgroup_mma_wait(0, deps=[y])
+        dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
+        release(bars.k_empty, n)
+        y = products_done(0, deps=[y])
     if x.ends is not None:
         store_end(x, at, dstate, w, False, S)
     if x.result is not None:
         store_result(x, at, dstate, at.segment == 0, w, S)
-    tma.store_wait(0)
+    stores_done(0)
 
 
 @with_sound_ptxas
