@@ -28,7 +28,11 @@ WIDE = {
 }
 DECAYS = ("zero", "-20", "-1e4", "-inf", "resets")
 HOPPER_CASES = [
-    *(Case(f"hopper-{gate}{n}", "delta", gate, **{"K": 128, "V": 128} | more) for gate in ("none", "head", "token") for n, more in WIDE.items()),
+    *(
+        Case(f"hopper-{gate}{n}", "delta", gate, **{"K": 128, "V": 128} | more)
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+    ),
     *(Case(f"hopper-decay{d}", "delta", "token", K=128, V=128, decay=d) for d in DECAYS),
     *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
 ]
@@ -92,7 +96,12 @@ def test_the_same_bits_again(case):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     "rule, gate, K, V",
-    [("delta", "token", 256, 24), ("dplr", "channel", 200, 16), ("linear", "token", 40, 72), ("delta", "token", 96, 128)],
+    [
+        ("delta", "token", 256, 24),
+        ("dplr", "channel", 200, 16),
+        ("linear", "token", 40, 72),
+        ("delta", "token", 96, 128),
+    ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):
     """Long enough, with one head, to be cut; against the portable implementation in float64."""

@@ -123,7 +123,9 @@ def test_fault_08_later_gates_that_need_other_passes_interpreted(
 
 
 @gpu
-@named([replace(LONG, name="token", B=3), replace(LONG, name="channel", gate="channel", B=3), replace(HOPPER_LONG, B=3)])
+@named(
+    [replace(LONG, name="token", B=3), replace(LONG, name="channel", gate="channel", B=3), replace(HOPPER_LONG, B=3)]
+)
 def test_fault_09_the_batch_does_not_choose_the_segments(case: Case) -> None:
     x = small(case)
     whole = results(case, x)

@@ -99,7 +99,12 @@ def assert_last_tokens(case: Case, x: dict[str, Tensor], count: int) -> None:
 @gpu
 @pytest.mark.parametrize(
     "T, K, V, gate",
-    [(105_000, 16, 256, "token"), (105_000, 256, 16, "channel"), (27_000, 256, 256, "token"), (210_000, 128, 128, "token")],
+    [
+        (105_000, 16, 256, "token"),
+        (105_000, 256, 16, "channel"),
+        (27_000, 256, 256, "token"),
+        (210_000, 128, 128, "token"),
+    ],
     ids=["values", "keys and decays", "states of chunks", "all of those"],
 )
 def test_fault_02_more_elements_than_32_bits_count(T: int, K: int, V: int, gate: str) -> None:

@@ -130,7 +130,12 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 
 
 # Kernels of Hopper in Gluon: registers a thread, and bytes of stack as far as there are any.
-HOPPER_REGISTERS = {"scores_forward_kernel": 255, "state_forward_kernel": 168, "state_backward_kernel": 168, "output_backward_kernel": 128}
+HOPPER_REGISTERS = {
+    "scores_forward_kernel": 255,
+    "state_forward_kernel": 168,
+    "state_backward_kernel": 168,
+    "output_backward_kernel": 128,
+}
 HOPPER_STACK = {"scores_forward_kernel": 24, "state_forward_kernel": 8, "output_backward_kernel": 168}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {

@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global", "copy_to_shared",
-    "count_up", "ex2",
-    "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product",
-    "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group", "wait_empty", "wait_full", "warpgroup_mma",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global",
+    "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero",
+    "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group",
+    "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = tma.async_copy_global_to_shared
@@ -190,9 +190,7 @@ def count_up(counter, pending: gl.constexpr):
     """Adds 1 to a counter in memory, from a lone warp, when all but the last `pending` stores by TMA have come to memory."""
     text: gl.constexpr = _count_up(pending)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise(text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

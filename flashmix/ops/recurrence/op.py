@@ -29,7 +29,9 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
     if call.rule is not Rule.TIED or call.decay in (Decay.CHANNEL, Decay.VALUE) or call.read_before:
         return "it has the tied delta rule alone, read after the write, with at most one decay per token"
     if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
-        return f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
+        return (
+            f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
+        )
     if call.tokens == 0 or call.batch == 0:
         return "it needs at least one token"
     if call.tokens >= 2**28:

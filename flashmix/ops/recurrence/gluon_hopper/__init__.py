@@ -1,8 +1,8 @@
 """The recurrence on Hopper, in Gluon: phases of docs/chunk_algorithm.md for the tied delta rule with at most one decay a token.
 
-The phases, what they keep and the tables of a packed batch are those of `triton_gpu`; here are their kernels with warps of different roles,
-copies by TMA and the state in the accumulators of `wgmma`. Forward: `scores`, `state` with the output. Backward: `state` for the states that
-chunks start from, `state` from the end, then `output`, with the sums over value heads that share a key.
+The phases, what they keep and the tables of a packed batch are those of `triton_gpu`; here are their kernels with warps of different
+roles, copies by TMA and the state in the accumulators of `wgmma`. Forward: `scores`, `state` with the output. Backward: `state` for the
+states that chunks start from, `state` from the end, then `output`, with the sums over value heads that share a key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class HopperRun:
         n, items = self.base.n, self.base.chunks * self.call.heads
         self.n = HopperNumbers(n.scale, n.tokens, n.chunks, 1, items)
         self.segmented = self.n._replace(segments=self.segments)
-        self.q, self.k = (descriptors.tokens(x, 128, call.packed) for x in (self.call.q, self.call.k))
+        assert self.call.k is not None
+        self.q, self.k = self.tokens(self.call.q, 128), self.tokens(self.call.k, 128)
 
     @property
     def state_programs(self) -> int:
@@ -52,7 +53,9 @@ class HopperRun:
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
 
-    def memory(self, state: Tensor | None, starts: Tensor | None, result: Tensor | None, ends: Tensor | None) -> StateMemory:
+    def memory(
+        self, state: Tensor | None, starts: Tensor | None, result: Tensor | None, ends: Tensor | None
+    ) -> StateMemory:
         where = self.base.where
         return StateMemory(where.cu_seqlens, where.offsets, state, starts, result, ends)
 
@@ -76,10 +79,8 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     joined = join_forward(run, A, vectors)
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     n = run.segmented if joined else run.n
-    run.plan.state_output(
-        run.state_programs, run.q, run.k, run.tokens(call.v, 64),
-        descriptors.pairs(A, 2), descriptors.vectors(vectors), run.tokens(o, 64), None, None, x, n,
-    )  # fmt: skip
+    tiles = (run.q, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 2))
+    run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
     return (o, state), (A, vectors, *joined) if save else ()
 
 
@@ -106,10 +107,9 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     nu, dr = run.base.tokens_like(call.V), run.base.gradient_like(call.V)
     n = run.segmented if joined else run.n
     x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
-    run.plan.state_save(
-        run.state_programs, None, run.k, run.tokens(call.v, 64), descriptors.pairs(A, 1),
-        descriptors.vectors(vectors), None, descriptors.states(states, 64, 128), run.tokens(nu, 64), x, n,
-    )  # fmt: skip
+    tiles = (None, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 1))
+    results = (None, descriptors.states(states, 64, 128), run.tokens(nu, 64))
+    run.plan.state_save(run.state_programs, *tiles, *results, x, n)
     dS0 = None if call.initial_state is None else run.base.states()
     state_backward(run, (A, vectors), tuple(joined), (do, dstate), (dstates, dr, dS0))
     found = output_backward(run, (do, dr, nu, states, dstates), vectors, "log_decay" in wanted)
@@ -128,16 +128,19 @@ def scores_of(run: HopperRun) -> tuple[Tensor, Tensor]:
     return A, vectors
 
 
+def scores_tiles(A: Tensor, vectors: Tensor, tiles: int) -> tuple[Tiles, Tiles]:
+    """The tiles of pairs, both or T alone at a time, and the vectors."""
+    return descriptors.pairs(A, tiles), descriptors.vectors(vectors)
+
+
 def join_forward(run: HopperRun, A: Tensor, vectors: Tensor) -> Outputs:
     """Where the state pass is cut into segments: the map of each and the state it starts from; else nothing."""
     call, n = run.call, run.segmented
     if run.segments == 1:
         return ()
     maps, starts = empty_maps(call, run.segments)
-    run.plan.state_maps(
-        2 * run.state_programs, None, run.k, run.tokens(call.v, 64), descriptors.pairs(A, 1),
-        descriptors.vectors(vectors), None, None, None, run.memory(None, None, None, maps), n,
-    )  # fmt: skip
+    tiles = (None, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 1), None, None, None)
+    run.plan.state_maps(2 * run.state_programs, *tiles, run.memory(None, None, None, maps), n)
     join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
     return maps, starts
 
@@ -156,12 +159,10 @@ def state_backward(
     results: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
     """The state pass from the end, in segments where they are joined."""
-    call, (do, dstate), (dstates, dr, dS0) = run.call, grads, results
+    (do, dstate), (dstates, dr, dS0) = grads, results
     n = run.segmented if joined else run.n
     A, vectors = scores
-    x = (
-        run.q, run.k, run.tokens(do, 64), descriptors.pairs(A, 2), descriptors.vectors(vectors),
-    )  # fmt: skip
+    x = (run.q, run.k, run.tokens(do, 64), *scores_tiles(A, vectors, 2))
     starts = None
     if joined:
         ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
@@ -176,16 +177,15 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], vectors: Tensor,
     call, base = run.call, run.base
     do, dr, nu, states, dstates = values
     make = torch.zeros_like if call.packed else torch.empty_like
+    assert call.k is not None and call.beta is not None
     dq, dk = make(call.q), make(call.k)
-    assert call.beta is not None
     dbeta = per_token(base, call.beta)
     dg = None if call.log_decay is None else per_token(base, call.log_decay)
     programs = min(run.n.items, gpu.target(call.device).multiprocessors)
-    run.plan.output(
-        programs, run.q, run.k, run.tokens(do, 128), run.tokens(dr, 128), run.tokens(nu, 128),
-        descriptors.states(states, 128, 64), descriptors.states(dstates, 128, 64), descriptors.vectors(vectors),
-        run.tokens(dq, 64), run.tokens(dk, 64), OutputMemory(base.where.spans, dbeta, dg), run.n,
-    )  # fmt: skip
+    keys = run.q, run.k
+    read = [run.tokens(x, 128) for x in (do, dr, nu)] + [descriptors.states(x, 128, 64) for x in (states, dstates)]
+    tiles = (*keys, *read, descriptors.vectors(vectors), run.tokens(dq, 64), run.tokens(dk, 64))
+    run.plan.output(programs, *tiles, OutputMemory(base.where.spans, dbeta, dg), run.n)
     found = {"q": dq, "k": dk, "beta": dbeta}
     if decay and dg is not None and call.log_decay is not None:
         if call.decay is Decay.HEAD:

@@ -1,4 +1,4 @@
-"""What TMA knows of tensors: their shape, strides and the block that a copy moves."""
+"""Tensors as TMA reads them: shape, strides and the block that a copy moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAR, RAGGED, AROUND = 0x7FFF0000, 1 << 30, 1 << 34
 
 def tokens(x: Tensor, width: int, packed: bool) -> Tiles:
     """`[B, T, heads, channels]` in blocks of 64 tokens and `width` channels of one head."""
-    B, T, heads, channels = x.shape
+    _, T, heads, channels = x.shape
     row = heads * channels
     if packed:
         shape, strides = (FAR, FAR, RAGGED, heads, channels), (AROUND - row, row, row, channels, 1)

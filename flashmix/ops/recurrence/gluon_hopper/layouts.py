@@ -9,7 +9,9 @@ from flashmix.gpu.hopper import gl
 
 ACC_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC_128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-LEFT_64 = gl.constexpr(gl.DotOperandLayout(0, ACC_64.value, 2))  # left operands in registers, of products with so many columns
+LEFT_64 = gl.constexpr(
+    gl.DotOperandLayout(0, ACC_64.value, 2)
+)  # left operands in registers, of products with so many columns
 LEFT_128 = gl.constexpr(gl.DotOperandLayout(0, ACC_128.value, 2))
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, ACC_64.value))
 COLUMNS_64 = gl.constexpr(gl.SliceLayout(0, ACC_64.value))

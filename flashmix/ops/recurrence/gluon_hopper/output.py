@@ -1,4 +1,4 @@
-"""The backward of the `output` and of `scores`: persistent programs, an item is a (chunk, key head), in it its value heads one after the other.
+"""The backward of `output` and `scores`: persistent programs, an item is a (chunk, key head), its value heads one after the other.
 
     dA_q = dO nu^T      dA_a = dR nu^T                                                                   (6.1)
     dO S^T      dR S^T      nu dS'^T                                                                     (6.2)
@@ -6,13 +6,14 @@
     dq = sum scale e^G dO S^T + N_q k
     dk = sum (beta e^{G_C - G} nu dS'^T - e^G dR S^T) + N_q^T q + (N_a + N_a^T) k                        (3.3), (6.5)
 
-dq and dk are summed over the value heads in registers and written once. With W = A dA without beta (A as it is multiplied by beta's column):
+dq and dk are summed over the value heads in registers and written once. With W = A dA without beta (A as it is multiplied by beta's
+column):
 
     dbeta_j = sum_i W_ij + e^{G_C - G_j} k_j . (nu dS'^T)_j
     dg_t = sum_{i >= t} in_i + sum_{j < t} beta_j wr_j + e^{G_C} <S, dS'>                                (2.6)
 
-where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself, which no decay
-lies between, and the rows by way of the state.
+where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself,
+which no decay lies between, and the rows by way of the state.
 
 Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
@@ -21,7 +22,6 @@ Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    allocate_barriers,
     ex2,
     expect_bytes,
     fence_async_shared,
@@ -40,8 +40,8 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
-from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tile, load_tokens, store_tokens, vector
-from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, load_vectors
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
+from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
 
 # The tiles of a value head in the ring of slots, in this order; states in two halves of K, one a consumer.
@@ -78,19 +78,19 @@ def item_chunk(x, n, i, S: gl.constexpr):
 
 
 @gluon.jit
-def load_slot(d, j: gl.constexpr, at, head, row, bar, slot, S: gl.constexpr):
+def fetch_slot(d, j: gl.constexpr, at, head, row, bar, slot, S: gl.constexpr):
     """Copies tile `j` of a value head into its slot."""
     do_d, dr_d, nu_d, s_d, ds_d = d
     if j == DO:
-        load_tokens(do_d, at, at.t, head, 0, bar, slot, S)
+        fetch_tokens(do_d, at.span, at.t, head, 0, bar, slot, S)
     elif j == DR:
-        load_tokens(dr_d, at, at.t, head, 0, bar, slot, S)
+        fetch_tokens(dr_d, at.span, at.t, head, 0, bar, slot, S)
     elif j == NU:
-        load_tokens(nu_d, at, at.t, head, 0, bar, slot, S)
+        fetch_tokens(nu_d, at.span, at.t, head, 0, bar, slot, S)
     elif j == STATE or j == STATE + 1:
-        load_tile(s_d, [row, 0, (j - STATE) * 64], bar, slot)
+        fetch_tile(s_d, [row, 0, (j - STATE) * 64], bar, slot)
     else:
-        load_tile(ds_d, [row, 0, (j - DSTATE) * 64], bar, slot)
+        fetch_tile(ds_d, [row, 0, (j - DSTATE) * 64], bar, slot)
 
 
 @gluon.jit
@@ -101,20 +101,20 @@ def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
     slot = 0
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
-        wait_empty(bars.keys_empty, i)
-        bar = expect_bytes(bars.keys_full, i, 2 * 64 * 128 * 2)
-        load_tokens(q_d, at, at.t, at.key_head, 0, bar, tiles.q.index(i % 2), S)
-        load_tokens(k_d, at, at.t, at.key_head, 0, bar, tiles.k.index(i % 2), S)
+        wait_empty(bars.keys.empty, i)
+        bar = expect_bytes(bars.keys.full, i, 2 * 64 * 128 * 2)
+        fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, tiles.q.index(i % 2), S)
+        fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, tiles.k.index(i % 2), S)
         for r in range(S.GROUP):
             head = at.key_head * S.GROUP + r
             row = at.index * S.HV + head
-            wait_empty(bars.v_empty, it)
-            bar = expect_bytes(bars.v_full, it, 4 * 64 * 4)
-            load_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
+            wait_empty(bars.v.empty, it)
+            bar = expect_bytes(bars.v.full, it, 4 * 64 * 4)
+            fetch_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
             for j in gl.static_range(TILES):
-                wait_empty(bars.empty, slot)
-                bar = expect_bytes(bars.full, slot, 64 * 128 * 2)
-                load_slot(values_d, j, at, head, row, bar, tiles.slots.index(slot % S.SLOTS), S)
+                wait_empty(bars.slots.empty, slot)
+                bar = expect_bytes(bars.slots.full, slot, 64 * 128 * 2)
+                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(slot % S.SLOTS), S)
                 slot += 1
             it += 1
 
@@ -122,18 +122,18 @@ def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
 @gluon.jit
 def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
     """scale q k^T and -k k^T without its diagonal, kept in the tiles of pairs: each thread reads its own elements again."""
-    wait_full(bars.keys_full, i)
+    wait_full(bars.keys.full, i)
     q = tiles.q.index(i % 2)  # [C, 128]
     k = tiles.k.index(i % 2)  # [C, 128]
     row = gl.arange(0, 64, ROWS_64)[:, None]
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
     kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-    wait_empty(bars.pairs_empty, i)
+    wait_empty(bars.pairs.empty, i)
     qk = products_done(1, deps=[qk])
     tiles.pairs.index(0).store((qk * scale).to(tiles.q.dtype))
     kk = products_done(0, deps=[kk])
-    release(bars.keys_empty, i)
+    release(bars.keys.empty, i)
     tiles.pairs.index(1).store(gl.where(row == column, 0.0, 0.0 - kk).to(tiles.q.dtype))
 
 
@@ -142,7 +142,7 @@ def pair_sums(N, dA, E, beta, pairs):
     """N with the share of dA, and W = A dA without beta."""
     P = dA * E
     N += P * beta[None, :]
-    W = P * pairs.load(ACC_64).to(gl.float32)
+    W = P * pairs.load(ACC_64).to(gl.float32)  # [C, C]
     return N, W
 
 
@@ -169,18 +169,18 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
             dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
             nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
-            wait_full(bars.v_full, it)
+            wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             G_row = vector(tiles.vectors, stage, ROWS_64)
             G_column = vector(tiles.vectors, stage, COLUMNS_64)
-            wait_full(bars.full, slot + DO)
-            wait_full(bars.full, slot + NU)
+            wait_full(bars.slots.full, slot + DO)
+            wait_full(bars.slots.full, slot + NU)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
             E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
-            release(bars.empty, slot + DO)
-            wait_full(bars.full, slot + DR)
+            release(bars.slots.empty, slot + DO)
+            wait_full(bars.slots.full, slot + DR)
             N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
                 diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
@@ -188,23 +188,23 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             rows, columns = row_and_column_sums(W, beta)
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
             dA = products_done(0, deps=[dA])
-            release(bars.empty, slot + DR)
-            release(bars.empty, slot + NU)
-            release(bars.v_empty, it)
+            release(bars.slots.empty, slot + DR)
+            release(bars.slots.empty, slot + NU)
+            release(bars.v.empty, it)
             N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
             more_rows, more_columns = row_and_column_sums(W, beta)
             rows += more_rows
             columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
-            wait_empty(bars.sums_empty, it)
+            wait_empty(bars.sums.empty, it)
             tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
             tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
             if S.DECAY:
                 tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
-            signal(bars.sums_full, it)
+            signal(bars.sums.full, it)
         tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
         tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
         fence_async_shared()
-        signal(bars.pairs_full, i)
+        signal(bars.pairs.full, i)
 
 
 @gluon.jit
@@ -212,8 +212,8 @@ def carried_sums(state, dstate):
     """<S, dS'> of half the channels of keys: 16 sums."""
     total = gl.zeros([16, 64], gl.float32, STATE_PARTS)
     for m in gl.static_range(8):
-        part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)
-        total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)
+        part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
+        total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
     return total
 
 
@@ -239,50 +239,50 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
             state = states.index((slot + STATE + w) % S.SLOTS)  # [V, K]
             dstate = states.index((slot + DSTATE + w) % S.SLOTS)  # [V, K]
-            wait_full(bars.full, slot + DO)
-            wait_full(bars.full, slot + STATE + w)
+            wait_full(bars.slots.full, slot + DO)
+            wait_full(bars.slots.full, slot + STATE + w)
             d = product(dO, state, ACC_64, 64, 64)  # (6.2)
-            wait_full(bars.v_full, it)
+            wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
             if r == 0:
-                wait_full(bars.keys_full, i)
+                wait_full(bars.keys.full, i)
             d = products_done(0, deps=[d])
-            release(bars.empty, slot + DO)
-            rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)
+            release(bars.slots.empty, slot + DO)
+            rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]
-            wait_full(bars.full, slot + DR)
+            wait_full(bars.slots.full, slot + DR)
             d = product(dR, state, ACC_64, 64, 64)
             d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
-            release(bars.empty, slot + DR)
-            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)
+            release(bars.slots.empty, slot + DR)
+            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dk -= d * row[:, None]
-            wait_full(bars.full, slot + NU)
-            wait_full(bars.full, slot + DSTATE + w)
+            wait_full(bars.slots.full, slot + NU)
+            wait_full(bars.slots.full, slot + DSTATE + w)
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
                 carried = carried_sums(state, dstate)
-            release(bars.empty, slot + STATE + w, count=3)
+            release(bars.slots.empty, slot + STATE + w, count=3)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
             beta = vector(tiles.vectors, stage + BETA, ROWS_64)
             d, dk = products_done(0, deps=[d, dk])
-            release(bars.empty, slot + NU)
-            release(bars.empty, slot + DSTATE + w, count=3)
-            release(bars.v_empty, it)
+            release(bars.slots.empty, slot + NU)
+            release(bars.slots.empty, slot + DSTATE + w, count=3)
+            release(bars.v.empty, it)
             dk += d * (column * beta)[:, None]
-            written = column * gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)
+            written = column * gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             sums = (it % 2) * SUM_STAGE
-            wait_empty(bars.sums_empty, it)
+            wait_empty(bars.sums.empty, it)
             tiles.sums.index(sums + STATE_ROWS + w).store(rows * row)
             tiles.sums.index(sums + WRITTEN + w).store(written)
             if S.DECAY:
                 parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
                 parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
-            signal(bars.sums_full, it)
+            signal(bars.sums.full, it)
             if r == 0:  # the copies of the item before have left: its keys' stage is free
                 stores_done(0)
-                release(bars.keys_empty, i + 1, i > 0)
-        wait_full(bars.pairs_full, i)
+                release(bars.keys.empty, i + 1, i > 0)
+        wait_full(bars.pairs.full, i)
         N_q = tiles.pairs.index(0)  # [C, C]
         N_a = tiles.pairs.index(1)  # [C, C]
         d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
@@ -293,12 +293,12 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
         d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
         d, dq = products_done(0, deps=[d, dq])
         dk += d
-        release(bars.pairs_empty, i)
+        release(bars.pairs.empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))
         fence_async_shared()
-        store_tokens(dq_d, at, at.t, at.key_head, w * 64, q, S)
-        store_tokens(dk_d, at, at.t, at.key_head, w * 64, k, S)
+        store_tokens(dq_d, at.span, at.t, at.key_head, w * 64, q, S)
+        store_tokens(dk_d, at.span, at.t, at.key_head, w * 64, k, S)
     stores_done(0)
 
 
@@ -320,11 +320,11 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
         at = item_chunk(x, numbers, i, S)
         for r in range(S.GROUP):
             it = i * S.GROUP + r
-            wait_full(bars.v_full, it)
+            wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             beta = vector(tiles.vectors, stage + BETA, LANES_2)
             row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
-            wait_full(bars.sums_full, it)
+            wait_full(bars.sums.full, it)
             columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
             rows = head_sums(tiles.sums, it, PAIR_ROWS, 3)
             written = head_sums(tiles.sums, it, WRITTEN, 2)
@@ -333,16 +333,18 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             if S.DECAY:
                 own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
                 parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
-                both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)
+                both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)  # [32]
                 carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
-            release(bars.sums_empty, it)
-            release(bars.v_empty, it)
+            release(bars.sums.empty, it)
+            release(bars.v.empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
-            inside = t < at.length
+            inside = t < at.span.length
             gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
             if S.DECAY:
                 inclusive = rows - beta * columns
-                d = inclusive - gl.where(t < at.length - 1, beta * written, 0.0)  # no decay follows the last token's write
+                d = inclusive - gl.where(
+                    t < at.span.length - 1, beta * written, 0.0
+                )  # no decay follows the last token's write
                 # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
                 dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
                 gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
@@ -359,18 +361,7 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
-    bars = OutputBarriers(
-        allocate_barriers(S.SLOTS, 1),
-        allocate_barriers(S.SLOTS, 3),
-        allocate_barriers(2, 1),
-        allocate_barriers(2, 3),
-        allocate_barriers(VSTAGES, 1),
-        allocate_barriers(VSTAGES, 4),
-        allocate_barriers(1, 1),
-        allocate_barriers(1, 2),
-        allocate_barriers(2, 3),
-        allocate_barriers(2, 1),
-    )
+    bars = OutputBarriers(ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1))
     return tiles, bars
 
 

@@ -1,17 +1,19 @@
 """Where the tiles of a sequence lie, and their copies by TMA.
 
-Tokens are tiles of 64 of a sequence: in a dense batch of `[B, T, heads, channels]`, past whose end TMA reads 0 and writes nothing. A packed batch
-is `[FAR, FAR, RAGGED, heads, channels]` to TMA, with strides that wrap around 2^64 (`descriptors.py`): from coordinates (RAGGED, end,
-RAGGED - length + t) it comes to token `end - length + t`, and what lies past `end` is past the third dimension.
+Tokens are tiles of 64 of a sequence: in a dense batch of `[B, T, heads, channels]`, past whose end TMA reads 0 and writes nothing. A
+packed batch is `[FAR, FAR, RAGGED, heads, channels]` to TMA, with strides that wrap around 2^64 (`descriptors.py`): from coordinates
+(RAGGED, end, RAGGED - length + t) it comes to token `end - length + t`, and what lies past `end` is past the third dimension.
 """
 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon
-from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment
+from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment, Span
 
 RAGGED = gl.constexpr(1 << 30)
-OUTSIDE = gl.constexpr(1 << 28)  # a token past the end of any sequence: TMA copies nothing there (a negative one is an illegal instruction)
+OUTSIDE = gl.constexpr(
+    1 << 28
+)  # a token past the end of any sequence: TMA copies nothing there (a negative one is an illegal instruction)
 
 
 @gluon.jit
@@ -49,9 +51,8 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
     size = (chunks + n.segments - 1) // n.segments  # the last segments may be short or empty
     begin = gl.minimum(segment * size, chunks)
     count = gl.minimum(begin + size, chunks) - begin
-    return Segment(
-        row, program, segment, identity, sequence, row % S.HV, channel, first, length, chunk0, begin, count
-    )
+    span = Span(sequence, first, length)
+    return Segment(row, program, identity, row % S.HV, channel, span, chunk0, begin, count)
 
 
 @gluon.jit
@@ -62,38 +63,38 @@ def chunk_of_item(item, x, n, S: gl.constexpr):
     if S.PACKED:
         first = gl.load(x.spans + index * 2).to(gl.int32)
         count = gl.load(x.spans + index * 2 + 1).to(gl.int32)
-        return Chunk(index, item % H, index, first, count, item * 0, first.to(gl.int64))
+        return Chunk(index, item % H, Span(index, first, count), item * 0, first.to(gl.int64))
     else:
         sequence = index // n.chunks
         t = (index % n.chunks) * 64
         count = gl.minimum(n.tokens - t, 64)
-        return Chunk(index, item % H, sequence, t, count, t, sequence.to(gl.int64) * n.tokens + t)
+        return Chunk(index, item % H, Span(sequence, t, count), t, sequence.to(gl.int64) * n.tokens + t)
 
 
 @gluon.jit
-def load_tokens(d, at, t, head, channel, bar, tile, S: gl.constexpr):
-    """Copies the tokens t to t + 63 of `at`, a segment's sequence or a chunk, into a shared tile; past its end 0."""
+def fetch_tokens(d, span, t, head, channel, bar, tile, S: gl.constexpr):
+    """Copies the tokens t to t + 63 of a span into a shared tile; past its end 0."""
     block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
     if S.PACKED:
-        end = at.first + at.length
-        copy_to_shared(d, [RAGGED, end, RAGGED - at.length + t, head, channel], bar, block)
+        end = span.first + span.length
+        copy_to_shared(d, [RAGGED, end, RAGGED - span.length + t, head, channel], bar, block)
     else:
-        copy_to_shared(d, [at.sequence, t, head, channel], bar, block)
+        copy_to_shared(d, [span.sequence, t, head, channel], bar, block)
 
 
 @gluon.jit
-def store_tokens(d, at, t, head, channel, tile, S: gl.constexpr):
-    """Copies a shared tile to the tokens t to t + 63 of `at`; past its end nothing."""
+def store_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
+    """Copies a shared tile to the tokens t to t + 63 of a span; past its end nothing."""
     block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
     if S.PACKED:
-        end = at.first + at.length
-        copy_to_global(d, [RAGGED, end, RAGGED - at.length + t, head, channel], block)
+        end = span.first + span.length
+        copy_to_global(d, [RAGGED, end, RAGGED - span.length + t, head, channel], block)
     else:
-        copy_to_global(d, [at.sequence, t, head, channel], block)
+        copy_to_global(d, [span.sequence, t, head, channel], block)
 
 
 @gluon.jit
-def load_tile(d, coordinates, bar, tile):
+def fetch_tile(d, coordinates, bar, tile):
     """Copies a block of a tensor into a shared tile."""
     copy_to_shared(d, coordinates, bar, tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
 

@@ -31,8 +31,8 @@ class HopperPlan(NamedTuple):
 
 
 def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
-    """The plan of a call, beside Triton's. With programs for half of the multiprocessors or fewer, those of the state passes take half of the values each;
-    the bits are the same.
+    """The plan of a call, beside Triton's. With programs for half of the multiprocessors or fewer, those of the state passes take half of
+    the values each; the bits are the same.
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
     warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
@@ -40,7 +40,9 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
 
 
 @lru_cache(maxsize=1024)
-def _cached(own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay) -> HopperPlan:
+def _cached(
+    own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay
+) -> HopperPlan:
     basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
     state = basic._replace(WARPGROUPS=warpgroups)
     decayed = basic._replace(DECAY=decay is not Decay.NONE)

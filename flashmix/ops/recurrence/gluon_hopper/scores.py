@@ -3,9 +3,10 @@
     A_qb = scale beta_j q_i . k_j e^{G_i - G_j}      A_ab = -beta_j k_i . k_j e^{G_i - G_j}, j < i       (3.1)
     T = (I - A_ab)^-1                                                                                    (4.2)
 
-A warp has the lower triangle as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes from
-blocks to blocks of twice the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round, which costs
-nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks both ways.
+A warp has the lower triangle as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes
+from blocks to blocks of twice the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round,
+which costs nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks
+both ways.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from flashmix.gpu.hopper import (
     gluon,
     mma_v2,
     plus,
-    product,
     stores_done,
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, VECTOR
-from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, load_tokens
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tokens
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))  # accumulators of a warp
@@ -63,15 +63,21 @@ def zero_block():
 
 
 @gluon.jit
+def append(tiles, tile):
+    """The tuple with one more tile."""
+    return tiles + (tile,)  # noqa: RUF005 (kernels cannot unpack)
+
+
+@gluon.jit
 def with_block(blocks, INDEX: gl.constexpr, block):
     """The tuple with another block at INDEX."""
     found = ()
     COUNT: gl.constexpr = len(blocks)
     for n in gl.static_range(COUNT):
         if n == INDEX:
-            found = found + (block,)  # noqa: RUF005 (kernels cannot unpack)
+            found = append(found, block)
         else:
-            found = found + (blocks[n],)  # noqa: RUF005
+            found = append(found, blocks[n])
     return found
 
 
@@ -79,7 +85,7 @@ def with_block(blocks, INDEX: gl.constexpr, block):
 def zero_blocks():
     found = ()
     for _ in gl.static_range(BLOCKS):
-        found = found + (zero_block(),)  # noqa: RUF005
+        found = append(found, zero_block())
     return found
 
 
@@ -103,15 +109,15 @@ def key_products(q, k):
 def load_numbers(x, at, head, S: gl.constexpr):
     """beta and the log decay of a chunk's tokens, float32; past them beta 0 and no decay."""
     t = gl.arange(0, 64, TOKENS)
-    inside = t < at.length
+    inside = t < at.span.length
     to = (at.row + t) * S.HV + head
-    beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)
+    beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)  # [C]
     decay = gl.zeros([64], gl.float32, TOKENS)
     if S.DECAY:
         if S.PER_HEAD:
             decay = gl.where(inside, gl.load(x.decay + head).to(gl.float32), 0.0)
         else:
-            decay = gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32)
+            decay = gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32)  # [C]
     return beta, decay
 
 
@@ -160,22 +166,27 @@ def decayed_blocks(qk, kk, vectors, out, scale):
     A = ()
     first_t = ()
     for i in gl.static_range(4):
-        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)
+        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
         a_row = (zero, zero, zero, zero)
         for j in gl.static_range(i + 1):
-            G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)
-            beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)
+            G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+            beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
             E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
             a_qb = qk[i * (i + 1) // 2 + j] * (E * scale)
             a = 0.0 - kk[i * (i + 1) // 2 + j] * E
             if i == j:
                 a_qb = gl.where(row >= column, a_qb, 0.0)
-                beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)
-                a_t = 0.0 - kk[i * (i + 1) // 2 + j] * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0)) * beta_row[:, None]
+                beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+                a_t = (
+                    0.0
+                    - kk[i * (i + 1) // 2 + j]
+                    * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0))
+                    * beta_row[:, None]
+                )
                 unit = gl.where(row == column, 1.0, 0.0)
-                first_t = first_t + (gl.where((row // 2 == column // 2) & (row < column), a_t, unit),)  # noqa: RUF005
+                first_t = append(first_t, gl.where((row // 2 == column // 2) & (row < column), a_t, unit))
                 a = gl.where(row > column, a, 0.0)
-            A = A + (a,)  # noqa: RUF005
+            A = append(A, a)
             a_row = with_block(a_row, j, a_qb)
         store_row(out, i, a_row[0], a_row[1], a_row[2], a_row[3])
     return A, first_t
@@ -202,7 +213,7 @@ def store_inverse(A, first_t, out):
     D0, D0_t = diagonal_inverse(A[0], first_t[0])
     D1, D1_t = diagonal_inverse(A[2], first_t[1])
     D2, D2_t = diagonal_inverse(A[5], first_t[2])
-    D3, D3_t = diagonal_inverse(A[9], first_t[3])
+    D3, _ = diagonal_inverse(A[9], first_t[3])
     x_t = times(D0_t, A[1], zero)  # (A_10 D_0)^T
     T10 = times(D1, x_t, zero)
     T10_t = times(x_t, D1, zero)
@@ -231,7 +242,7 @@ def keep_blocks(blocks, kept):
 def kept_blocks(kept):
     found = ()
     for n in gl.static_range(BLOCKS):
-        found = found + (kept.index(n).load(BLOCK),)  # noqa: RUF005
+        found = append(found, kept.index(n).load(BLOCK))  # [16, 16]
     return found
 
 
@@ -252,8 +263,8 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     k = gl.allocate_shared_memory(DT, [64, 128], TILE)
     landed = allocate_barriers(1, 1)
     bar = expect_bytes(landed, 0, 2 * 64 * 128 * 2)
-    load_tokens(q_d, at, at.t, at.key_head, 0, bar, q, S)
-    load_tokens(k_d, at, at.t, at.key_head, 0, bar, k, S)
+    fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, q, S)
+    fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, k, S)
     wait_full(landed, 0)
     qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
     out = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
@@ -263,7 +274,7 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
         kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
         keep_blocks(qk, qk_kept)
         keep_blocks(kk, kk_kept)
-    beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)
+    beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)  # [C]
     for r in range(S.GROUP):
         head = at.key_head * S.GROUP + r
         index = at.index * S.HV + head
@@ -272,7 +283,7 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
         vectors.slice(0, 64, dim=0).store(G)
         vectors.slice(64, 64, dim=0).store(beta)
         if S.GROUP > 1:
-            beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head
+            beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
             qk = kept_blocks(qk_kept)
             kk = kept_blocks(kk_kept)
             stores_done(1)

@@ -14,7 +14,9 @@ class HopperSpec(NamedTuple):
     V: int
     PACKED: bool = False
     OUTPUT: bool = False  # the state pass writes o
-    SAVE: bool = False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
+    SAVE: bool = (
+        False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
+    )
     DECAY: bool = True  # there is a decay
     PER_HEAD: bool = False  # the same for all tokens
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
@@ -62,32 +64,35 @@ class ScoresMemory(NamedTuple):
     vectors: Any  # [chunks, HV, 4, 64]
 
 
+class Span(NamedTuple):
+    """The tokens of a sequence or of a chunk."""
+
+    sequence: Any
+    first: Any  # token, of a packed batch
+    length: Any
+
+
 class Segment(NamedTuple):
     """The part of a sequence that a program of a state pass works on."""
 
     row: Any  # sequence times HV plus value head
     index: Any  # row times segments plus segment
-    segment: Any
     map: Any  # 1: from the identity and without values, 0: the pass itself
-    sequence: Any
     head: Any  # value head
     channel: Any  # first channel of values
-    first: Any  # token of a packed batch
-    length: Any  # tokens of the sequence
+    span: Span
     chunk0: Any  # first chunk of the sequence
     begin: Any  # first chunk of the segment, counted from that
     count: Any  # chunks of the segment
 
 
 class Chunk(NamedTuple):
-    """The chunk and key head of an item of the output's backward."""
+    """The chunk and key head of an item."""
 
     index: Any  # of the chunk
     key_head: Any
-    sequence: Any
-    first: Any  # token of a packed batch
-    length: Any  # tokens of the chunk
-    t: Any  # its first token, counted from the sequence's; 0 in a packed batch
+    span: Span
+    t: Any  # its first token, counted from the span's
     row: Any  # its first token, counted over the batch
 
 
@@ -103,13 +108,19 @@ class StateTiles(NamedTuple):
     tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
 
 
+class Ring(NamedTuple):
+    """The barriers of a ring of buffers."""
+
+    full: Any
+    empty: Any
+
+
 class StateBarriers(NamedTuple):
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    A_full: Any
-    A_empty: Any
+    """The rings of a state pass: keys and queries, values with vectors, tiles of pairs."""
+
+    k: Ring
+    v: Ring
+    A: Ring
 
 
 class OutputTiles(NamedTuple):
@@ -124,13 +135,10 @@ class OutputTiles(NamedTuple):
 
 
 class OutputBarriers(NamedTuple):
-    full: Any
-    empty: Any
-    keys_full: Any
-    keys_empty: Any
-    v_full: Any
-    v_empty: Any
-    pairs_full: Any
-    pairs_empty: Any
-    sums_full: Any
-    sums_empty: Any
+    """The rings of the output's backward; the last two are filled by warpgroups."""
+
+    slots: Ring
+    keys: Ring
+    v: Ring
+    pairs: Ring
+    sums: Ring
