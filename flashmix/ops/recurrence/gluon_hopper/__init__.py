@@ -34,8 +34,8 @@ class HopperRun:
     """One call with its plan, its place in memory and what its kernels are told of it."""
 
     def __init__(self, call: RecurrenceCall) -> None:
-        call = call.but(**{name: aligned(getattr(call, name)) for name in TILED})
-        self.base = Run.of(call)
+        moved = {name: x for name in TILED if (x := aligned(getattr(call, name))) is not getattr(call, name)}
+        self.base = Run.of(call.but(**moved) if moved else call)
         self.call = self.base.call
         self.plan: HopperPlan = hopper_plan(self.call, self.base.plan)
         self.segments = self.plan.triton.tiles.segments
