@@ -158,7 +158,7 @@ def test_hopper_kernels_compile(case):
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
         if launch.kernel.is_gluon():
-            assert made.registers == HOPPER_REGISTERS[launch.name]
+            assert made.registers <= HOPPER_REGISTERS[launch.name]
             assert made.stack <= HOPPER_STACK.get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
 
