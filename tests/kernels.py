@@ -20,7 +20,7 @@ from compilers.ptxas_descriptors import lost_descriptors
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
-from flashmix.gpu.ptxas import sound_ptxas
+from flashmix.gpu.ptxas import needed, sound_ptxas
 
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
@@ -51,6 +51,19 @@ class Compiled:
     registers: int
     ptx: str
 
+    @property
+    def advice(self) -> set[str]:
+        """Numbers of what ptxas says of `wgmma`: C7510 to C7517 tell that products are awaited where they need not be."""
+        import triton
+
+        tool = needed() or triton.knobs.nvidia.ptxas.path
+        with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+            file.write(self.ptx)
+            file.flush()
+            command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return set(re.findall(r"C75\d\d", said))
+
 
 @contextmanager
 def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
@@ -75,6 +88,7 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(gpu, "target", lambda device: target),
         mock.patch.object(gpu, "refuses", lambda device, dtype: None),
+        mock.patch.object(gpu, "hopper_refuses", lambda device, dtype: None if capability == (9, 0) else "not Hopper"),
     ):
         yield launches
 

@@ -66,7 +66,10 @@ def test_imports_point_one_way(path: Path) -> None:
             f"{module} imports {imported}: definitions are for tests, the self-test and docs"
         )
         back_end, other = back_end_of(module), back_end_of(imported)
-        assert back_end is None or other in (None, back_end), f"{module} imports {imported}, another implementation"
+        shared = back_end == "gluon_hopper" and other == "triton_gpu"  # it replaces kernels, and reads the same tables
+        assert back_end is None or shared or other in (None, back_end), (
+            f"{module} imports {imported}, another implementation"
+        )
 
 
 def back_end_of(module: str) -> str | None:

@@ -12,6 +12,29 @@ from cases import CASES, Case, make_inputs, run_op
 from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
 
 HALF_CASES = [case for case in CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
+WIDE = {
+    "": {},
+    "-T2": {"T": 2},
+    "-T33": {"T": 33},
+    "-T64": {"T": 64},
+    "-T129": {"T": 129},
+    "-K96V80": {"K": 96, "V": 80},
+    "-K72V120": {"K": 72, "V": 120},
+    "-grouped": {"HV": 6},
+    "-stateless": {"states": False},
+    "-packed": {"B": 1, "T": 237, "H": 1, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
+    "-packed-K96": {"B": 1, "T": 237, "H": 1, "K": 96, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
+}
+DECAYS = ("zero", "-20", "-1e4", "-inf", "resets")
+HOPPER_CASES = [
+    *(
+        Case(f"hopper-{gate}{n}", "delta", gate, **{"K": 128, "V": 128} | more)
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+    ),
+    *(Case(f"hopper-decay{d}", "delta", "token", K=128, V=128, decay=d) for d in DECAYS),
+    *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
+]
 INTERPRETED = (
     *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
     *("linear-value-grouped", "read_before-value-decayresets"),
@@ -19,13 +42,13 @@ INTERPRETED = (
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
-def assert_kernels_within_budget(case, dtype):
+def assert_kernels_within_budget(case, dtype, impl="triton"):
     """As the portable implementation's, with rounding steps of the dtype that operands are rounded to; a gradient passes the
     stages of the forward and as many of the backward.
     """
     inputs = make_inputs(case, dtype)
     exact, plain = references(case, inputs)
-    for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, "triton").items():
+    for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, impl).items():
         steps = 2 * STAGES if name.startswith("d") else STAGES
         baseline = plain[name].to(got.dtype)
         assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], baseline, dtype, steps)
@@ -42,6 +65,15 @@ def test_float32_is_within_budget(case):
 @named(HALF_CASES)
 def test_half_precision_is_within_budget(case, dtype):
     assert_kernels_within_budget(case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@named(HOPPER_CASES)
+def test_the_kernels_of_hopper_are_within_budget(case, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("they need compute capability 9.0")
+    assert_kernels_within_budget(case, dtype, "gluon")
 
 
 @pytest.mark.gpu
@@ -71,6 +103,7 @@ def test_the_same_bits_again(case):
         ("dplr", "channel", 200, 16),
         ("linear", "token", 40, 72),
         ("linear", "value", 72, 40),
+        ("delta", "token", 96, 128),
     ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):
@@ -80,7 +113,7 @@ def test_segments_are_within_budget(rule, gate, K, V, dtype):
     portable = functools.partial(run_op, impl="portable")
     exact = evaluate(portable, case, {n: t.double() for n, t in x.items()}, dtype=dtype)
     plain = evaluate(portable, case, {n: t.float() for n, t in x.items()}, dtype=dtype)
-    for name, got in evaluate(run_op, case, x, "triton").items():
+    for name, got in evaluate(run_op, case, x, "auto").items():
         steps = 2 * STAGES if name.startswith("d") else STAGES
         assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype), dtype, steps)
 

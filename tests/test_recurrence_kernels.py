@@ -51,11 +51,11 @@ STACK_OF_ANY = {
 }
 
 
-def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
+def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int], impl: str = "triton") -> list[Launch]:
     """What forward and backward of a case launch."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs(case, dtype).items()}
     with recording(capability) as found:
-        o, state = run_op(case, leaves, "triton")
+        o, state = run_op(case, leaves, impl)
         torch.autograd.grad([o, state], list(leaves.values()), [torch.zeros_like(o), torch.zeros_like(state)])
     return found
 
@@ -132,3 +132,45 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 
     assert "segments_forward_kernel" in names(B=1, T=8192) and "segments_backward_kernel" in names(B=2, T=8192)
     assert "segments_forward_kernel" not in names(B=1, T=4096)
+
+
+# Kernels of Hopper in Gluon: registers a thread, and bytes of stack as far as there are any.
+HOPPER_REGISTERS = {
+    "scores_forward_kernel": 255,
+    "state_forward_kernel": 168,
+    "state_backward_kernel": 168,
+    "output_backward_kernel": 128,
+}
+HOPPER_STACK = {"scores_forward_kernel": 24, "state_forward_kernel": 8, "output_backward_kernel": 168}
+WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
+HOPPER = {
+    "token": WIDE,
+    "many heads": replace(WIDE, H=20, HV=80),
+    "no decay": replace(WIDE, gate="none"),
+    "a decay per head": replace(WIDE, gate="head"),
+    "narrow": replace(WIDE, K=96, V=80),
+    "packed": replace(WIDE, lengths=(60, 0, 70)),
+    "segments": replace(WIDE, T=8192, states=False),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
+def test_hopper_kernels_compile(case):
+    """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    found = launches(case, torch.bfloat16, (9, 0), "gluon")
+    assert HOPPER_REGISTERS.keys() <= {launch.name for launch in found}
+    for launch in found:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        if launch.kernel.is_gluon():
+            assert made.registers <= HOPPER_REGISTERS[launch.name]
+            assert made.stack <= HOPPER_STACK.get(launch.name, 0), (launch.name, made.stack)
+            assert not made.advice, (launch.name, made.advice)
+
+
+def test_hopper_kernels_compile_nothing_new_for_another_length_or_packing():
+    def keys(**sizes):
+        return {launch.key for launch in launches(replace(WIDE, **sizes), torch.bfloat16, (9, 0), "gluon")}
+
+    assert keys(B=1, T=64) == keys(B=3, T=1000)
+    assert keys(B=1, T=70, lengths=(1, 69)) == keys(B=1, T=1000, lengths=(5, 0, 900, 95))

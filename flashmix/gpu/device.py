@@ -16,6 +16,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB, triton_version
 Answer = TypeVar("Answer", bound=Callable[..., object])
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
+TRITON_OF_GLUON = ((3, 6),)  # releases whose experimental language `gpu/hopper.py` knows
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,6 +58,20 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs triton {LEAST_TRITON[0]}.{LEAST_TRITON[1]} or newer, got {version or 'none'}"
     if device.type == "cuda" and target(device).capability < LEAST_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, got {target(device).capability}"
+    return None
+
+
+def hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels in Gluon for Hopper (`gpu/hopper.py`) cannot run half-precision tensors on `device`; None if they can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels take bfloat16 and float16, got {dtype}"
+    if interpreted() or device.type != "cuda":
+        return f"it needs tensors on a CUDA device, got {device}"
+    if target(device).capability != (9, 0):
+        return f"it needs a Hopper GPU (compute capability 9.0), got {target(device).capability}"
+    if _triton() not in TRITON_OF_GLUON:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in TRITON_OF_GLUON)
+        return f"it needs triton {wanted}, whose Gluon it is written for, got {_triton() or 'none'}"
     return None
 
 

@@ -81,10 +81,13 @@ class Sizes(NamedTuple):
 
 
 def plan(call: RecurrenceCall, transposed: bool = False) -> Plan:
-    """The plan of a call; lengths and batches share one, as far as they are cut alike. The caller's states may be `transposed`."""
+    """The plan of a call; lengths and batches share one, as far as they are cut alike. The caller's states may be `transposed`.
+
+    `int` fixes what a compiler left open.
+    """
     kind = kind_of(call)
-    rows, columns = (tuple([t.shape[2] for t in keys]) for keys in (row_keys(call), column_keys(call)))
-    sizes = Sizes(call.value_heads, rows, columns, call.packed, call.read_before, transposed)
+    rows, columns = (tuple([int(t.shape[2]) for t in keys]) for keys in (row_keys(call), column_keys(call)))
+    sizes = Sizes(int(call.value_heads), rows, columns, call.packed, call.read_before, transposed)
     return cached_plan(kind, sizes, segments_of(call, kind), torch.get_float32_matmul_precision())
 
 

@@ -152,7 +152,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(call: RecurrenceCall) -> Kind:
-    return Kind(call.rule, call.decay, call.K, call.V, call.dtype, gpu.target(call.device))
+    return Kind(call.rule, call.decay, int(call.K), int(call.V), call.dtype, gpu.target(call.device))
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,211 @@
+"""Hopper's own instructions for kernels in Gluon: layouts, barriers, named barriers, TMA copies, the unit for 2^x.
+
+Gluon is Triton's language below its tiles and calls itself experimental; this file is the only one that knows where in Triton it lies. It
+holds for the releases that `device.hopper_refuses` lets through: import it from an implementation, never from what `supports` reads.
+
+A ring is a row of buffers in shared memory with two barriers a buffer: `full` (its bytes have come) and `empty` (every reader has left it).
+Use `i` of a ring takes buffer `i % stages`, and the parity of a wait is that of `i // stages`.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global",
+    "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero",
+    "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group",
+    "wait_empty", "wait_full", "warpgroup_mma",
+]  # fmt: skip
+
+copy_to_shared = tma.async_copy_global_to_shared
+copy_to_global = tma.async_copy_shared_to_global
+stores_done = tma.store_wait
+products_done = warpgroup_mma_wait
+expect = mbarrier.expect
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """The layout of `[64, columns]` float32 sums of a warpgroup's products."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand(columns):
+    """The layout of a left operand in registers, 16 bits an element, whose product has `columns`."""
+    return gl.DotOperandLayout(0, accumulator(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def row_pieces():
+    """The layout of `[64, 4]` numbers: what each of the four threads that share a row of an `accumulator` has of it."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.constexpr_function
+def coalesced(columns):
+    """The layout of `[64, columns]` 16-bit numbers of four warps that lie in memory row by row: 16 bytes a thread."""
+    threads = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def plain():
+    """The layout in shared memory of a row of numbers."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
+@builtin
+def add_to_global(descriptor, coordinates, tile, _semantic=None):
+    """TMA's addition of a tile in shared memory to a tensor, as `copy_to_global` stores one."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
+    )
+
+
+@gluon.jit
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers, each passed by `arrivals` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def wait_full(full, i, pred=True):
+    """Waits for the bytes of use `i` of a ring."""
+    stages: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(i % stages), (i // stages) & 1, pred=pred)
+
+
+@gluon.jit
+def wait_empty(empty, i):
+    """Waits until every reader has left the buffer of use `i` of a ring; the first use of a buffer need not."""
+    stages: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index(i % stages), ((i // stages) & 1) ^ 1)
+
+
+@gluon.jit
+def release(empty, i, pred=True, count: gl.constexpr = 1):
+    """A reader leaves the buffer of use `i`; one reader may count as several."""
+    mbarrier.arrive(empty.index(i % empty.shape[0]), count=count, pred=pred)
+
+
+@gluon.jit
+def signal(full, i):
+    """A writer has filled the buffer of use `i` without TMA."""
+    mbarrier.arrive(full.index(i % full.shape[0]), count=1)
+
+
+@gluon.jit
+def expect_bytes(full, i, count: gl.constexpr):
+    """The barrier of use `i`, which `count` bytes by TMA will complete."""
+    bar = full.index(i % full.shape[0])
+    mbarrier.expect(bar, count)
+    return bar
+
+
+@gluon.jit
+def arrive(barrier):
+    """Counts as one arrival at a barrier, after what this warp wrote to shared memory."""
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.constexpr_function
+def _named_barrier(instruction, number, threads):
+    return f"bar.{instruction} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def sync_group(number: gl.constexpr, threads: gl.constexpr):
+    """Waits at named barrier `number` for `threads` threads, this one included."""
+    text: gl.constexpr = _named_barrier("sync", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
+    """Counts as one of the `threads` at named barrier `number`, without waiting."""
+    text: gl.constexpr = _named_barrier("arrive", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ex2(x):
+    """2^x to 2 units in the last place; denormal results are 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pin(x):
+    """x, computed before whatever waits or branches below: ptxas would otherwise hoist a wait for products above it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_count(counter, count):
+    """Waits until a counter in memory has come to `count`, and sees what was written or added by TMA before."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.ne.s32 p, t, $2; @p bra AGAIN;"
+        " fence.proxy.async; mov.u32 $0, t; }",
+        "=r,l,r",
+        [counter.to(gl.int64), count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def _count_up(pending):
+    return (
+        f"{{ .reg .pred p; cp.async.bulk.wait_group {pending}; fence.proxy.async; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
+        " @p red.release.gpu.global.add.s32 [$2], 1; mov.u32 $0, 0; }"
+    )
+
+
+@gluon.jit
+def count_up(counter, pending: gl.constexpr):
+    """Adds 1 to a counter in memory, from a lone warp, when all but the last `pending` stores by TMA have come to memory."""
+    text: gl.constexpr = _count_up(pending)
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.inline_asm_elementwise(text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """A 0 that the compiler does not know: added to an index it keeps masks from being hoisted out of a loop into registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def product(a, b, LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """a b, [ROWS, COLUMNS], begun: `products_done` ends it."""
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def plus(x, y):
+    return x + y
