@@ -58,6 +58,7 @@ def of_segments(*choices: tuple[int, int, int, int]) -> tuple[tuple[Any, ...], .
 
 MANY, FEW = Row("gated_delta_rule", 4, 8192, 16, 64), Row("gated_delta_rule", 1, 32768, 2, 8)
 CHANNEL, LOW_RANK = Row("kda", 8, 4096, 16, 16), Row("rwkv7", 8, 4096, 16, 16)
+SLOTS = Row("gsa", 8, 4096, 16, 16)
 WIDE, NARROW = (Row("gated_delta_rule", 4, 8192, 16, 16, D, D) for D in (256, 64))
 STATE = ((64, 4, 2), (64, 4, 1), (64, 4, 3), (64, 8, 2), (128, 8, 2), (32, 4, 2))
 OUTPUT = (
@@ -69,6 +70,7 @@ OUTPUT = (
     (64, 128, 8, 1),
     (64, 128, 8, 2),
 )
+VALUES = ((32, 128, 4, 1), (32, 128, 8, 1), (32, 64, 4, 1), (32, 64, 8, 1), (16, 128, 4, 1), (32, 128, 4, 2))
 PAIRS = ((32, 64, 4, 1), (16, 64, 4, 1), (32, 64, 8, 1), (16, 64, 8, 1), (32, 32, 8, 1))
 SEGMENTS = ((64, 4, 2, 1), (64, 4, 2, 8), (64, 4, 2, 16), (64, 4, 2, 32), (32, 4, 2, 16), (128, 8, 2, 32))
 CANDIDATES = {
@@ -88,6 +90,8 @@ CANDIDATES = {
     ),
     "channel_output": Candidates(CHANNEL, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "channel_pairs": Candidates(CHANNEL, ("pairs",), ("channel_pairs_backward_kernel",), of_output(*PAIRS), 30.0),
+    "values": Candidates(SLOTS, ("values",), ("value_output_kernel",), of_output(*VALUES)),
+    "values_output": Candidates(SLOTS, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),
     "dplr_state": Candidates(LOW_RANK, ("state",), ("state_forward_kernel",), of_state(*STATE)),
     "dplr_state_backward": Candidates(LOW_RANK, ("state_backward",), ("state_backward_kernel",), of_state(*STATE)),
     "dplr_output": Candidates(LOW_RANK, ("output",), ("output_backward_kernel",), of_output(*OUTPUT)),

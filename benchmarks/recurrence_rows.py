@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from flashmix import delta_rule, dplr, linear_attention
+from flashmix import abc, delta_rule, dplr, gsa, linear_attention, oja
 
 COPY, PRODUCTS = 4.28e12, 790e12  # bytes and FLOPs a second of an H200
 CHUNK = 64
+SLOTS = 64  # of GSA and ABC
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule computes with: per token a `gate` for each value head ("token") or channel ("channel"), a decay for each head
-    ("head") or none; `corrected` and `raw` writes; the peer's module and function.
+    """What a rule computes with: per token a `gate` for each value head ("token"), channel of keys ("channel") or of values ("value"), or
+    slot ("slot"), a decay for each head ("head") or none; `corrected` and `raw` writes; the peer's module and function.
     """
 
     gate: str
@@ -55,6 +56,9 @@ RULES = {
     "simple_gla": Rule("token", False, True, "fla.ops.simple_gla", "chunk_simple_gla"),
     "retention": Rule("head", False, True, "fla.ops.retention", "chunk_retention"),
     "delta_rule": Rule("none", True, False, "fla.ops.delta_rule", "chunk_delta_rule"),
+    "gsa": Rule("slot", False, True, "fla.ops.gsa", "chunk_gsa"),
+    "abc": Rule("none", False, True, "fla.ops.abc", "chunk_abc"),
+    "oja": Rule("value", True, False, "fla.ops.gated_oja_rule", "chunk_gated_oja_rule"),
     "rwkv7": Rule("channel", True, True, "fla.ops.rwkv7", "chunk_rwkv7"),
 }
 MANY = (
@@ -76,7 +80,7 @@ Tensors = dict[str, Tensor]
 
 
 def tensors(row: Row, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    """The operands, all but a fixed decay with gradients: unit q and k, decays in [-0.1, 0], strengths in [0, 1]."""
+    """The operands, all but a fixed decay with gradients: unit q and k (of Oja's rule v too), decays in [-0.1, 0], strengths in [0, 1]."""
     rule = RULES[row.rule]
     torch.manual_seed(0)
     made: dict[str, Any] = {"device": device, "dtype": torch.float32}
@@ -86,11 +90,18 @@ def tensors(row: Row, device: str = "cuda", dtype: torch.dtype = torch.bfloat16)
     if row.rule == "rwkv7":
         removal = unit(torch.randn(keys, **made))
         x |= {"a": -removal, "b": removal * torch.rand(keys, **made)}
-    x = {name: t.to(dtype) for name, t in x.items()}
+    if row.rule == "oja":
+        x["v"] = unit(x["v"])
+    if row.rule == "abc":
+        x["s"] = torch.randn((*values[:3], SLOTS), **made)
+    if rule.gate == "slot":
+        x["g"] = -torch.rand((*values[:3], SLOTS), **made) * 0.1
+        x["s"] = -torch.expm1(x["g"])
+    x = {name: t if name == "g" else t.to(dtype) for name, t in x.items()}
     if rule.corrected and not rule.raw:
         x["beta"] = torch.rand(values[:3], **made)
-    if rule.gate in ("token", "channel"):
-        shape = values[:3] if rule.gate == "token" else (*values[:3], row.K)
+    if rule.gate in ("token", "channel", "value"):
+        shape = {"token": values[:3], "channel": (*values[:3], row.K), "value": values}[rule.gate]
         x["g"] = -torch.rand(shape, **made) * 0.1
     x = {name: t.requires_grad_() for name, t in x.items()}
     if rule.gate == "head":
@@ -102,6 +113,12 @@ def ours(row: Row, x: Tensors, impl: str = "triton") -> Tensor:
     q, k, v, g = x["q"], x["k"], x["v"], x.get("g")
     if row.rule == "rwkv7":
         return dplr(q, k, v, x["a"], x["b"], g, scale=1.0, impl=impl)[0]
+    if row.rule == "gsa":
+        return gsa(q, k, v, x["s"], x["g"], impl=impl)[0]
+    if row.rule == "abc":
+        return abc(q, k, v, x["s"], impl=impl)[0]
+    if row.rule == "oja":
+        return oja(q, k, v, x["beta"], g, impl=impl)[0]
     if RULES[row.rule].corrected:
         return delta_rule(q, k, v, x["beta"], g, impl=impl)[0]
     return linear_attention(q, k, v, g, impl=impl)[0]
@@ -114,18 +131,32 @@ def peers(row: Row, x: Tensors, bounded: bool = False) -> Tensor:
     named = {name: t for name, t in x.items() if t.requires_grad}  # retention makes its own decay
     if row.rule == "rwkv7":
         named["r"], named["w"] = named.pop("q"), named.pop("g")
+    if row.rule == "oja":
+        named["gv"] = named.pop("g")
     extra = {"safe_gate": True} if bounded and row.rule in ("kda", "rwkv7") else {}
     return call(**named, **extra)[0]
 
 
+def passes(row: Row) -> list[tuple[bool, bool, int, int]]:
+    """The recurrences that a rule is made of: corrected and raw writes, channels of keys and of values."""
+    rule = RULES[row.rule]
+    if row.rule in ("gsa", "abc"):
+        return [(False, True, row.K, SLOTS), (False, True, SLOTS, row.V)]
+    if row.rule == "oja":
+        return [(True, False, row.V, row.K), (False, True, row.K, row.V)]
+    return [(rule.corrected, rule.raw, row.K, row.V)]
+
+
 def flops(row: Row) -> int:
     """Products of the chunked forward: with the state (K V each) and in a chunk (CHUNK K and CHUNK V each), two FLOPs an element."""
-    rule = RULES[row.rule]
-    writes = rule.corrected + rule.raw
-    state = writes + 1 + rule.corrected  # a write each, the output, what is corrected
-    scores = writes * (1 + rule.corrected)  # pairs of a reader (q, a) with a writer (k, b)
-    within = scores if rule.raw else 2  # each times values; tied: the solved and the written
-    return 2 * row.B * row.T * row.HV * (state * row.K * row.V + CHUNK * (scores * row.K + within * row.V))
+    total = 0
+    for corrected, raw, K, V in passes(row):
+        writes = corrected + raw
+        state = writes + 1 + corrected  # a write each, the output, what is corrected
+        scores = writes * (1 + corrected)  # pairs of a reader (q, a) with a writer (k, b)
+        within = scores if raw else 2  # each times values; tied: the solved and the written
+        total += state * K * V + CHUNK * (scores * K + within * V)
+    return 2 * row.B * row.T * row.HV * total
 
 
 def bounds(row: Row, x: Tensors) -> tuple[float, float]:

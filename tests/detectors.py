@@ -90,8 +90,10 @@ def parameter_count(function: Function) -> int:
 
 
 def wide_kernels(files: Sources, most: int = KERNEL_PARAMETERS) -> list[str]:
-    """Kernels of more than `most` parameters."""
-    found = [(name, f, parameter_count(f)) for name, f in kernels(files)]
+    """Kernels of more than `most` parameters; tensors that TMA moves (`x_d`) cannot be in structs and do not count."""
+    found = [
+        (name, f, parameter_count(f) - sum(a.arg.endswith("_d") for a in f.args.args)) for name, f in kernels(files)
+    ]
     return [f"{name}:{f.lineno} {f.name} has {n} parameters" for name, f, n in found if n > most]
 
 

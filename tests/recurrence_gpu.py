@@ -20,9 +20,24 @@ KINDS = [
     case
     for case in CASES
     if case.name
-    in ("linear-head", "read_before-channel", "delta-token", "delta-channel", "untied-token", "dplr-channel")
+    in (
+        *("linear-head", "linear-value", "read_before-channel", "delta-token", "delta-channel", "untied-token"),
+        "dplr-channel",
+    )
 ]
+# The same for the kernels of Hopper cards; other cards run them with Triton's, which `impl="auto"` takes there.
+HOPPER = [
+    Case("hopper-token", "delta", "token", K=128, V=128),
+    Case("hopper-head-K96V80", "delta", "head", H=1, K=96, V=80),
+    Case("hopper-none", "delta", "none", HV=2, K=72, V=128),
+]
+KINDS += HOPPER
 STATES = ("initial_state", "dinitial_state", "state")
+
+
+def impl_of(case: Case) -> str:
+    """What runs a case: the implementation that a call takes by itself, or Triton's kernels, asked for."""
+    return "auto" if case in HOPPER or case.name.startswith("hopper") else "triton"
 
 
 def small(case: Case, dtype: torch.dtype = BF16) -> Results:
@@ -48,7 +63,7 @@ def large(case: Case, decay: float = 1.0) -> Results:
 def results(case: Case, x: Results, cu_seqlens: Tensor | Packing | None = None) -> Results:
     """Outputs and gradients by name; what flows back to a token depends on this token alone."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
-    o, state = run_op(case, leaves, "triton", cu_seqlens)
+    o, state = run_op(case, leaves, impl_of(case), cu_seqlens)
     grads = torch.autograd.grad([o, state], list(leaves.values()), [x["v"].flip(-1), torch.full_like(state, 0.5)])
     return {"o": o.detach(), "state": state.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
 

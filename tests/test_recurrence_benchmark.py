@@ -48,7 +48,10 @@ def test_bounds_are_those_that_are_published(rows: Any) -> None:
     assert all(abs(ms - known) < 0.01 for ms, known in zip(found, (0.44, 0.13), strict=True))
 
 
-@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "gla", "simple_gla", "retention", "delta_rule", "rwkv7"])
+@pytest.mark.parametrize(
+    "rule",
+    [*("gated_delta_rule", "kda", "gla", "simple_gla", "retention", "delta_rule", "rwkv7"), *("gsa", "abc", "oja")],
+)
 def test_a_group_alone_gives_what_it_gives_among_others(benchmark: Any, rows: Any, rule: str) -> None:
     row = small(rows, rule)
     x = rows.tensors(row, "cpu", torch.float32)
@@ -90,7 +93,7 @@ def test_no_speed_up_over_a_wrong_result(benchmark: Any, rows: Any, monkeypatch:
 
 def test_rows_are_chosen_by_name(benchmark: Any, rows: Any) -> None:
     assert benchmark.chosen("kda:1,gla") == [rows.Row("kda", 1, 32768, 16, 16), *benchmark.chosen("gla")]
-    assert benchmark.chosen("") == list(rows.ROWS) and len(set(rows.ROWS)) == 23
+    assert benchmark.chosen("") == list(rows.ROWS) and len(set(rows.ROWS)) == 29
     for name, text in (("nothing", "no rule nothing"), ("gla:2", "gla has rows 0 to 1, got 2")):
         with pytest.raises(SystemExit, match=text):
             benchmark.chosen(name)
@@ -168,9 +171,9 @@ def test_candidates_fit_the_fields_of_the_table(rows: Any) -> None:
     tables = importlib.import_module("flashmix.ops.recurrence.triton_gpu.table")
     for candidates in table.CANDIDATES.values():
         row = candidates.row
-        channel = rows.RULES[row.rule].gate == "channel"
+        channel = rows.RULES[row.rule].gate in ("channel", "slot")
         decay = calls.Decay.CHANNEL if channel else calls.Decay.TOKEN
-        rule = calls.Rule.DPLR if row.rule == "rwkv7" else calls.Rule.TIED
+        rule = {"rwkv7": calls.Rule.DPLR, "gsa": calls.Rule.LINEAR}.get(row.rule, calls.Rule.TIED)
         assert candidates.fields and candidates.tiles
         call = call_of(calls, row)
         assert call.rule is rule and call.decay is decay

@@ -11,26 +11,51 @@ from budget import assert_within_budget
 from cases import CASES, Case, make_inputs, run_op
 from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
 
-KERNEL_CASES = [case for case in CASES if case.gate != "value"]
-HALF_CASES = [case for case in KERNEL_CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
-INTERPRETED = ("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none")
+HALF_CASES = [case for case in CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
+WIDE = {
+    "": {},
+    "-T2": {"T": 2},
+    "-T33": {"T": 33},
+    "-T64": {"T": 64},
+    "-T129": {"T": 129},
+    "-K96V80": {"K": 96, "V": 80},
+    "-K72V120": {"K": 72, "V": 120},
+    "-grouped": {"HV": 6},
+    "-stateless": {"states": False},
+    "-packed": {"B": 1, "T": 237, "H": 1, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
+    "-packed-K96": {"B": 1, "T": 237, "H": 1, "K": 96, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
+}
+DECAYS = ("zero", "-20", "-1e4", "-inf", "resets")
+HOPPER_CASES = [
+    *(
+        Case(f"hopper-{gate}{n}", "delta", gate, **{"K": 128, "V": 128} | more)
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+    ),
+    *(Case(f"hopper-decay{d}", "delta", "token", K=128, V=128, decay=d) for d in DECAYS),
+    *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
+]
+INTERPRETED = (
+    *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
+    *("linear-value-grouped", "read_before-value-decayresets"),
+)
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
-def assert_kernels_within_budget(case, dtype):
+def assert_kernels_within_budget(case, dtype, impl="triton"):
     """As the portable implementation's, with rounding steps of the dtype that operands are rounded to; a gradient passes the
     stages of the forward and as many of the backward.
     """
     inputs = make_inputs(case, dtype)
     exact, plain = references(case, inputs)
-    for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, "triton").items():
+    for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, impl).items():
         steps = 2 * STAGES if name.startswith("d") else STAGES
         baseline = plain[name].to(got.dtype)
         assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], baseline, dtype, steps)
 
 
 @pytest.mark.gpu
-@named(KERNEL_CASES)
+@named(CASES)
 def test_float32_is_within_budget(case):
     assert_kernels_within_budget(case, torch.float32)
 
@@ -43,6 +68,15 @@ def test_half_precision_is_within_budget(case, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@named(HOPPER_CASES)
+def test_the_kernels_of_hopper_are_within_budget(case, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("they need compute capability 9.0")
+    assert_kernels_within_budget(case, dtype, "gluon")
+
+
+@pytest.mark.gpu
 @named(BASE + [case for case in CASES if case.name.endswith(("resets", "packed"))])
 def test_the_portable_implementation_on_a_gpu(case):
     inputs = make_inputs(case, torch.float32)
@@ -52,7 +86,7 @@ def test_the_portable_implementation_on_a_gpu(case):
 
 
 @pytest.mark.gpu
-@named([case for case in KERNEL_CASES if case.name.endswith("-grouped")])
+@named([case for case in CASES if case.name.endswith("-grouped")])
 def test_the_same_bits_again(case):
     inputs = {name: t.cuda() for name, t in make_inputs(case, torch.bfloat16).items()}
     first = evaluate(run_op, case, inputs, "triton")
@@ -63,7 +97,14 @@ def test_the_same_bits_again(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
-    "rule, gate, K, V", [("delta", "token", 256, 24), ("dplr", "channel", 200, 16), ("linear", "token", 40, 72)]
+    "rule, gate, K, V",
+    [
+        ("delta", "token", 256, 24),
+        ("dplr", "channel", 200, 16),
+        ("linear", "token", 40, 72),
+        ("linear", "value", 72, 40),
+        ("delta", "token", 96, 128),
+    ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):
     """Long enough, with one head, to be cut; against the portable implementation in float64."""
@@ -72,22 +113,25 @@ def test_segments_are_within_budget(rule, gate, K, V, dtype):
     portable = functools.partial(run_op, impl="portable")
     exact = evaluate(portable, case, {n: t.double() for n, t in x.items()}, dtype=dtype)
     plain = evaluate(portable, case, {n: t.float() for n, t in x.items()}, dtype=dtype)
-    for name, got in evaluate(run_op, case, x, "triton").items():
+    for name, got in evaluate(run_op, case, x, "auto").items():
         steps = 2 * STAGES if name.startswith("d") else STAGES
         assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype), dtype, steps)
 
 
 @pytest.mark.interpreted
-@named([case for case in KERNEL_CASES if case.name in INTERPRETED])
+@named([case for case in CASES if case.name in INTERPRETED])
 def test_kernels_in_the_interpreter(case):
     assert_kernels_within_budget(case, torch.float32)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("rule", ["linear", "read_before", "delta", "untied", "dplr"])
+@pytest.mark.parametrize(
+    "rule, gate",
+    [*((rule, "channel") for rule in ("linear", "read_before", "delta", "untied", "dplr")), ("linear", "value")],
+)
 @pytest.mark.parametrize("decay", ["-0.02", "-0.2", "-0.6"])
-def test_one_pass_over_pairs_in_the_interpreter(rule, decay, room_for_factors):
+def test_one_pass_over_pairs_in_the_interpreter(rule, gate, decay, room_for_factors):
     """For all rows, or for the first ones, the others in more. It serves bfloat16, which the interpreter does not have."""
     room_for_factors(5)
-    case = Case(f"{rule}-one-pass", rule, "channel", B=1, H=1, HV=2, decay=decay)
+    case = Case(f"{rule}-{gate}-one-pass", rule, gate, B=1, H=1, HV=2, decay=decay)
     assert_kernels_within_budget(case, torch.float16)

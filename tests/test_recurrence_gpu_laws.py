@@ -15,7 +15,7 @@ import test_recurrence as laws
 import torch
 from budget import assert_within_budget, relative_errors
 from cases import Case, make_inputs, run_op
-from recurrence_gpu import BF16, DEVICE, KINDS, Results, assert_same, results, small
+from recurrence_gpu import BF16, DEVICE, KINDS, Results, assert_same, impl_of, results, small
 from test_recurrence import STAGES, named, references, same_bits
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +29,8 @@ from flashmix.ops.recurrence.op import RECURRENCE
 
 gpu = pytest.mark.gpu
 LONG = Case("segments", "delta", "token", B=1, T=8192, H=1, HV=1, K=64, V=64, states=False)
+HOPPER_LONG = replace(LONG, name="hopper-segments", K=128, V=128)
+HOPPER_MORE = (HOPPER_LONG, Case("hopper-packed", "delta", "token", B=1, T=200, K=128, V=128, lengths=(70, 0, 130)))
 BITS = (
     laws.test_packed_is_one_by_one,
     laws.test_batch_invariance,
@@ -44,7 +46,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]
 
     def change(dtype: torch.dtype) -> None:
         monkeypatch.setattr(laws, "make_inputs", lambda case, _: small(case, dtype))
-        monkeypatch.setattr(laws, "run_op", lambda case, x: run_op(case, x, "triton"))
+        monkeypatch.setattr(laws, "run_op", lambda case, x: run_op(case, x, impl_of(case)))
 
     return change
 
@@ -67,14 +69,15 @@ def test_parts_are_the_whole(law: Any, case: Case, on_the_gpu: Any) -> None:
 
 
 @gpu
-def test_fault_08_later_gates_in_segments() -> None:
+@named([LONG, HOPPER_LONG])
+def test_fault_08_later_gates_in_segments(case: Case) -> None:
     """A change in the last segment leaves what is before it, and the gradients of outputs before it."""
-    x = small(LONG)
+    x = small(case)
     later = {name: torch.cat([t[:, :8000], t[:, 8000:].flip(1) * 0.5], 1) for name, t in x.items()}
     found = []
     for one in (x, later):
         leaves = {name: t.detach().requires_grad_() for name, t in one.items()}
-        o = run_op(LONG, leaves, "triton")[0][:, :8000]
+        o = run_op(case, leaves, impl_of(case))[0][:, :8000]
         grads = torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
         found.append([o.detach(), *(g[:, :8000] for g in grads)])
     for name, a, b in zip(("o", *x), *found, strict=True):
@@ -88,7 +91,7 @@ def before_strong_decays(case: Case, x: Results, tokens: int) -> list[tuple[str,
     found = []
     for one in (x, x | {"log_decay": g}):
         leaves = {name: t.detach().requires_grad_() for name, t in one.items()}
-        o = run_op(case, leaves, "triton")[0][:, :tokens]
+        o = run_op(case, leaves, impl_of(case))[0][:, :tokens]
         grads = torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
         found.append(
             [o.detach(), *(t if n == "initial_state" else t[:, :tokens] for n, t in zip(x, grads, strict=True))]
@@ -98,7 +101,7 @@ def before_strong_decays(case: Case, x: Results, tokens: int) -> list[tuple[str,
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
-@named([case for case in KINDS if case.gate == "channel"])
+@named([case for case in KINDS if case.gate in ("channel", "value")])
 def test_fault_08_later_gates_that_need_other_passes(case: Case, dtype: torch.dtype) -> None:
     for name, one, other in before_strong_decays(case, small(case, dtype), 30):
         same_bits(one, other, name)
@@ -106,10 +109,10 @@ def test_fault_08_later_gates_that_need_other_passes(case: Case, dtype: torch.dt
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@named([case for case in KINDS if case.name in ("delta-channel", "linear-value")])
 def test_fault_08_later_gates_that_need_other_passes_interpreted(
-    dtype: torch.dtype, room_for_factors: Callable[[int], None]
+    case: Case, dtype: torch.dtype, room_for_factors: Callable[[int], None]
 ) -> None:
-    (case,) = (case for case in KINDS if case.name == "delta-channel")
     case = replace(case, B=1, H=1, HV=1)
     x = make_inputs(case, dtype)
     if dtype == torch.float16:
@@ -120,9 +123,15 @@ def test_fault_08_later_gates_that_need_other_passes_interpreted(
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["token", "channel"])
-def test_fault_09_the_batch_does_not_choose_the_segments(gate: str) -> None:
-    case = replace(LONG, gate=gate, B=3)
+@named(
+    [
+        replace(LONG, name="token", B=3),
+        replace(LONG, name="channel", gate="channel", B=3),
+        replace(LONG, name="value", rule="linear", gate="value", B=3),
+        replace(HOPPER_LONG, B=3),
+    ]
+)
+def test_fault_09_the_batch_does_not_choose_the_segments(case: Case) -> None:
     x = small(case)
     whole = results(case, x)
     alone = results(replace(case, B=1), {name: t[1:2] for name, t in x.items()})
@@ -136,7 +145,7 @@ def test_fault_26_a_thousand_repeats_give_the_same_bits(case: Case) -> None:
 
 
 @gpu
-@named([*KINDS, LONG, replace(KINDS[2], name="packed", B=1, T=200, lengths=(70, 0, 130))])
+@named([*KINDS, LONG, *HOPPER_MORE, replace(KINDS[2], name="packed", B=1, T=200, lengths=(70, 0, 130))])
 def test_fault_26_a_hundred_repeats_give_the_same_bits(case: Case) -> None:
     assert_repeats(case, small(case), 100)
 
@@ -175,7 +184,7 @@ def test_fault_27_inputs_that_are_not_contiguous(case: Case, change: Callable[[T
 @named([*KINDS, LONG])
 def test_fault_27_what_flows_back_is_not_contiguous(case: Case) -> None:
     leaves = {name: t.requires_grad_() for name, t in small(case).items()}
-    o, state = run_op(case, leaves, "triton")
+    o, state = run_op(case, leaves, impl_of(case))
     turned = (o.detach().mT.contiguous().mT, state.detach().mT.contiguous().mT)
     for do, dstate in ((o.new_ones(()).expand_as(o), state.new_ones(()).expand_as(state)), turned):
         odd, plain = (
@@ -187,7 +196,7 @@ def test_fault_27_what_flows_back_is_not_contiguous(case: Case) -> None:
 
 
 @gpu
-@named([*KINDS, LONG, replace(KINDS[3], name="packed", B=1, T=200, lengths=(70, 0, 130))])
+@named([*KINDS, LONG, *HOPPER_MORE, replace(KINDS[3], name="packed", B=1, T=200, lengths=(70, 0, 130))])
 def test_fault_17_a_graph_replays_what_calls_do(case: Case) -> None:
     """Forward and backward; packed, with other boundaries than those of the capture."""
     x = small(case)
@@ -246,8 +255,8 @@ def test_fault_17_a_training_step_in_a_graph() -> None:
 def test_fault_17_compiled_gives_the_same_bits(case: Case) -> None:
     torch._dynamo.reset()
     x = small(case)
-    wanted = laws.evaluate(run_op, case, x, "triton")
-    compiled = torch.compile(lambda x: run_op(case, x, "triton"), fullgraph=True, backend="aot_eager")
+    wanted = laws.evaluate(run_op, case, x, impl_of(case))
+    compiled = torch.compile(lambda x: run_op(case, x, impl_of(case)), fullgraph=True, backend="aot_eager")
     assert_same(laws.evaluate(lambda case, x: compiled(x), case, x), wanted)
 
 
@@ -292,9 +301,10 @@ def test_fault_17_opcheck(case: Case, packed: bool) -> None:
     call = RecurrenceCall(
         q=x["q"], v=x["v"], **tensors, packing=packing, scale=0.5, read_before=case.rule == "read_before"
     )
+    chosen = flashmix.explain(run_op, case, x).choice if impl_of(case) == "auto" else "triton"
     empty = torch.empty  # what is kept has places that no kernel writes or reads
     with mock.patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **options).zero_()):
-        torch.library.opcheck(RECURRENCE.operator, (*RECURRENCE.flat(call), True, "triton"))
+        torch.library.opcheck(RECURRENCE.operator, (*RECURRENCE.flat(call), True, chosen))
 
 
 @gpu
@@ -302,9 +312,9 @@ def test_fault_17_opcheck(case: Case, packed: bool) -> None:
 def test_autocast_lowers_the_operands_and_keeps_gates_and_states(case: Case) -> None:
     x = small(case, torch.float32)
     with torch.autocast(DEVICE, dtype=BF16):
-        got = laws.evaluate(run_op, case, x, "triton", dtype=BF16)
+        got = laws.evaluate(run_op, case, x, impl_of(case), dtype=BF16)
     kept = ("beta", "log_decay", "initial_state")
-    expected = laws.evaluate(run_op, case, {n: t if n in kept else t.to(BF16) for n, t in x.items()}, "triton")
+    expected = laws.evaluate(run_op, case, {n: t if n in kept else t.to(BF16) for n, t in x.items()}, impl_of(case))
     assert got["o"].dtype == BF16 and got["state"].dtype == torch.float32
     for name, t in expected.items():
         same_bits(got[name], t.to(got[name].dtype), name)
@@ -314,10 +324,10 @@ def test_autocast_lowers_the_operands_and_keeps_gates_and_states(case: Case) -> 
 @named([*KINDS, LONG])
 def test_checkpointing_gives_the_same_gradients(case: Case) -> None:
     x = small(case)
-    expected = laws.evaluate(run_op, case, x, "triton")
+    expected = laws.evaluate(run_op, case, x, impl_of(case))
 
     def again(case: Case, x: Results) -> Any:
-        return checkpoint(lambda: run_op(case, x, "triton"), use_reentrant=False)
+        return checkpoint(lambda: run_op(case, x, impl_of(case)), use_reentrant=False)
 
     assert_same(laws.evaluate(again, case, x), expected)
 
@@ -437,7 +447,7 @@ def test_corrupt_boundaries_stay_inside(case: Case, boundaries: list[int]) -> No
     }
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
     with mock.patch.multiple(torch, **likes):
-        o, state = run_op(packed, leaves, "triton", cu)
+        o, state = run_op(packed, leaves, impl_of(case), cu)
         torch.autograd.grad([o, state], list(leaves.values()), [o.detach(), state.detach()])
     assert len(buffers) > 10
     for buffer in buffers:

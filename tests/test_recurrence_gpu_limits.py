@@ -19,7 +19,7 @@ import pytest
 import torch
 from budget import assert_within_budget, relative_errors
 from cases import Case, gradients, make_inputs, run_op
-from recurrence_gpu import BF16, DEVICE, KINDS, STATES, assert_same, cut, large, results, rows, small
+from recurrence_gpu import BF16, DEVICE, KINDS, STATES, assert_same, cut, impl_of, large, results, rows, small
 from test_recurrence import STAGES, named, references, same_bits
 from test_recurrence_gpu import assert_kernels_within_budget
 from torch import Tensor
@@ -40,10 +40,10 @@ def free_memory() -> Iterator[None]:
 
 
 @gpu
-@pytest.mark.parametrize("gate", ["token", "channel"])
+@pytest.mark.parametrize("gate, D", [("token", 16), ("channel", 16), ("token", 128)])
 @pytest.mark.parametrize("B, T, H", [(10923, 32, 6), (50000, 5, 4)])
-def test_fault_01_more_batches_times_heads_than_a_grid_axis_holds(B: int, T: int, H: int, gate: str) -> None:
-    case = Case("", "delta", gate, B=B, T=T, H=H, HV=H, K=16, V=16)
+def test_fault_01_more_batches_times_heads_than_a_grid_axis_holds(B: int, T: int, H: int, gate: str, D: int) -> None:
+    case = Case("hopper" if D == 128 else "", "delta", gate, B=B, T=T, H=H, HV=H, K=D, V=D)
     x = large(case)
     whole = results(case, x)
     assert all(bool(torch.isfinite(t).all()) for t in whole.values())
@@ -83,11 +83,11 @@ def test_fault_01_through_a_layer() -> None:
 
 def assert_last_tokens(case: Case, x: dict[str, Tensor], count: int) -> None:
     """The last tokens and their gradients, against the definition from the state before them."""
-    _, state = run_op(case, cut(x, slice(None, -count)), "triton")
+    _, state = run_op(case, cut(x, slice(None, -count)), impl_of(case))
     tail = cut(x, slice(-count, None)) | {"initial_state": state}
     exact, plain = references(case, {name: t.contiguous() for name, t in tail.items()})
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
-    o, state = run_op(case, leaves, "triton")
+    o, state = run_op(case, leaves, impl_of(case))
     found = {"o": o[:, -count:], "state": state}
     grads = gradients((found["o"], state), leaves, BF16)
     found |= {f"d{name}": g[:, -count:] for name, g in grads.items()}
@@ -99,11 +99,16 @@ def assert_last_tokens(case: Case, x: dict[str, Tensor], count: int) -> None:
 @gpu
 @pytest.mark.parametrize(
     "T, K, V, gate",
-    [(105_000, 16, 256, "token"), (105_000, 256, 16, "channel"), (27_000, 256, 256, "token")],
-    ids=["values", "keys and decays", "states of chunks"],
+    [
+        (105_000, 16, 256, "token"),
+        (105_000, 256, 16, "channel"),
+        (27_000, 256, 256, "token"),
+        (210_000, 128, 128, "token"),
+    ],
+    ids=["values", "keys and decays", "states of chunks", "all of those"],
 )
 def test_fault_02_more_elements_than_32_bits_count(T: int, K: int, V: int, gate: str) -> None:
-    case = Case("", "delta", gate, B=1, T=T, H=80, HV=80, K=K, V=V, states=False)
+    case = Case("hopper" if K == V == 128 else "", "delta", gate, B=1, T=T, H=80, HV=80, K=K, V=V, states=False)
     assert max(T * 80 * max(K, V), T // 64 * 80 * K * V) > 2**31
     assert_last_tokens(case, large(case, decay=0.1), 100)
 
@@ -117,8 +122,8 @@ def test_fault_02_a_million_tokens(gate: str) -> None:
     assert_last_tokens(case, x, 100)
     whole = results(case, x)
     leaves, half = {name: t.detach().requires_grad_() for name, t in x.items()}, case.T // 2
-    first, state = run_op(case, cut(leaves, slice(None, half)), "triton")
-    second, last = run_op(case, cut(leaves, slice(half, None)) | {"initial_state": state}, "triton")
+    first, state = run_op(case, cut(leaves, slice(None, half)), impl_of(case))
+    second, last = run_op(case, cut(leaves, slice(half, None)) | {"initial_state": state}, impl_of(case))
     flows = [x["v"].flip(-1), torch.full_like(last, 0.5)]
     o = torch.cat([first, second], 1)
     grads = torch.autograd.grad([o, last], list(leaves.values()), flows)
@@ -255,7 +260,7 @@ def test_fault_10_no_gradient_silently(case: Case, tokens: int) -> None:
     x = small(replace(case, T=tokens))
     for name in x:
         one = x | {name: x[name].clone().requires_grad_()}
-        o, state = run_op(case, one, "triton")
+        o, state = run_op(case, one, impl_of(case))
         (grad,) = torch.autograd.grad(o.float().square().sum() + state.square().sum(), one[name])
         assert bool(torch.isfinite(grad).all()) and bool(grad.any()), name
 
@@ -266,7 +271,10 @@ def compiled_kernels() -> int:
 
     from flashmix.ops.recurrence import triton_gpu
 
-    modules = [import_module(f"{triton_gpu.__name__}.{module.name}") for module in iter_modules(triton_gpu.__path__)]
+    packages = [triton_gpu]
+    if card.hopper_refuses(torch.device(DEVICE), BF16) is None:
+        packages.append(import_module("flashmix.ops.recurrence.gluon_hopper"))
+    modules = [import_module(f"{p.__name__}.{module.name}") for p in packages for module in iter_modules(p.__path__)]
     modules.append(import_module("flashmix.ops.recurrence.step.triton_gpu"))
     found = {id(k): k for module in modules for k in vars(module).values() if isinstance(k, JITFunction)}
     assert len(found) >= 10
@@ -302,7 +310,7 @@ def test_fault_12_host_time_of_a_call(backward: bool, limit: float) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(10):
-            results(case, x) if backward else run_op(case, x, "triton")
+            results(case, x) if backward else run_op(case, x, impl_of(case))
         best = min(best, (time.perf_counter() - start) / 10)
     assert best < limit, f"{best * 1e6:.0f} us"
 

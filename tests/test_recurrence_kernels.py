@@ -19,6 +19,12 @@ from kernels import TARGETS, Launch, code_of, compile_launch, recording
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
+# A decay of the value axis shares most of its code with a per-channel decay: a target of each table, unless all are asked for.
+VALUE_TARGETS = TARGETS if EVERYTHING else ((8, 6), (9, 0), (10, 0))
+KINDS = (
+    *((rule, gate, target) for rule in RULES for gate in GATES for target in TARGETS),
+    *(("linear", "value", target) for target in VALUE_TARGETS),
+)
 SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING else ((128, 128),)
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
 # Bytes of stack a thread, spills included, of the worst target; a kernel that is not here has none.
@@ -41,14 +47,15 @@ STACK_OF_ANY = {
     "channel_scores_forward_kernel": (320, 768),
     "channel_output_backward_kernel": (1744, 40),
     "channel_pairs_backward_kernel": (1312, 952),
+    "value_output_kernel": (40, 8),
 }
 
 
-def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
+def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int], impl: str = "triton") -> list[Launch]:
     """What forward and backward of a case launch."""
     leaves = {name: t.requires_grad_() for name, t in make_inputs(case, dtype).items()}
     with recording(capability) as found:
-        o, state = run_op(case, leaves, "triton")
+        o, state = run_op(case, leaves, impl)
         torch.autograd.grad([o, state], list(leaves.values()), [torch.zeros_like(o), torch.zeros_like(state)])
     return found
 
@@ -67,9 +74,7 @@ def test_other_code_compiles(case, dtype):
         assert compile_launch(launch).shared <= SHARED_MEMORY_KIB[9, 0] * 1024
 
 
-@pytest.mark.parametrize("capability", TARGETS, ids=str)
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, gate, capability", KINDS, ids=str)
 def test_kernels_compile_for_every_target(rule, gate, capability):
     for K, V in SIZES:
         for dtype in DTYPES:
@@ -82,7 +87,7 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
                 name = launch.name
-                if gate == "channel" and f"channel_{name}" in STACK:
+                if gate in ("channel", "value") and f"channel_{name}" in STACK:
                     name = f"channel_{name}"
                 allowed = STACK.get(name, 0)
                 if EVERYTHING:
@@ -127,3 +132,45 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 
     assert "segments_forward_kernel" in names(B=1, T=8192) and "segments_backward_kernel" in names(B=2, T=8192)
     assert "segments_forward_kernel" not in names(B=1, T=4096)
+
+
+# Kernels of Hopper in Gluon: registers a thread, and bytes of stack as far as there are any.
+HOPPER_REGISTERS = {
+    "scores_forward_kernel": 255,
+    "state_forward_kernel": 168,
+    "state_backward_kernel": 168,
+    "output_backward_kernel": 128,
+}
+HOPPER_STACK = {"scores_forward_kernel": 24, "state_forward_kernel": 8, "output_backward_kernel": 168}
+WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
+HOPPER = {
+    "token": WIDE,
+    "many heads": replace(WIDE, H=20, HV=80),
+    "no decay": replace(WIDE, gate="none"),
+    "a decay per head": replace(WIDE, gate="head"),
+    "narrow": replace(WIDE, K=96, V=80),
+    "packed": replace(WIDE, lengths=(60, 0, 70)),
+    "segments": replace(WIDE, T=8192, states=False),
+}
+
+
+@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
+def test_hopper_kernels_compile(case):
+    """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    found = launches(case, torch.bfloat16, (9, 0), "gluon")
+    assert HOPPER_REGISTERS.keys() <= {launch.name for launch in found}
+    for launch in found:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        if launch.kernel.is_gluon():
+            assert made.registers <= HOPPER_REGISTERS[launch.name]
+            assert made.stack <= HOPPER_STACK.get(launch.name, 0), (launch.name, made.stack)
+            assert not made.advice, (launch.name, made.advice)
+
+
+def test_hopper_kernels_compile_nothing_new_for_another_length_or_packing():
+    def keys(**sizes):
+        return {launch.key for launch in launches(replace(WIDE, **sizes), torch.bfloat16, (9, 0), "gluon")}
+
+    assert keys(B=1, T=64) == keys(B=3, T=1000)
+    assert keys(B=1, T=70, lengths=(1, 69)) == keys(B=1, T=1000, lengths=(5, 0, 900, 95))

@@ -13,6 +13,7 @@ import torch
 
 import flashmix
 from flashmix import layers
+from flashmix.capabilities import tiny_call
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import MECHANISMS, Mechanism, functions, mixers, presets, register
 from flashmix.models import PRESETS, SIZES, Decoder, preset
@@ -71,7 +72,7 @@ def test_a_name_is_registered_once() -> None:
 
 def test_every_file_of_a_mechanism_is_imported() -> None:
     """A file that is forgotten in `flashmix/mechanisms/__init__.py` registers nothing when it is imported alone."""
-    shared = {"__init__", "common", "registry", "slots"}
+    shared = {"__init__", "common", "registry", "rwkv", "slots"}
     modules = {owner.__module__ for entry in MECHANISMS.values() for owner in (entry.function, entry.layer) if owner}
     files = {f"flashmix.mechanisms.{path.stem}" for path in (ROOT / "flashmix/mechanisms").glob("*.py")}
     assert modules == files - {f"flashmix.mechanisms.{name}" for name in shared}
@@ -103,9 +104,9 @@ def test_a_layer_that_changes_the_mechanism_has_no_fast_step() -> None:
             continue
         owner = {
             method: next(c for c in layer.__mro__ if method in vars(c))
-            for method in ("recurrence", "gates", "step_inputs", "normalise")
+            for method in ("recurrence", "beta_and_decay", "step_inputs", "normalise")
         }
-        same = owner["recurrence"] is DeltaNet and owner["gates"] is owner["step_inputs"] is owner["normalise"]
+        same = owner["recurrence"] is DeltaNet and owner["beta_and_decay"] is owner["step_inputs"] is owner["normalise"]
         assert layer.has_step == same, layer.__name__
 
 
@@ -124,6 +125,13 @@ def test_a_head_projection_is_one_linear_map() -> None:
     q, gate, beta, v = project(x)
     assert gate is None and (q.shape, beta.shape, v.shape) == ((2, 5, 2, 3), (2, 5, 2), (2, 5, 4, 1))
     assert torch.equal(torch.cat([q.flatten(2), beta, v.flatten(2)], -1), x @ project.weight.T)
+
+
+@pytest.mark.parametrize("name", functions())
+def test_an_option_of_the_engine_that_is_not_handed_on_is_refused(name: str) -> None:
+    assert "read_before" not in inspect.signature(functions()[name]).parameters
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'read_before'$"):
+        functions()[name](**tiny_call(name), read_before=True)
 
 
 @pytest.mark.parametrize("name", presets())

@@ -16,7 +16,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB, triton_version
 Answer = TypeVar("Answer", bound=Callable[..., object])
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
-GLUON_TRITON = (3, 6)
+TRITON_OF_GLUON = ((3, 6),)  # releases whose experimental language `gpu/hopper.py` knows
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,14 +61,17 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def refuses_gluon(device: torch.device) -> str | None:
-    """Why kernels for Hopper in Gluon, whose interface changes with each Triton, cannot run on `device`; None if they can."""
-    if device.type != "cuda":
+def hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels in Gluon for Hopper (`gpu/hopper.py`) cannot run half-precision tensors on `device`; None if they can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels take bfloat16 and float16, got {dtype}"
+    if interpreted() or device.type != "cuda":
         return f"it needs tensors on a CUDA device, got {device}"
-    if _triton() != GLUON_TRITON:
-        return f"it is written for triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]}, got {_triton()}"
     if target(device).capability != (9, 0):
-        return f"it needs compute capability 9.0, got {target(device).capability}"
+        return f"it needs a Hopper GPU (compute capability 9.0), got {target(device).capability}"
+    if _triton() not in TRITON_OF_GLUON:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in TRITON_OF_GLUON)
+        return f"it needs triton {wanted}, whose Gluon it is written for, got {_triton() or 'none'}"
     return None
 
 

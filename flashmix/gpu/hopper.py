@@ -1,8 +1,10 @@
-"""Tile functions of Hopper kernels in Gluon: rings of barriers, products of a warpgroup, copies by TMA. Only Triton 3.6 has this API.
+"""Hopper's own instructions for kernels in Gluon: layouts, barriers, named barriers, TMA copies, the unit for 2^x.
 
-A kernel is a set of roles (`gl.warp_specialize`): a producer warp fills rings of shared tiles by TMA, warpgroups multiply them. Tile `n`
-of a ring of `s` stages lies in stage `n % s`; the `full` barrier of a stage says that its copy has landed, `empty` that all its readers are
-done.
+Gluon is Triton's language below its tiles and calls itself experimental; this file is the only one that knows where in Triton it lies. It
+holds for the releases that `device.hopper_refuses` lets through: import it from an implementation, never from what `supports` reads.
+
+A ring is a row of buffers in shared memory with two barriers a buffer: `full` (its bytes have come) and `empty` (every reader has left it).
+Use `i` of a ring takes buffer `i % stages`, and the parity of a wait is that of `i // stages`.
 """
 
 # mypy: allow-untyped-defs
@@ -15,95 +17,24 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-__all__ = ["fence_async_shared", "gl", "gluon", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"]
+__all__ = [
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global",
+    "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero",
+    "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group",
+    "wait_empty", "wait_full", "warpgroup_mma",
+]  # fmt: skip
 
-# Accumulators of a warpgroup with 64 and 128 columns, and left operands in registers, which are laid out as accumulators are.
-ACC_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ACC_128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-LEFT_64 = gl.constexpr(gl.DotOperandLayout(0, ACC_64.value, 2))
-LEFT_128 = gl.constexpr(gl.DotOperandLayout(0, ACC_128.value, 2))
-# Vectors over the rows and over the columns of an accumulator.
-ROWS_64 = gl.constexpr(gl.SliceLayout(1, ACC_64.value))
-COLUMNS_64 = gl.constexpr(gl.SliceLayout(0, ACC_64.value))
-ROWS_128 = gl.constexpr(gl.SliceLayout(1, ACC_128.value))
-COLUMNS_128 = gl.constexpr(gl.SliceLayout(0, ACC_128.value))
-# Shared tiles of 16-bit numbers, 64 channels or more wide, as `wgmma` and TMA read them; vectors of float32.
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-PLAIN_TILE = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
-VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@gluon.jit
-def exp2(x):
-    """2^x by the hardware's `ex2` (relative error 2^-22; results below 2^-126 are 0)."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def opaque_zero():
-    """A 0 that the compiler does not know: added to an index it keeps masks from being hoisted out of a loop into registers."""
-    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def barriers(stages: gl.constexpr, arrivals: gl.constexpr):
-    """One barrier a stage of a ring, each complete after so many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(stages):
-        mbarrier.init(bars.index(n), count=arrivals)
-    return bars
-
-
-@gluon.jit
-def wait_full(full, n, pred=True):
-    """Waits until tile `n` of a ring has landed, if `pred`."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1, pred=pred)
-
-
-@gluon.jit
-def wait_empty(empty, n):
-    """Waits until the stage of tile `n` is free."""
-    STAGES: gl.constexpr = empty.shape[0]
-    mbarrier.wait(empty.index(n % STAGES), ((n // STAGES) & 1) ^ 1)
-
-
-@gluon.jit
-def arrive(bars, n, COUNT: gl.constexpr = 1):
-    """An arrival at the barrier of tile `n`; a warpgroup arrives once, after all its threads."""
-    mbarrier.arrive(bars.index(n % bars.shape[0]), count=COUNT)
-
-
-@gluon.jit
-def expect(full, n, BYTES: gl.constexpr):
-    """The barrier of tile `n`, which BYTES will complete."""
-    bar = full.index(n % full.shape[0])
-    mbarrier.expect(bar, BYTES)
-    return bar
-
-
-@gluon.jit
-def product(a, b, ACC: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """a b, [ROWS, COLUMNS], begun: `warpgroup_mma_wait` ends it."""
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, ACC)
-    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def vector(vectors, index, LAYOUT: gl.constexpr):
-    """Row `index` of shared vectors `[n, length]` of float32."""
-    return vectors.index(index).load(LAYOUT)
-
-
-@gluon.jit
-def plus(x, y):
-    return x + y
+copy_to_shared = tma.async_copy_global_to_shared
+copy_to_global = tma.async_copy_shared_to_global
+stores_done = tma.store_wait
+products_done = warpgroup_mma_wait
+expect = mbarrier.expect
 
 
 @gluon.constexpr_function
@@ -137,6 +68,12 @@ def coalesced(columns):
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def plain():
+    """The layout in shared memory of a row of numbers."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+
 @builtin
 def add_to_global(descriptor, coordinates, tile, _semantic=None):
     """TMA's addition of a tile in shared memory to a tensor, as `copy_to_global` stores one."""
@@ -144,6 +81,55 @@ def add_to_global(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
     )
+
+
+@gluon.jit
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers, each passed by `arrivals` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def wait_full(full, i, pred=True):
+    """Waits for the bytes of use `i` of a ring."""
+    stages: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(i % stages), (i // stages) & 1, pred=pred)
+
+
+@gluon.jit
+def wait_empty(empty, i):
+    """Waits until every reader has left the buffer of use `i` of a ring; the first use of a buffer need not."""
+    stages: gl.constexpr = empty.shape[0]
+    mbarrier.wait(empty.index(i % stages), ((i // stages) & 1) ^ 1)
+
+
+@gluon.jit
+def release(empty, i, pred=True, count: gl.constexpr = 1):
+    """A reader leaves the buffer of use `i`; one reader may count as several."""
+    mbarrier.arrive(empty.index(i % empty.shape[0]), count=count, pred=pred)
+
+
+@gluon.jit
+def signal(full, i):
+    """A writer has filled the buffer of use `i` without TMA."""
+    mbarrier.arrive(full.index(i % full.shape[0]), count=1)
+
+
+@gluon.jit
+def expect_bytes(full, i, count: gl.constexpr):
+    """The barrier of use `i`, which `count` bytes by TMA will complete."""
+    bar = full.index(i % full.shape[0])
+    mbarrier.expect(bar, count)
+    return bar
+
+
+@gluon.jit
+def arrive(barrier):
+    """Counts as one arrival at a barrier, after what this warp wrote to shared memory."""
+    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.constexpr_function
@@ -156,6 +142,19 @@ def sync_group(number: gl.constexpr, threads: gl.constexpr):
     """Waits at named barrier `number` for `threads` threads, this one included."""
     text: gl.constexpr = _named_barrier("sync", number, threads)
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
+    """Counts as one of the `threads` at named barrier `number`, without waiting."""
+    text: gl.constexpr = _named_barrier("arrive", number, threads)
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ex2(x):
+    """2^x to 2 units in the last place; denormal results are 0."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -192,3 +191,21 @@ def count_up(counter, pending: gl.constexpr):
     text: gl.constexpr = _count_up(pending)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """A 0 that the compiler does not know: added to an index it keeps masks from being hoisted out of a loop into registers."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def product(a, b, LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """a b, [ROWS, COLUMNS], begun: `products_done` ends it."""
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def plus(x, y):
+    return x + y

@@ -6,6 +6,7 @@ into a ring of `window` tokens. A cache carries no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,17 +17,17 @@ from flashmix.op.packing import Packing
 
 
 class LayerCache(Protocol):
-    """What every layer's cache can do."""
+    """The operations of every layer's cache."""
 
     @property
     def sequences(self) -> int | None:
         """How many sequences it holds; None before the first call."""
 
     def snapshot(self) -> Any:
-        """The present state, unharmed by later calls; for `restore`."""
+        """The present state for `restore`; later calls do not change it."""
 
     def restore(self, snapshot: Any) -> None:
-        """Back to a snapshot, which may be restored again."""
+        """Restores a snapshot, which may be restored again."""
 
     def reorder(self, index: Tensor) -> None:
         """Sequence `i` becomes what `index[i]` was (int64; repeats and another count are fine, as beams need)."""
@@ -34,7 +35,7 @@ class LayerCache(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens each sequence has seen.
+    """The number of tokens that each sequence has seen.
 
     Attributes:
         tokens: `[N]` int64.
@@ -51,7 +52,7 @@ class Lengths:
         return cls(torch.zeros(sequences, dtype=torch.int64, device=device), 0, True)
 
     def advanced(self, packing: Packing | None, tokens: int) -> Lengths:
-        """After `tokens` more in each sequence, or those of a packing (for which this waits for the device)."""
+        """The lengths after `tokens` more in each sequence, or after those of a packing, which waits for the device."""
         if packing is None:
             return Lengths(self.tokens + tokens, self.longest + tokens, self.equal)
         added = packing.lengths.tolist()
@@ -83,7 +84,7 @@ class RecurrentCache:
     state: Any = None
     recent: Tensor | None = None
     lengths: Lengths | None = None
-    _shared: bool = False  # a snapshot needs these tensors as they are
+    _shared: bool = False  # with a snapshot
 
     @property
     def sequences(self) -> int | None:
@@ -102,18 +103,19 @@ class RecurrentCache:
         return packing is None and x.shape[1] == 1 and self.state is not None and not torch.is_grad_enabled()
 
     def own(self) -> None:
-        """Makes the tensors such that they may be written: copies, where a snapshot needs them as they are."""
+        """Makes the tensors writable: copies them where a snapshot shares them."""
         if self._shared:
-            copies = tuple(state.clone() for state in _states(self.state))
-            self.state = copies if isinstance(self.state, tuple) else next(iter(copies), None)
-            self.recent = None if self.recent is None else self.recent.clone()
-            self._shared = False
+            self._replace(Tensor.clone)
 
     def reorder(self, index: Tensor) -> None:
-        chosen = tuple(state.index_select(0, index) for state in _states(self.state))
-        self.state = chosen if isinstance(self.state, tuple) else next(iter(chosen), None)
-        self.recent = None if self.recent is None else self.recent.index_select(0, index)
+        self._replace(lambda tensor: tensor.index_select(0, index))
         self.lengths = None if self.lengths is None else self.lengths.reordered(index)
+
+    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each tensor by `change(tensor)`, which no snapshot shares."""
+        changed = tuple(change(state) for state in _states(self.state))
+        self.state = changed if isinstance(self.state, tuple) else next(iter(changed), None)
+        self.recent = None if self.recent is None else change(self.recent)
         self._shared = False
 
 
@@ -136,7 +138,7 @@ class AttentionCache:
     keys: Tensor | None = None
     values: Tensor | None = None
     lengths: Lengths | None = None
-    _shared: bool = False  # a snapshot needs these buffers as they are
+    _shared: bool = False  # with a snapshot
 
     @property
     def sequences(self) -> int | None:
@@ -173,7 +175,7 @@ class AttentionCache:
         return after
 
     def _room(self, k: Tensor, v: Tensor, sequences: int, longest: int) -> tuple[Tensor, Tensor]:
-        """Buffers that hold `longest` tokens, or the window, and may be written."""
+        """Writable buffers that hold `longest` tokens, or the window."""
         needed = longest if self.window is None else min(longest, self.window)
         if self.keys is None or self.values is None or self.keys.shape[1] < needed:
             slots = max(16, 1 << max(needed - 1, 0).bit_length())

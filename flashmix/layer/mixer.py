@@ -56,7 +56,7 @@ class Mixer(nn.Module, Generic[Cache]):
             x: `[B, T, width]`.
             cu_seqlens: `[N + 1]` boundaries of packed sequences or their `Packing`; needs `B == 1`.
             attention_mask: `[B, T]`, non-zero where `x` is a token; the others are padding, wherever they are.
-            cache: what the layer knows of the tokens before `x`; brought up to date in place. For inference only.
+            cache: the memory of the tokens before `x`, updated in place. For inference only.
 
         Returns:
             `[B, T, width]`, zero at the padding.

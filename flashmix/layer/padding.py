@@ -1,4 +1,4 @@
-"""Padding, removed once: the real tokens of a padded batch laid end to end, and put back."""
+"""Removal of padding: the real tokens of a padded batch, laid end to end and put back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashmix.op.packing import Packing
 
 
 class Padding:
-    """Where the real tokens of a padded `[B, T]` batch are. Made once a model call; waits for the device once.
+    """The places of the real tokens in a padded `[B, T]` batch. Made once per model call; waits for the device once.
 
     Args:
         attention_mask: `[B, T]` bool or integer, non-zero where there is a token. Left, right or any other padding.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,67 +13,29 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import dplr, dplr_step, linear_attention, linear_attention_step
 
 
-def carried_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    cache: RecurrentCache | None,
-    packing: Packing | None,
-    scale: float | None = None,
-) -> Tensor:
-    """The output of `linear_attention`, whose state is the cache's."""
-    if cache is not None and cache.can_step(q, packing):
-        cache.own()
-        return linear_attention_step(q, k, v, cache.state, log_decay, scale=scale)
-    state = None if cache is None else cache.state
-    o, state = linear_attention(
-        q, k, v, log_decay, scale=scale, initial_state=state, return_state=cache is not None, cu_seqlens=packing
-    )
-    if cache is not None:
-        cache.state = state
-    return o
-
-
-def carried_dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    cache: RecurrentCache | None,
-    packing: Packing | None,
-    scale: float | None = None,
-) -> Tensor:
-    """The output of `dplr`, whose state is the cache's."""
-    if cache is not None and cache.can_step(q, packing):
-        cache.own()
-        return dplr_step(q, k, v, a, b, cache.state, log_decay, scale=scale)
-    state = None if cache is None else cache.state
-    o, state = dplr(
-        q, k, v, a, b, log_decay, scale=scale, initial_state=state, return_state=cache is not None, cu_seqlens=packing
-    )
-    if cache is not None:
-        cache.state = state
-    return o
-
-
 def carried(
     mechanism: Callable[..., tuple[Tensor, Any]],
+    q: Tensor,
     *operands: Tensor,
     cache: RecurrentCache | None,
     packing: Packing | None,
+    step: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """The output of a mechanism's function, whose state is the cache's."""
-    o, state = mechanism(
-        *operands,
-        initial_state=None if cache is None else cache.state,
-        return_state=cache is not None,
-        cu_seqlens=packing,
-        **options,
+    """The output of a mechanism's function, whose state is the cache's.
+
+    With `step` one token of each sequence is a call of that function, which updates the state in place.
+    """
+    if cache is None:
+        return mechanism(q, *operands, cu_seqlens=packing, **options)[0]
+    if step is not None and cache.can_step(q, packing):
+        cache.own()
+        return step(q, *operands, state=cache.state, **options)
+    o, cache.state = mechanism(
+        q, *operands, initial_state=cache.state, return_state=True, cu_seqlens=packing, **options
     )
-    if cache is not None:
-        cache.state = state
     return o
+
+
+carried_linear_attention = partial(carried, linear_attention, step=linear_attention_step)
+carried_dplr = partial(carried, dplr, step=dplr_step)

@@ -1,8 +1,8 @@
 """Each published mechanism in a file of its own: function, layer, preset, tiny call, source.
 
 A function is a call of an engine. Shapes are `[B, T, H, D]`; `scale`, `initial_state`, `return_state`, `cu_seqlens` and `impl` are
-those of the engine's op (`linear_attention`, `delta_rule`, `dplr`), and so are the returned pair and the errors. Where a paper has no
-scale, `scale` is 1. A mechanism with several states takes and returns them as a tuple.
+those of the engine's op (`linear_attention`, `delta_rule`, `dplr`), to which they are handed on as `**options`, and so are the returned
+pair and the errors. Where a paper has no scale, `scale` is 1. A mechanism with several states takes and returns them as a tuple.
 
 An import registers its mechanism (`flashmix.mechanisms.registry`); the order of the imports is the order of every list.
 """

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_states, scan
-from flashmix.mechanisms.registry import Mechanism, Options, Size, register
-from flashmix.mechanisms.slots import check_slots, slot_states, two_passes
+from flashmix.mechanisms.registry import Mechanism, register
+from flashmix.mechanisms.slots import SlotMixer, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
-from flashmix.modules.projection import HeadProjection, head_size
-from flashmix.op.checks import check_range
+from flashmix.modules.projection import HeadProjection
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
@@ -66,20 +66,11 @@ def abc(
         *pair, start = initial_state
         slots = (pair[0], pair[1])
     before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
-    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); the first token is infinitely ahead
+    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); `ahead` is inf at the first token
     ahead = s.to(start.dtype) - before
-    weight = torch.exp(-_softplus(-ahead)).to(q.dtype)
+    weight, decay = torch.exp(-_softplus(-ahead)).to(q.dtype), -_softplus(ahead)
     o, states = two_passes(
-        q,
-        k,
-        v,
-        weight,
-        -_softplus(ahead),
-        states=slots,
-        scale=scale,
-        return_state=return_state,
-        packing=packing,
-        impl=impl,
+        q, k, v, weight, decay, states=slots, scale=scale, return_state=return_state, packing=packing, impl=impl
     )
     return o, None if states is None else (*states, z)
 
@@ -100,9 +91,9 @@ def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl:
 
 
 def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum of `start` and all `s` before each token, the same with its own, and after the last token `[N, HV, M]`.
+    """The maximum of `start` and of all `s` before each token, up to and with each token, and up to the last one `[N, HV, M]`.
 
-    Packed sequences by doubling spans. A maximum rounds nothing: both ways give the same bits.
+    For packed sequences the spans double. A maximum does not round, so both ways give the same bits.
     """
     if packing is None:
         m = torch.cat([start.unsqueeze(1), s], 1).cummax(1).values
@@ -124,7 +115,7 @@ def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
+    """`log(1 + e^x)`. In torch the results of softplus and sigmoid depend on a number's place in memory; these functions' do not."""
     return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
 
 
@@ -138,15 +129,10 @@ def _log(c: Tensor) -> Tensor:
     return torch.where(c == 0, torch.ones_like(c), c).log()
 
 
-class ABC(Mixer[RecurrentCache]):
+class ABC(SlotMixer):
     """Attention with bounded memory control: a learned softmax over the past fills each slot; a silu gate on the output.
 
-    Args:
-        width: channels of the input and output.
-        heads: number of heads.
-        slots: memory slots of a head.
-        head_dim: channels of a query and key; default `width / heads`.
-        value_dim: channels of a value; default `width / heads`.
+    Args: those of `GSA`.
 
     Source: Peng et al., arXiv:2110.02488, section 3.
 
@@ -156,35 +142,14 @@ class ABC(Mixer[RecurrentCache]):
         torch.Size([2, 5, 32])
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        slots: int = 64,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(width)
-        check_range("slots", slots, 1, 256)
-        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
-        self.value_dim = head_size(width, heads, value_dim, "value_dim")
-        k, v = (heads, self.head_dim), (heads, self.value_dim)
-        self.qkvsg = HeadProjection(width, q=k, k=k, v=v, s=(heads, slots), gate=v, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
-        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
+        self.qkvsg = HeadProjection(self.width, q=key, k=key, v=value, s=slot, gate=value, **placement)
+        self.norm = GatedRMSNorm(self.value_dim, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, s, gate = self.qkvsg(x)
         o = carried(abc, q, k, v, s, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
-
-
-def by_slots(size: Size) -> list[Options]:
-    """At most 64 slots per head."""
-    return size.depth * [{"heads": size.heads, "slots": min(64, 2 * size.head_dim)}]
 
 
 register(

@@ -6,31 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 
 @public
+@engine_options
 def comba(
-    q: Tensor,
-    k: Tensor,
-    p: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, p: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]
 ) -> Result:
     """Comba: the correction has its own key and reads the state before its decay.
 
@@ -50,22 +40,9 @@ def comba(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    check_operands(q, v, {"k": k, "p": p}, beta, log_decay, initial_state, cu_seqlens)
+    check_operands(q, v, {"k": k, "p": p}, beta, log_decay, options.get("initial_state"), options.get("cu_seqlens"))
     erase = beta.unsqueeze(-1) * p.repeat_interleave(v.shape[2] // p.shape[2], 2)
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        erase=erase.to(k.dtype),
-        write=k,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, erase=erase.to(k.dtype), write=k, **options)
 
 
 class Comba(GatedDeltaNet):
@@ -83,19 +60,15 @@ class Comba(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
-        self.closeness = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
-        self.correction = nn.Parameter(torch.ones(self.heads, device=device, dtype=dtype))
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
+        self.closeness = nn.Parameter(torch.ones(self.heads, **placement))
+        self.correction = nn.Parameter(torch.ones(self.heads, **placement))
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        assert log_decay is not None
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         p = k * torch.sigmoid(self.closeness).to(k.dtype)[:, None]
         q = q - self.correction.to(q.dtype)[:, None] * p
-        return comba(q, k, p, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
+        return comba(q, k, p, v, *self.beta_and_decay(x), **options)
 
 
 register(

@@ -1,18 +1,39 @@
-"""Helpers of several mechanisms: shared checks, and the elementwise scan."""
+"""Helpers of several mechanisms: the options that they hand on, shared checks, and the elementwise scan."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
 from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
+
+
+class StateOptions(TypedDict, total=False):
+    """The options of every op of the recurrence, without `scale`."""
+
+    initial_state: Tensor | None
+    return_state: bool
+    cu_seqlens: Tensor | Packing | None
+    impl: str
+
+
+class EngineOptions(StateOptions, total=False):
+    """The options of every op of the recurrence."""
+
+    scale: float | None
+
+
+# For a mechanism that hands `**options: Unpack[EngineOptions]` (or `StateOptions`) on to `linear_attention`, `delta_rule` or `dplr`.
+engine_options = hands_on(linear_attention, EngineOptions.__annotations__)
 
 
 def check_same_heads(keys: Tensor, name: str, v: Tensor) -> None:
@@ -42,33 +63,15 @@ def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[in
         check_like(name, state, "q", q, dtype=False)
 
 
-def scan(
-    x: Tensor,
-    log_decay: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | Packing | None = None,
-    read_before: bool = False,
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
+def scan(x: Tensor, log_decay: Tensor, *, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """`h_t = e^{g_t} h_{t-1} + x_t` for each channel of `x` `[B, T, H, D]`, and the last `h` `[N, H, D]`: a state of one row.
 
-    `log_decay` is `[B, T, H]` or `[B, T, H, D]`. Computed in the dtype of `x`, autocast or not.
+    `log_decay` is `[B, T, H]` or `[B, T, H, D]`; `options` are those of `linear_attention`. The dtype stays that of `x` under autocast.
     """
     one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:3], 1)
-    decay = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
+    decay: dict[str, Any] = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
     with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
-        h, state = linear_attention(
-            one,
-            one,
-            x,
-            **decay,
-            scale=1.0,
-            initial_state=None if initial_state is None else initial_state.unsqueeze(2),
-            return_state=True,
-            cu_seqlens=cu_seqlens,
-            read_before=read_before,
-            impl=impl,
-        )
+        state = None if initial_state is None else initial_state.unsqueeze(2)
+        h, state = linear_attention(one, one, x, scale=1.0, initial_state=state, return_state=True, **decay, **options)
     assert state is not None
     return h, state.squeeze(2)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.mechanisms.common import Result
+from flashmix.layer.recurrent_state import carried
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
 from flashmix.modules.norm import RMSNorm
@@ -24,18 +26,8 @@ from flashmix.ops.recurrence import delta_rule
 
 
 @public
-def deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """DeltaNet: each token replaces the value that the state holds under its key. The paper normalises keys (`flashmix.l2_norm`).
 
         S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
@@ -47,21 +39,21 @@ def deltanet(
         >>> deltanet(q, k / 4, v, torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, **options)
+
+
+class DeltaNetOptions(TypedDict, total=False):
+    """The options of the layers that build on `DeltaNet`."""
+
+    head_dim: int | None
+    value_heads: int | None
+    value_dim: int | None
+    conv_width: int
+    negative_eigenvalues: bool
 
 
 class DeltaNet(Mixer[RecurrentCache]):
-    """The delta rule without decay: a token moves the value that the state holds for its key towards its own, by the share `beta`.
+    """The delta rule without decay: each token replaces the value that the state holds under its key, by the fraction `beta`.
 
     Args:
         width: channels of the input and output.
@@ -82,7 +74,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     norm: nn.Module
     steps = 1  # keys and values per token
-    # Whether `step` computes the same as `mix`: false in a class with another `recurrence`, or other gates than `step_inputs` gives.
+    # Whether `step` computes the same as `mix`: false in a class with its own `recurrence` or without its own `step_inputs`.
     has_step = True
 
     def __init__(
@@ -111,23 +103,23 @@ class DeltaNet(Mixer[RecurrentCache]):
         self.convolution = ShortConvolution(channels, conv_width, device=device, dtype=dtype)
         self.write_strength = WriteStrength(negative_eigenvalues)
         self.output = nn.Linear(self.values, width, bias=False, device=device, dtype=dtype)
-        self.make_gates(device, dtype)
+        self.make_parameters(device=device, dtype=dtype)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """The parameters of `gates` and `normalise`, which differ within the family."""
-        self.strength = nn.Linear(self.width, self.value_heads, bias=False, device=device, dtype=dtype)
-        self.norm = RMSNorm(self.value_dim, device=device, dtype=dtype)
+    def make_parameters(self, **placement: Any) -> None:
+        """Makes the parameters of `beta_and_decay` and `normalise`, in which the family differs."""
+        self.strength = nn.Linear(self.width, self.value_heads, bias=False, **placement)
+        self.norm = RMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         """`beta` `[B, T, HV]`, and the log decay or None."""
         return self.write_strength(self.strength(x)), None
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
-        """The output `[B, T, HV, V]` of the recurrence, normalised per head (and gated by the input)."""
+        """The output `[B, T, HV, V]` of the recurrence, normalised per head, in some layers with an output gate."""
         return self.norm(o)
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:
-        """The arguments of `delta_net_step` that stand for `gates` and `normalise`, for one token `[B, D]` of each sequence."""
+        """The arguments of `delta_net_step` that stand for `beta_and_decay` and `normalise`, for one token `[B, D]` of each sequence."""
         return {"strength": self.strength(x)}
 
     def step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
@@ -160,17 +152,17 @@ class DeltaNet(Mixer[RecurrentCache]):
         )
         q, k = (l2_norm(t.unflatten(-1, (-1, self.head_dim))) for t in (q, k))
         v = v.unflatten(-1, (self.steps * self.value_heads, self.value_dim))
-        o, state = self.recurrence(x, q, k, v, None if cache is None else cache.state, cache is not None, packing)
+        o = carried(self.recurrence, x, q, k, v, cache=cache, packing=packing)
         if cache is not None:
-            cache.state, cache.recent = state, recent
+            cache.recent = recent
         return self.output(self.normalise(o, x).flatten(2))
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values."""
-        beta, log_decay = self.gates(x)
-        return delta_rule(q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.
+
+        `options` are its `initial_state`, `return_state` and `cu_seqlens`.
+        """
+        return delta_rule(q, k, v, *self.beta_and_decay(x), **options)
 
 
 register(

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
+from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
@@ -19,18 +22,9 @@ from flashmix.ops.recurrence.call import check_operands
 
 
 @public
+@engine_options
 def deltaproduct(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **options: Unpack[EngineOptions]
 ) -> Result:
     """(Gated) DeltaProduct: `n` delta steps per token, so that a token's transition is a product of `n` Householder-like matrices.
 
@@ -43,7 +37,7 @@ def deltaproduct(
         k: keys of the steps `[B, T, n, H, K]`.
         v: values of the steps `[B, T, n, HV, V]`.
         beta: write strengths `[B, T, n, HV]`.
-        log_decay: `[B, T, HV]`, or None for DeltaProduct without a gate.
+        log_decay: `[B, T, HV]`, or None for DeltaProduct without decay.
 
     Source: Siems et al. 2025 (arXiv 2502.10297), equation 3.
 
@@ -62,22 +56,13 @@ def deltaproduct(
         raise ValueError(f"k must have shape [B, T, n, H, K] with n >= 1, got {list(k.shape)}")
     if log_decay is not None:
         check_shape("log_decay", log_decay, B, T, HV)
-    first = {"k": k[:, :, 0]}
-    packing = check_operands(q, v[:, :, 0], first, beta[:, :, 0], log_decay, initial_state, cu_seqlens)
-    steps = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
+    first_k, first_v, first_beta = (x[:, :, 0] for x in (k, v, beta))
+    state, packing = options.get("initial_state"), options.get("cu_seqlens")
+    packing = check_operands(q, first_v, {"k": first_k}, first_beta, log_decay, state, packing)
+    options["cu_seqlens"] = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
     log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
-    o, state = delta_rule(
-        _at_step(q, n, n - 1),
-        k.flatten(1, 2),
-        v.flatten(1, 2),
-        beta.flatten(1, 2),
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=steps,
-        impl=impl,
-    )
+    q, (k, v, beta) = _at_step(q, n, n - 1), (x.flatten(1, 2) for x in (k, v, beta))
+    o, state = delta_rule(q, k, v, beta, log_decay, **options)
     return o.unflatten(1, (T, n))[:, :, -1], state
 
 
@@ -91,7 +76,7 @@ class DeltaProduct(GatedDeltaNet):
     """Gated DeltaProduct: Gated DeltaNet with several delta steps per token.
 
     Args: those of `DeltaNet`, and
-        steps: keys, values and write strengths of a token.
+        steps: keys, values and write strengths per token.
 
     Source: Siems et al., arXiv:2502.10297, section 3.
 
@@ -103,51 +88,33 @@ class DeltaProduct(GatedDeltaNet):
 
     has_step = False
 
+    @hands_on(DeltaNet.__init__, first=True)
     def __init__(
         self,
         width: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        value_heads: int | None = None,
-        value_dim: int | None = None,
-        conv_width: int = 4,
-        negative_eigenvalues: bool = False,
         steps: int = 2,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[DeltaNetOptions],
     ) -> None:
         check_range("steps", steps, 1, 64)
         self.steps = steps
-        super().__init__(
-            width,
-            heads,
-            head_dim=head_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            conv_width=conv_width,
-            negative_eigenvalues=negative_eigenvalues,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         strength, decay = (self.steps, self.value_heads), (self.value_heads,)
-        self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, device=device, dtype=dtype)
+        self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         k, v = k.unflatten(2, (self.steps, self.heads)), v.unflatten(2, (self.steps, self.value_heads))
-        return deltaproduct(
-            q, k, v, beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+        return deltaproduct(q, k, v, *self.beta_and_decay(x), **options)
 
 
 def two_steps(size: Size) -> list[Options]:

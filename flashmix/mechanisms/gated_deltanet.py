@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 
 
 @public
+@engine_options
 def gated_deltanet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]
 ) -> Result:
     """Gated DeltaNet: the delta rule on a state with one decay per token and head, `log_decay` `[B, T, HV]`.
 
@@ -40,23 +30,13 @@ def gated_deltanet(
     Source: Yang, Kautz, Hatamizadeh 2024 (arXiv 2412.06464), equation 10.
 
     Example:
+        >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
         >>> gated_deltanet(q, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, **options)
 
 
 class GatedDeltaNet(DeltaNet):
@@ -72,14 +52,14 @@ class GatedDeltaNet(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         heads = (self.value_heads,)
-        self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, device=device, dtype=dtype)
-        self.decay = MambaDecay(self.value_heads, device=device, dtype=dtype)
-        self.gate = nn.Linear(self.width, self.values, bias=False, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, **placement)
+        self.decay = MambaDecay(self.value_heads, **placement)
+        self.gate = nn.Linear(self.width, self.values, bias=False, **placement)
+        self.norm = GatedRMSNorm(self.value_dim, **placement)
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
         return self.write_strength(strength), self.decay(decay)
 

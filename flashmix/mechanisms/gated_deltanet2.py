@@ -6,19 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 
 @public
+@engine_options
 def gated_deltanet2(
     q: Tensor,
     k: Tensor,
@@ -26,12 +27,7 @@ def gated_deltanet2(
     erase_gate: Tensor,
     write_gate: Tensor,
     log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[EngineOptions],
 ) -> Result:
     """Gated DeltaNet-2: erasing and writing have separate per-channel gates.
 
@@ -52,26 +48,13 @@ def gated_deltanet2(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV K")
-    check_operands(q, v, {"k": k}, None, log_decay, initial_state, cu_seqlens)
+    check_operands(q, v, {"k": k}, None, log_decay, options.get("initial_state"), options.get("cu_seqlens"))
     check_per_head("erase_gate", erase_gate, "q", q, *log_decay.shape)
     check_per_head("write_gate", write_gate, "q", q, *v.shape)
     wide = state_dtype(k.dtype)
     erase = (log_decay.to(wide).exp() * erase_gate) * k.repeat_interleave(v.shape[2] // k.shape[2], 2)
     one = torch.ones(v.shape[:3], dtype=wide, device=v.device)
-    return delta_rule(
-        q,
-        k,
-        (v * write_gate).to(v.dtype),
-        one,
-        log_decay,
-        erase=erase.to(k.dtype),
-        write=k,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, (v * write_gate).to(v.dtype), one, log_decay, erase=erase.to(k.dtype), write=k, **options)
 
 
 class GatedDeltaNet2(KDA):
@@ -89,21 +72,17 @@ class GatedDeltaNet2(KDA):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         del self.strength
-        self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, device=device, dtype=dtype)
-        self.write = nn.Linear(self.width, self.values, bias=False, device=device, dtype=dtype)
+        self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, **placement)
+        self.write = nn.Linear(self.width, self.values, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         erase = self.write_strength(self.erase(x)).unflatten(-1, (self.value_heads, self.head_dim))
         write = torch.sigmoid(self.write(x)).view_as(v)
         decay = self.channel_decay(x)
-        return gated_deltanet2(
-            q, k, v, erase, write, decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+        return gated_deltanet2(q, k, v, erase, write, decay, **options)
 
 
 register(

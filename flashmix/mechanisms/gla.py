@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.mlp import LowRank
@@ -21,18 +22,8 @@ from flashmix.ops.recurrence import linear_attention
 
 
 @public
-def gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Gated linear attention: a per-token, per-channel decay, `[B, T, H, K]`.
 
         S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
@@ -45,17 +36,7 @@ def gla(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T H K")
-    return linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, log_decay, **options)
 
 
 class GLA(Mixer[RecurrentCache]):
@@ -101,7 +82,7 @@ class GLA(Mixer[RecurrentCache]):
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = self.qkvg(x)
         log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim))
-        o = carried_linear_attention(q, k, v, log_decay, cache, packing)
+        o = carried_linear_attention(q, k, v, log_decay=log_decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 
 

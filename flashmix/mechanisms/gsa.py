@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_per_head, check_states
-from flashmix.mechanisms.registry import Mechanism, Options, Size, register
-from flashmix.mechanisms.slots import SlotStates, check_slots, slot_states, two_passes
+from flashmix.mechanisms.registry import Mechanism, register
+from flashmix.mechanisms.slots import SlotMixer, SlotStates, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.norm import RMSNorm
-from flashmix.modules.projection import HeadProjection, head_size
-from flashmix.op.checks import check_range
+from flashmix.modules.projection import HeadProjection
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 
@@ -34,7 +34,7 @@ def gsa(
     cu_seqlens: Tensor | Packing | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, SlotStates | None]:
-    """Gated slot attention: softmax attention over slots; each slot decays, and takes new tokens by as much as it decayed.
+    """Gated slot attention: softmax attention over slots, each of which decays and takes new tokens with its own weight.
 
         K~_t = K~_{t-1} diag(e^{g_t}) + k_t s_t^T;  V~_t = diag(e^{g_t}) V~_{t-1} + s_t v_t^T
         o_t  = V~_t^T softmax(scale K~_t^T q_t)
@@ -62,7 +62,7 @@ def gsa(
     )
 
 
-class GSA(Mixer[RecurrentCache]):
+class GSA(SlotMixer):
     """Gated slot attention: silu of queries, keys and values, slots with the log decay `g = logsigmoid(W x) / 8`.
 
     Args:
@@ -80,26 +80,10 @@ class GSA(Mixer[RecurrentCache]):
         torch.Size([2, 5, 32])
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        slots: int = 64,
-        head_dim: int | None = None,
-        value_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(width)
-        check_range("slots", slots, 1, 256)
-        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
-        self.value_dim = head_size(width, heads, value_dim, "value_dim")
-        k, v, values = (heads, self.head_dim), (heads, self.value_dim), heads * self.value_dim
-        self.qkvf = HeadProjection(width, q=k, k=k, v=v, f=(heads, slots), device=device, dtype=dtype)
+    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
+        self.qkvf = HeadProjection(self.width, q=key, k=key, v=value, f=slot, **placement)
         self.decay = LogSigmoidDecay(8.0)
-        self.norm = RMSNorm(values, device=device, dtype=dtype)
-        self.output = nn.Linear(values, width, bias=False, device=device, dtype=dtype)
+        self.norm = RMSNorm(self.heads * self.value_dim, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, f = self.qkvf(x)
@@ -107,11 +91,6 @@ class GSA(Mixer[RecurrentCache]):
         s = -torch.expm1(log_decay).to(q.dtype)
         o = carried(gsa, silu(q), silu(k), silu(v), s, log_decay, cache=cache, packing=packing, scale=1.0)
         return self.output(self.norm(silu(o).flatten(2)))
-
-
-def by_slots(size: Size) -> list[Options]:
-    """At most 64 slots per head."""
-    return size.depth * [{"heads": size.heads, "slots": min(64, 2 * size.head_dim)}]
 
 
 register(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, check_same_heads
+from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
@@ -22,17 +23,8 @@ from flashmix.ops.recurrence.call import check_operands
 
 
 @public
-def hgrn2(
-    q: Tensor,
-    log_forget: Tensor,
-    v: Tensor,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **options: Unpack[StateOptions]) -> Result:
     """HGRN-2: gated linear attention whose key is one minus the forget gate.
 
         S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T,  f_t = e^{log_forget_t};  o_t = scale S_t^T q_t
@@ -49,21 +41,11 @@ def hgrn2(
     """
     dims("log_forget", log_forget, "B T H K")
     check_same_heads(q, "q", v)
-    check_operands(q, v, {}, None, log_forget, initial_state, cu_seqlens, {"log_decay": "log_forget"})
-    k = torch.where(
-        log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget)
-    )  # expm1's gradient adds 1 to -1 + f
-    return linear_attention(
-        q,
-        k.to(q.dtype),
-        v,
-        log_forget,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    state, names = options.get("initial_state"), {"log_decay": "log_forget"}
+    check_operands(q, v, {}, None, log_forget, state, options.get("cu_seqlens"), names)
+    # The gradient of expm1 is expm1 + 1, which cancels for small f.
+    k = torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
+    return linear_attention(q, k.to(q.dtype), v, log_forget, scale=scale, **options)
 
 
 class HGRN2(Mixer[RecurrentCache]):
@@ -108,7 +90,7 @@ class HGRN2(Mixer[RecurrentCache]):
 
 
 def by_depth(size: Size) -> list[Options]:
-    """The forget gate's floor grows from layer to layer, as the paper's learned one does at first."""
+    """The lower bound of the forget gate grows from layer to layer, as the paper's learned one does at initialisation."""
     return [{"heads": size.heads, "lower": index / size.depth} for index in range(size.depth)]
 
 

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
 
 
 @public
-def iplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def iplr(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Identity plus low rank: the generalised delta rule without decay, with any `a` and `b`.
 
         S_t = (I + b_t a_t^T) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
@@ -46,18 +34,7 @@ def iplr(
         >>> iplr(q, k, v, -a, a)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    return dplr(
-        q,
-        k,
-        v,
-        a,
-        b,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return dplr(q, k, v, a, b, **options)
 
 
 class IPLR(DeltaNet):
@@ -75,18 +52,16 @@ class IPLR(DeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
         removal = self.value_heads * self.head_dim
-        self.removal = nn.Linear(self.width, removal, bias=False, device=device, dtype=dtype)
+        self.removal = nn.Linear(self.width, removal, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, _ = self.gates(x)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        beta, _ = self.beta_and_decay(x)
         removal = l2_norm(self.removal(x).unflatten(-1, (self.value_heads, self.head_dim))).to(k.dtype)
         back = (beta.unsqueeze(-1) * removal).to(k.dtype)
-        return iplr(q, k, v, -removal, back, initial_state=state, return_state=return_state, cu_seqlens=packing)
+        return iplr(q, k, v, -removal, back, **options)
 
 
 register(

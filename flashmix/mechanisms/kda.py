@@ -6,33 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
-from flashmix.mechanisms.deltanet import DeltaNet
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
+from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import BoundedDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
+from flashmix.op.options import hands_on
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 
 
 @public
-def kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def kda(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Kimi Delta Attention: the delta rule on a state with a per-channel decay, `log_decay` `[B, T, HV, K]`.
 
         S = diag(e^{g_t}) S_{t-1};  S_t = S + beta_t k_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
@@ -45,25 +35,14 @@ def kda(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV K")
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, **options)
 
 
 class KDA(DeltaNet):
-    """Kimi Delta Attention: the delta rule with a decay per channel; it and the output's sigmoid gate are low-rank.
+    """Kimi Delta Attention: the delta rule with a per-channel decay and a sigmoid output gate, both from low-rank projections.
 
     Args: those of `DeltaNet`, and
-        rank: of the decay's and the gate's projections; default `value_dim`.
+        rank: of the projections of the decay and the output gate; default `value_dim`.
         lower: None for the decay `-exp(A_log) softplus(x + dt_bias)`, else the floor of `BoundedDecay`, in [-5, 0).
 
     Source: Kimi Linear, arXiv:2510.26692, section 4.
@@ -74,46 +53,33 @@ class KDA(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
+    @hands_on(DeltaNet.__init__, first=True)
     def __init__(
         self,
         width: int,
         heads: int,
         *,
-        head_dim: int | None = None,
-        value_heads: int | None = None,
-        value_dim: int | None = None,
-        conv_width: int = 4,
-        negative_eigenvalues: bool = False,
         rank: int | None = None,
         lower: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[DeltaNetOptions],
     ) -> None:
         self.rank, self.lower = rank, lower
-        super().__init__(
-            width,
-            heads,
-            head_dim=head_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            conv_width=conv_width,
-            negative_eigenvalues=negative_eigenvalues,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         rank = self.value_dim if self.rank is None else self.rank
         heads, channels = self.value_heads, self.decay_channels()
-        self.strength = nn.Linear(self.width, heads, bias=False, device=device, dtype=dtype)
-        self.decay_projection = LowRank(self.width, rank, heads * channels, device=device, dtype=dtype)
+        self.strength = nn.Linear(self.width, heads, bias=False, **placement)
+        self.decay_projection = LowRank(self.width, rank, heads * channels, **placement)
         self.decay: MambaDecay | BoundedDecay
         if self.lower is None:
-            self.decay = MambaDecay(heads, channels, device=device, dtype=dtype)
+            self.decay = MambaDecay(heads, channels, **placement)
         else:
-            self.decay = BoundedDecay(heads, channels, lower=self.lower, device=device, dtype=dtype)
-        self.gate = LowRank(self.width, rank, self.values, bias=True, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", device=device, dtype=dtype)
+            self.decay = BoundedDecay(heads, channels, lower=self.lower, **placement)
+        self.gate = LowRank(self.width, rank, self.values, bias=True, **placement)
+        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", **placement)
 
     def decay_channels(self) -> int:
         """The number of channels per head with a decay of their own."""
@@ -124,7 +90,7 @@ class KDA(DeltaNet):
         decay: Tensor = self.decay(self.decay_projection(x).unflatten(-1, (self.value_heads, self.decay_channels())))
         return decay
 
-    def gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         return self.write_strength(self.strength(x)), self.channel_decay(x)
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:

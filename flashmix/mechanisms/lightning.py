@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
@@ -21,19 +22,8 @@ from flashmix.ops.recurrence import linear_attention
 
 
 @public
-def lightning(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    layer: int,
-    layers: int,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def lightning(q: Tensor, k: Tensor, v: Tensor, *, layer: int, layers: int, **options: Unpack[EngineOptions]) -> Result:
     """Lightning attention: a fixed decay per head that weakens with depth.
 
         S_t = e^{g_h} S_{t-1} + k_t v_t^T,  g_h = -(8 / H) (1 - layer / layers) h,  h = 0 ... H-1;  o_t = scale S_t^T q_t
@@ -54,21 +44,11 @@ def lightning(
     check_range("layer", layer, 0, layers)
     H = dims("v", v, "B T HV V")[2]
     decay = torch.arange(H, device=v.device, dtype=state_dtype(v.dtype)) * (-8 / H * (1 - layer / layers))
-    return linear_attention(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, decay, **options)
 
 
 class Lightning(Mixer[RecurrentCache]):
-    """Lightning attention: silu of queries, keys and values, a fixed decay per head that weakens with depth, a sigmoid gate.
+    """Lightning attention: silu of queries, keys and values, a fixed decay per head that weakens with depth, a sigmoid output gate.
 
     Args:
         width: channels of the input and output.
@@ -108,8 +88,8 @@ class Lightning(Mixer[RecurrentCache]):
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = self.qkvg(x)
-        depth = {"layer": self.layer, "layers": self.layers}
-        o = carried(lightning, silu(q), silu(k), silu(v), cache=cache, packing=packing, **depth)
+        q, k, v = silu(q), silu(k), silu(v)
+        o = carried(lightning, q, k, v, cache=cache, packing=packing, layer=self.layer, layers=self.layers)
         return self.output(self.norm(o, gate).flatten(2))
 
 

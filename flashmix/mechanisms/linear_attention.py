@@ -12,7 +12,7 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_states
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.projection import HeadProjection, head_size
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
@@ -48,8 +48,7 @@ def normalised_linear_attention(
         >>> o.shape, z.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
     """
-    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
-    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
     N = q.shape[0] if packing is None else packing.count
     check_states(initial_state, q, (N, v.shape[2], q.shape[3], v.shape[3]), (N, *q.shape[2:]))
     S, z = (None, None) if initial_state is None else initial_state
@@ -57,15 +56,9 @@ def normalised_linear_attention(
     o, S = linear_attention(
         q, k, v, scale=1.0, initial_state=S, return_state=return_state, cu_seqlens=packing, impl=impl
     )
+    z = None if z is None else z.unsqueeze(-1)
     weight, z = linear_attention(
-        q,
-        k,
-        one,
-        scale=1.0,
-        initial_state=None if z is None else z.unsqueeze(-1),
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
+        q, k, one, scale=1.0, initial_state=z, return_state=return_state, cu_seqlens=packing, impl=impl
     )
     o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)
     return o, None if S is None or z is None else (S, z.squeeze(-1))

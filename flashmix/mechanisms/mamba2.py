@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import RMSNorm
@@ -24,6 +25,7 @@ from flashmix.ops.recurrence.call import check_operands
 
 
 @public
+@engine_options
 def mamba2(
     x: Tensor,
     dt: Tensor,
@@ -33,10 +35,7 @@ def mamba2(
     *,
     D: Tensor | None = None,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """Mamba-2, the state space dual: a decay and a step size per token.
 
@@ -60,23 +59,13 @@ def mamba2(
     H = dims("x", x, "B T H P")[2]
     check_shape("A_log", A_log, H)
     names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": "A_log"}
-    check_operands(C, x, {"k": B}, dt, A_log, initial_state, cu_seqlens, names)
+    check_operands(C, x, {"k": B}, dt, A_log, options.get("initial_state"), options.get("cu_seqlens"), names)
     if D is not None:
         check_per_head("D", D, "x", x, H)
     wide = state_dtype(x.dtype)
     decay = -A_log.to(wide).exp() * dt.to(wide)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    y, state = linear_attention(
-        C,
-        B,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    y, state = linear_attention(C, B, v, decay, scale=scale, **options)
     return (y if D is None else (y + D[:, None] * x).to(y.dtype)), state
 
 
@@ -138,15 +127,9 @@ class Mamba2(Mixer[RecurrentCache]):
         values, B, C = xbc.split(self.inner_sizes, dim=-1)
         values = values.unflatten(-1, (self.heads, self.head_dim))
         step = self.decay.step_size(step)
-        o = carried_linear_attention(
-            C.unflatten(-1, (self.groups, self.state_dim)),
-            B.unflatten(-1, (self.groups, self.state_dim)),
-            values * step.to(values.dtype)[..., None],
-            step * self.decay.rate(),
-            cache,
-            packing,
-            scale=1.0,
-        )
+        C, B = (part.unflatten(-1, (self.groups, self.state_dim)) for part in (C, B))
+        v, log_decay = values * step.to(values.dtype)[..., None], step * self.decay.rate()
+        o = carried_linear_attention(C, B, v, log_decay=log_decay, cache=cache, packing=packing, scale=1.0)
         if cache is not None:
             cache.recent = recent
         o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
@@ -20,18 +20,9 @@ from flashmix.ops.recurrence.op import IMPLEMENTATIONS
 
 
 @public
+@engine_options
 def oja(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **options: Unpack[EngineOptions]
 ) -> Result:
     """Oja's rule: each token writes the part of its key that the state does not return for its value yet.
 
@@ -57,38 +48,19 @@ def oja(
     """
     if log_decay is not None:
         check_per_head("log_decay", log_decay, "q", q, *_values_shape(q, v))
-    packing = check_operands(q, v, {"k": k}, beta, None, initial_state, cu_seqlens)
+    state, impl = options.get("initial_state"), options.get("impl", "auto")
+    packing = options["cu_seqlens"] = check_operands(q, v, {"k": k}, beta, None, state, options.get("cu_seqlens"))
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
     second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
     choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
     reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
-    transposed = None if initial_state is None else initial_state.mT
-    recalled, _ = delta_rule(
-        reader,
-        v,
-        k,
-        beta,
-        log_decay,
-        scale=1.0,
-        initial_state=transposed,
-        cu_seqlens=packing,
-        read_before=True,
-        impl=impl,
-    )
+    state = None if state is None else state.mT
+    first: EngineOptions = {"scale": 1.0, "initial_state": state, "cu_seqlens": packing, "impl": impl}
+    recalled, _ = delta_rule(reader, v, k, beta, log_decay, read_before=True, **first)
     new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)
-    return linear_attention(
-        q,
-        new,
-        v,
-        value_log_decay=log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
-    )
+    return linear_attention(q, new, v, value_log_decay=log_decay, **options)
 
 
 def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -97,7 +69,7 @@ def _values_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 class Oja(KDA):
-    """Oja's rule with a decay of each channel of the values, which have length 1; gates and output are those of KDA.
+    """Oja's rule with a decay per channel of the values, which have length 1; the rest is as in KDA.
 
     Args: those of `KDA`.
 
@@ -114,13 +86,8 @@ class Oja(KDA):
     def decay_channels(self) -> int:
         return self.value_dim
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        return oja(
-            q, k, l2_norm(v), beta, log_decay, initial_state=state, return_state=return_state, cu_seqlens=packing
-        )
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        return oja(q, k, l2_norm(v), *self.beta_and_decay(x), **options)
 
 
 register(

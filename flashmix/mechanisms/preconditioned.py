@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import check_per_head, check_states, scan
 from flashmix.mechanisms.deltanet import DeltaNet
@@ -18,7 +19,8 @@ from flashmix.modules.decay import MambaDecay
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.options import hands_on
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
@@ -29,7 +31,58 @@ EPS = 1e-6
 LOG_SCALE = -0.2
 
 
+class PreconditionedOptions(TypedDict, total=False):
+    """The options of both functions."""
+
+    log_scale: Tensor | float
+    scale: float | None
+    initial_state: States | None
+    return_state: bool
+    cu_seqlens: Tensor | Packing | None
+    impl: str
+
+
+def _preconditioned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    curvature: tuple[Tensor, Tensor],
+    *,
+    log_scale: Tensor | float = LOG_SCALE,
+    scale: float | None = None,
+    initial_state: States | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, States | None]:
+    """Both rules, by the shape of `log_decay`; `curvature` is `curvature_beta` and `curvature_log_decay`."""
+    curvature_beta, curvature_log_decay = curvature
+    packing = check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    check_per_head("curvature_beta", curvature_beta, "q", q, B, T, H)
+    check_per_head("curvature_log_decay", curvature_log_decay, "q", q, B, T, H)
+    if not isinstance(log_scale, (int, float)):
+        check_per_head("log_scale", log_scale, "q", q, H)
+    N = B if packing is None else packing.count
+    check_states(initial_state, q, (N, HV, K, V), (N, H, K))
+    S, A = (None, None) if initial_state is None else initial_state
+    wide = state_dtype(q.dtype)
+    options: dict[str, Any] = {"cu_seqlens": packing, "impl": impl}
+    squares = curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square()
+    A_t, A = scan(squares, curvature_log_decay, initial_state=A, **options)
+    centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
+    r = torch.log(A_t + EPS) - centre
+    write = (k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))).to(k.dtype)
+    o, S = delta_rule(
+        q, k, v, beta, log_decay, write=write, scale=scale, initial_state=S, return_state=return_state, **options
+    )
+    return o, None if S is None else (S, A)
+
+
 @public
+@hands_on(_preconditioned)
 def preconditioned_gated_deltanet(
     q: Tensor,
     k: Tensor,
@@ -38,13 +91,7 @@ def preconditioned_gated_deltanet(
     log_decay: Tensor,
     curvature_beta: Tensor,
     curvature_log_decay: Tensor,
-    *,
-    log_scale: Tensor | float = LOG_SCALE,
-    scale: float | None = None,
-    initial_state: States | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[PreconditionedOptions],
 ) -> tuple[Tensor, States | None]:
     """Preconditioned Gated DeltaNet: writes are weaker along channels that recent keys have used much.
 
@@ -70,24 +117,11 @@ def preconditioned_gated_deltanet(
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16, 16]), torch.Size([1, 4, 16]))
     """
     dims("log_decay", log_decay, "B T HV")
-    return _preconditioned(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        curvature_beta,
-        curvature_log_decay,
-        log_scale=log_scale,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return _preconditioned(q, k, v, beta, log_decay, (curvature_beta, curvature_log_decay), **options)
 
 
 @public
+@hands_on(_preconditioned)
 def preconditioned_kda(
     q: Tensor,
     k: Tensor,
@@ -96,13 +130,7 @@ def preconditioned_kda(
     log_decay: Tensor,
     curvature_beta: Tensor,
     curvature_log_decay: Tensor,
-    *,
-    log_scale: Tensor | float = LOG_SCALE,
-    scale: float | None = None,
-    initial_state: States | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[PreconditionedOptions],
 ) -> tuple[Tensor, States | None]:
     """Preconditioned Kimi Delta Attention: `preconditioned_gated_deltanet` with a per-channel decay, `log_decay` `[B, T, HV, K]`.
 
@@ -118,74 +146,7 @@ def preconditioned_kda(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV K")
-    return _preconditioned(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        curvature_beta,
-        curvature_log_decay,
-        log_scale=log_scale,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
-
-
-def _preconditioned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    curvature_beta: Tensor,
-    curvature_log_decay: Tensor,
-    *,
-    log_scale: Tensor | float,
-    scale: float | None,
-    initial_state: States | None,
-    return_state: bool,
-    cu_seqlens: Tensor | Packing | None,
-    impl: str,
-) -> tuple[Tensor, States | None]:
-    check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    check_per_head("curvature_beta", curvature_beta, "q", q, B, T, H)
-    check_per_head("curvature_log_decay", curvature_log_decay, "q", q, B, T, H)
-    if not isinstance(log_scale, (int, float)):
-        check_per_head("log_scale", log_scale, "q", q, H)
-    packing = as_packing(cu_seqlens, B, T, q.device)
-    N = B if packing is None else packing.count
-    check_states(initial_state, q, (N, HV, K, V), (N, H, K))
-    S, A = (None, None) if initial_state is None else initial_state
-    wide = state_dtype(q.dtype)
-    curvature, A = scan(
-        curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square(),
-        curvature_log_decay,
-        initial_state=A,
-        cu_seqlens=packing,
-        impl=impl,
-    )
-    centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
-    r = torch.log(curvature + EPS) - centre
-    write = k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))
-    o, S = delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        write=write.to(k.dtype),
-        scale=scale,
-        initial_state=S,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
-    )
-    return o, None if S is None else (S, A)
+    return _preconditioned(q, k, v, beta, log_decay, (curvature_beta, curvature_log_decay), **options)
 
 
 class Curvature(nn.Module):
@@ -210,29 +171,15 @@ class Preconditioned(DeltaNet):
     has_step = False
     rule: Callable[..., tuple[Tensor, States | None]]
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def make_parameters(self, **placement: Any) -> None:
         if self.write_strength.negative_eigenvalues:
             raise ValueError("negative_eigenvalues must be false where writes are preconditioned, got true")
-        super().make_gates(device, dtype)
-        self.curvature = Curvature(self.width, self.heads, device=device, dtype=dtype)
+        super().make_parameters(**placement)
+        self.curvature = Curvature(self.width, self.heads, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        assert log_decay is not None
-        return self.rule(
-            q,
-            k,
-            v,
-            beta,
-            log_decay,
-            *self.curvature(x),
-            log_scale=self.curvature.log_scale,
-            initial_state=state,
-            return_state=return_state,
-            cu_seqlens=packing,
-        )
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        curvature = self.curvature
+        return self.rule(q, k, v, *self.beta_and_decay(x), *curvature(x), log_scale=curvature.log_scale, **options)
 
 
 class PreconditionedGatedDeltaNet(Preconditioned, GatedDeltaNet):

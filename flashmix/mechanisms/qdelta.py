@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, check_per_head
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
-FEEDBACK_BIAS = -0.9  # of the layer's lambda: at first a third of the query is mixed in
+FEEDBACK_BIAS = -0.9  # of the layer's lambda, so that initially about a third of the query is mixed in
 
 
 @public
+@engine_options
 def qdelta(
     q: Tensor,
     k: Tensor,
@@ -28,12 +28,7 @@ def qdelta(
     beta: Tensor,
     log_decay: Tensor,
     feedback_gate: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[EngineOptions],
 ) -> Result:
     """Q-Delta: the correction reads the state under the key and, weighted, under the query.
 
@@ -49,31 +44,19 @@ def qdelta(
     Source: Park, Kim, Park 2026 (arXiv 2606.08804), section 3.
 
     Example:
+        >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 4, 16)
         >>> qdelta(q / 4, k / 4, v, torch.rand(1, 10, 4), -torch.rand(1, 10, 4), torch.rand(1, 10, 4))[0].shape
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    check_operands(q, v, {"k": k}, beta, log_decay, initial_state, cu_seqlens)
+    check_operands(q, v, {"k": k}, beta, log_decay, options.get("initial_state"), options.get("cu_seqlens"))
     check_per_head("feedback_gate", feedback_gate, "q", q, *v.shape[:3])
     group, wide = v.shape[2] // q.shape[2], state_dtype(q.dtype)
     per_head_q, per_head_k = (x.repeat_interleave(group, 2) for x in (q, k))
     strength = (beta.to(wide) * log_decay.to(wide).exp()).unsqueeze(-1)
     erase = strength * (per_head_k + feedback_gate.to(wide).unsqueeze(-1) * per_head_q)
-    return delta_rule(
-        q,
-        k,
-        v,
-        beta,
-        log_decay,
-        erase=erase.to(k.dtype),
-        write=k,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return delta_rule(q, k, v, beta, log_decay, erase=erase.to(k.dtype), write=k, **options)
 
 
 class QDelta(GatedDeltaNet):
@@ -91,18 +74,13 @@ class QDelta(GatedDeltaNet):
 
     has_step = False
 
-    def make_gates(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        super().make_gates(device, dtype)
-        self.feedback = nn.Linear(self.width, self.value_heads, bias=False, device=device, dtype=dtype)
+    def make_parameters(self, **placement: Any) -> None:
+        super().make_parameters(**placement)
+        self.feedback = nn.Linear(self.width, self.value_heads, bias=False, **placement)
 
-    def recurrence(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Any, return_state: bool, packing: Packing | None
-    ) -> tuple[Tensor, Any]:
-        beta, log_decay = self.gates(x)
-        assert log_decay is not None
-        feedback = self.write_strength(self.feedback(x) + FEEDBACK_BIAS)
+    def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         return qdelta(
-            q, k, v, beta, log_decay, feedback, initial_state=state, return_state=return_state, cu_seqlens=packing
+            q, k, v, *self.beta_and_decay(x), self.write_strength(self.feedback(x) + FEEDBACK_BIAS), **options
         )
 
 

@@ -73,7 +73,7 @@ def register(mechanism: Mechanism) -> None:
 
 
 def by_heads(size: Size) -> list[Options]:
-    """The preset of a mechanism with no options but its heads."""
+    """The preset of a mechanism whose heads are its only option."""
     return size.depth * [{"heads": size.heads}]
 
 

@@ -6,11 +6,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import Lengths, RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
@@ -23,17 +24,8 @@ from flashmix.ops.recurrence import linear_attention
 
 
 @public
-def retnet(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def retnet(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Multi-scale retention: a fixed decay per head.
 
         S_t = gamma_h S_{t-1} + k_t v_t^T,  gamma_h = 1 - 2^{-5-h};  o_t = scale S_t^T q_t
@@ -47,17 +39,7 @@ def retnet(
     """
     heads = torch.arange(dims("v", v, "B T HV V")[2], device=v.device, dtype=state_dtype(v.dtype))
     decay = torch.log1p(-torch.exp2(-5.0 - heads))
-    return linear_attention(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, decay, **options)
 
 
 class RetNet(Mixer[RecurrentCache]):
@@ -111,7 +93,7 @@ class RetNet(Mixer[RecurrentCache]):
             cache.lengths = before.advanced(packing, x.shape[1])
             qk = self.rotary(qk, positions=before.positions(packing, x.shape[1]), limit=cache.lengths.longest)
         q, k = qk.chunk(2, dim=2)
-        o = carried_linear_attention(q, k, v, self.decay, cache, packing)
+        o = carried_linear_attention(q, k, v, log_decay=self.decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 
 

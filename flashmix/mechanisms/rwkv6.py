@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import silu
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, check_per_head, check_same_heads
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, check_same_heads, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.mechanisms.rwkv import RWKV
 from flashmix.modules.decay import RWKV6Decay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.projection import head_size
@@ -21,10 +22,9 @@ from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
 
-NORM_EPS = 64e-5
-
 
 @public
+@engine_options
 def rwkv6(
     r: Tensor,
     k: Tensor,
@@ -33,10 +33,7 @@ def rwkv6(
     bonus: Tensor,
     *,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """RWKV-6: the output reads the state before the write, and its own token with a learned weight.
 
@@ -55,32 +52,21 @@ def rwkv6(
     """
     dims("log_decay", log_decay, "B T H K")
     check_same_heads(r, "r", v)
-    check_operands(r, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
+    check_operands(r, v, {"k": k}, None, log_decay, options.get("initial_state"), options.get("cu_seqlens"), {"q": "r"})
     check_per_head("bonus", bonus, "r", r, *r.shape[2:])
-    o, state = linear_attention(
-        r,
-        k,
-        v,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        read_before=True,
-        impl=impl,
-    )
+    o, state = linear_attention(r, k, v, log_decay, read_before=True, scale=scale, **options)
     own = (r * k * bonus).contiguous().sum(-1, keepdim=True)  # sums in one order however r lies in memory
     return (o + scale * own * v).to(o.dtype), state
 
 
-class RWKV6(Mixer[RecurrentCache]):
+class RWKV6(RWKV):
     """The time mixing of RWKV-6 (Finch): `o = (S + diag(u) k v^T)^T r`, then `S = diag(e^w) S + k v^T`, `w = -e^{W x}`.
 
     Args:
         width: channels of the input and output.
         heads: number of heads.
         head_dim: channels of a head; default `width / heads`.
-        shift_rank: of the projection that says by how much each channel is mixed with the token before.
+        shift_rank: of the projection that determines how much of the previous token each channel takes.
         decay_rank: of the decay's projection.
 
     Source: Peng et al., arXiv:2404.05892, section 4.
@@ -123,11 +109,7 @@ class RWKV6(Mixer[RecurrentCache]):
             width, decay_rank, inner, activation="tanh", bias=True, device=device, dtype=dtype
         )
         self.decay = RWKV6Decay()
-        self.bonus = parameter(heads, self.head_dim)
-        self.norm_weight = parameter(inner)
-        self.norm_bias = parameter(inner)
-        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self.make_output(device=device, dtype=dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -135,33 +117,26 @@ class RWKV6(Mixer[RecurrentCache]):
         nn.init.uniform_(self.shift_mix)
         nn.init.uniform_(self.shift_up, -0.01, 0.01)
         nn.init.uniform_(self.bonus)
-        nn.init.ones_(self.norm_weight)
-        nn.init.zeros_(self.norm_bias)
-        channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
-        self.decay_projection.up.bias.copy_(-6.0 + 5.0 * channel)  # memories of about 3 to 400 tokens in each head
+        self.reset_norm_and_decay(5.0)  # memories of about 3 to 400 tokens in each head
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         before, recent = token_shift(
             x, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
         x_r, x_w, x_k, x_v, x_g = self._mixed(x, before - x)
-        r, k, v = (self._heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
-        log_decay = self._heads(self.decay(self.decay_projection(x_w)))
+        r, k, v = (self.by_heads(part) for part in (self.receptance(x_r), self.key(x_k), self.value(x_v)))
+        log_decay = self.by_heads(self.decay(self.decay_projection(x_w)))
         o = carried(rwkv6, r, k, v, log_decay, self.bonus, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
-        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
-        return self.output(torch.addcmul(self.norm_bias, o, self.norm_weight) * silu(self.gate(x_g)))
+        return self.output(self.normalised(o) * silu(self.gate(x_g)))
 
     def _mixed(self, x: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """`x` mixed with the token before, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
+        """`x` mixed with the previous token, which is `x + step`, for the five projections: `x + step (mu + W_up tanh(W_down ...))`."""
         low = torch.tanh(self.shift_down(torch.addcmul(x, step, self.first_mix)))
         low = low.unflatten(-1, (5, -1)).movedim(-2, 0)  # [5, B, T, rank]
         amount = torch.einsum("nbtr,nrd->nbtd", low, self.shift_up.to(low.dtype)) + self.shift_mix[:, None, None]
         return torch.addcmul(x, step, amount).unbind(0)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim))
 
 
 def by_width(size: Size) -> list[Options]:

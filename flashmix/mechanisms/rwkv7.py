@@ -1,16 +1,16 @@
-"""RWKV-7: token shift, low-rank gates, and a state that is decayed, corrected and written in one step."""
+"""RWKV-7: token shift, low-rank projections, and a state that is decayed, corrected and written in one step."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_dplr
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import Result, StateOptions, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.mechanisms.rwkv import RWKV
 from flashmix.modules.decay import RWKV7Decay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.projection import head_size
@@ -22,10 +22,9 @@ from flashmix.ops.recurrence import dplr
 from flashmix.ops.recurrence.call import check_operands
 from flashmix.ops.token_shift.op import token_shift
 
-NORM_EPS = 64e-5
-
 
 @public
+@engine_options
 def rwkv7(
     r: Tensor,
     log_decay: Tensor,
@@ -35,10 +34,7 @@ def rwkv7(
     a: Tensor,
     *,
     scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
+    **options: Unpack[StateOptions],
 ) -> Result:
     """RWKV-7: a normalised removal key, a per-channel learning rate, and a raw write.
 
@@ -62,23 +58,20 @@ def rwkv7(
     dims("log_decay", log_decay, "B T H K")
     check_shape("kk", kk, *dims("k", k, "B T H K"))
     check_shape("a", a, *k.shape)
-    check_operands(r, v, {"k": k, "kk": kk, "a": a}, None, log_decay, initial_state, cu_seqlens, {"q": "r"})
-    return dplr(
+    check_operands(
         r,
-        k,
         v,
-        -kk,
-        (kk * a).to(kk.dtype),
+        {"k": k, "kk": kk, "a": a},
+        None,
         log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
+        options.get("initial_state"),
+        options.get("cu_seqlens"),
+        {"q": "r"},
     )
+    return dplr(r, k, v, -kk, (kk * a).to(kk.dtype), log_decay, scale=scale, **options)
 
 
-class RWKV7(Mixer[RecurrentCache]):
+class RWKV7(RWKV):
     """The time mixing of RWKV-7: `S = diag(e^w) S - (a kk)(kk^T S) + k v^T`, `o = S^T r`.
 
     `kk` is the key divided by its length, `a` in (0, 1) the removed share of the value under it, `w` the per-channel log decay.
@@ -134,11 +127,7 @@ class RWKV7(Mixer[RecurrentCache]):
         self.gate = low_rank(gate_rank, "sigmoid", bias=False)
         self.removal_key = parameter(inner)
         self.key_keep = parameter(inner)
-        self.bonus = parameter(heads, self.head_dim)
-        self.norm_weight = parameter(inner)
-        self.norm_bias = parameter(inner)
-        self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self.make_output(device=device, dtype=dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -146,10 +135,7 @@ class RWKV7(Mixer[RecurrentCache]):
         nn.init.constant_(self.removal_key, 0.85)
         nn.init.ones_(self.key_keep)
         nn.init.zeros_(self.bonus)
-        nn.init.ones_(self.norm_weight)
-        nn.init.zeros_(self.norm_bias)
-        channel = torch.linspace(0, 1, self.head_dim).repeat(self.heads)
-        self.decay_projection.up.bias.copy_(-6.0 + 6.0 * channel)  # memories of about 3 to 700 tokens in each head
+        self.reset_norm_and_decay(6.0)  # memories of about 3 to 700 tokens in each head
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         return self.mix_values(x, packing, cache, None)[0]
@@ -200,33 +186,21 @@ class RWKV7(Mixer[RecurrentCache]):
         if self.value_mix is not None and first_values is not None:
             v = torch.lerp(values, first_values, torch.sigmoid(self.value_mix(x_v)))
         a = torch.sigmoid(self.remove(x_a))
-        kk = l2_norm(self._heads(k * self.removal_key.to(k.dtype)))  # under autocast k is narrower than its parameters
-        k = self._heads(torch.addcmul(k, k * (a - 1), self.key_keep.to(k.dtype)))
-        r, v = self._heads(r), self._heads(v)
-        o = carried_dplr(
-            r,
-            k,
-            v,
-            -kk,
-            kk * self._heads(a),
-            self._heads(self.decay(self.decay_projection(x_w))),
-            cache,
-            packing,
-            scale=1.0,
-        )
+        kk = l2_norm(
+            self.by_heads(k * self.removal_key.to(k.dtype))
+        )  # under autocast k is narrower than its parameters
+        k = self.by_heads(torch.addcmul(k, k * (a - 1), self.key_keep.to(k.dtype)))
+        r, v = self.by_heads(r), self.by_heads(v)
+        b, log_decay = kk * self.by_heads(a), self.by_heads(self.decay(self.decay_projection(x_w)))
+        o = carried_dplr(r, k, v, -kk, b, log_decay=log_decay, cache=cache, packing=packing, scale=1.0)
         if cache is not None:
             cache.recent = recent
-        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
-        o = torch.addcmul(self.norm_bias, o, self.norm_weight)
-        o = o + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
+        o = self.normalised(o) + ((r * k * self.bonus).sum(-1, keepdim=True) * v).flatten(2)
         return self.output(o * self.gate(x_g)), values
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim))
 
 
 def default_ranks(width: int) -> tuple[int, int, int, int]:
-    """Ranks for the decay, the removal, the value residual and the gate at this width, multiples of 8."""
+    """Ranks for the decay, the removal, the value residual and the output gate at this width, multiples of 8."""
 
     def rank(factor: float, power: float) -> int:
         return max(8, round(factor * width**power / 8) * 8)

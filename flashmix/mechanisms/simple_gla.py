@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.checks import dims
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 
 
 @public
-def simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | Packing | None = None,
-    impl: str = "auto",
-) -> Result:
+@engine_options
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]) -> Result:
     """Simple gated linear attention: one decay per token and head, `[B, T, HV]`; `mamba2` without its step size.
 
         S_t = e^{g_t} S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
@@ -38,17 +28,7 @@ def simple_gla(
         torch.Size([1, 10, 4, 16])
     """
     dims("log_decay", log_decay, "B T HV")
-    return linear_attention(
-        q,
-        k,
-        v,
-        log_decay,
-        scale=scale,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        impl=impl,
-    )
+    return linear_attention(q, k, v, log_decay, **options)
 
 
 register(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.common import check_per_head
-from flashmix.op.checks import check_like, dims
+from flashmix.mechanisms.registry import Options, Size
+from flashmix.modules.projection import head_size
+from flashmix.op.checks import check_like, check_range, dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
@@ -17,12 +23,12 @@ SlotStates = tuple[Tensor, Tensor]
 
 def check_slots(q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None) -> Packing | None:
     """Raises unless the tokens fit one another; returns the packing."""
-    check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
+    packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
     check_per_head("s", s, "q", q, *v.shape[:3], dims("s", s, "B T HV M")[3])
     check_like("s", s, "q", q)
     if s.shape[3] < 1:
         raise ValueError("s must have shape [B, T, HV, M] with M >= 1, got M = 0")
-    return as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    return packing
 
 
 def slot_states(q: Tensor, v: Tensor, s: Tensor, packing: Packing | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -40,25 +46,48 @@ def two_passes(
     *,
     scale: float | None,
     states: SlotStates | None,
-    return_state: bool,
     packing: Packing | None,
-    impl: str,
+    **options: Any,
 ) -> tuple[Tensor, SlotStates | None]:
-    """The scores from the slots' keys, their softmax, and the output from the slots' values; both last states."""
+    """The output and both last states: scores from the keys of the slots, their softmax, its product with the values of the slots.
+
+    `options` are `return_state` and `impl`.
+    """
     keys, values = (None, None) if states is None else states
     scores, keys = linear_attention(
-        q,
-        k,
-        s,
-        value_log_decay=log_decay,
-        scale=scale,
-        initial_state=keys,
-        return_state=return_state,
-        cu_seqlens=packing,
-        impl=impl,
+        q, k, s, value_log_decay=log_decay, scale=scale, initial_state=keys, cu_seqlens=packing, **options
     )
     p = torch.softmax(scores.to(state_dtype(v.dtype)), -1).to(v.dtype)
-    o, values = linear_attention(
-        p, s, v, log_decay, scale=1.0, initial_state=values, return_state=return_state, cu_seqlens=packing, impl=impl
-    )
+    o, values = linear_attention(p, s, v, log_decay, scale=1.0, initial_state=values, cu_seqlens=packing, **options)
     return o, None if keys is None or values is None else (keys, values)
+
+
+class SlotMixer(Mixer[RecurrentCache]):
+    """The base of the layers: heads with slots; a family writes `make` and `mix`."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        slots: int = 64,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_range("slots", slots, 1, 256)
+        self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        self.value_dim = head_size(width, heads, value_dim, "value_dim")
+        self.make((heads, self.head_dim), (heads, self.value_dim), (heads, slots), device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
+
+    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
+        """The projection of keys, values and slots of these shapes, the decay and the norm."""
+        raise NotImplementedError
+
+
+def by_slots(size: Size) -> list[Options]:
+    """At most 64 slots per head."""
+    return size.depth * [{"heads": size.heads, "slots": min(64, 2 * size.head_dim)}]

@@ -118,7 +118,7 @@ class SoftmaxAttention(Mixer[AttentionCache]):
 
 
 def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
-    """One query `[B, 1, HQ, D]` a sequence, which sees everything in the cache (its order there does not matter)."""
+    """One query per sequence, `[B, 1, HQ, D]`, which sees everything in the cache, in whatever order it lies there."""
     assert cache.keys is not None and cache.values is not None
     B, slots = cache.keys.shape[:2]
     if lengths.equal and (q.device.type == "cpu" or torch.is_grad_enabled()):

@@ -12,7 +12,7 @@ from flashmix.op.checks import check_range
 
 
 class ModelCache:
-    """The decode state of a model, made by `Decoder.new_cache` and brought up to date by every call that gets it.
+    """The decode state of a model, made by `Decoder.new_cache` and updated by every call that takes it.
 
     Args:
         layers: the cache of each layer.
@@ -31,11 +31,11 @@ class ModelCache:
         return self.layers[0].sequences if self.layers else None
 
     def snapshot(self) -> list[Any]:
-        """The present state, unharmed by later calls; for `restore`."""
+        """The present state for `restore`; later calls do not change it."""
         return [layer.snapshot() for layer in self.layers]
 
     def restore(self, snapshot: list[Any]) -> None:
-        """Back to a snapshot, which may be restored again. What came after it can no longer be rolled back."""
+        """Restores a snapshot, which may be restored again; the tokens after it can no longer be rolled back."""
         for layer, state in zip(self.layers, snapshot, strict=True):
             layer.restore(state)
         self._calls.clear()
@@ -47,7 +47,7 @@ class ModelCache:
         self._calls.clear()
 
     def record(self, tokens: Tensor, rolls_back: bool) -> None:
-        """Notes a call before it is made; one that packs or pads ends the history."""
+        """Records a call before it runs; a packed or padded one ends the history."""
         if not self.history:
             return
         if not rolls_back:

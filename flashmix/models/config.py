@@ -13,7 +13,7 @@ from flashmix.op.checks import check_choice
 
 MIXERS: dict[str, type[Mixer[Any]]] = mixers()
 
-# What an option may be, by its annotation in the layer's constructor.
+# The types that an option may have, by its annotation in the layer's constructor, and their name in errors.
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "int": (int, "a whole number"),
     "float": ((int, float), "a number"),
@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raises TypeError unless `value` is what `annotation` ("int | None", "tuple[int, int]", ...) says."""
+    """Raises TypeError unless `value` fits `annotation` ("int | None", "tuple[int, int]", ...)."""
     allowed, text = TYPES[annotation.split(" ")[0].split("[")[0]]
     if value is None and annotation.endswith("None"):
         return
@@ -89,14 +89,14 @@ class DecoderConfig:
     Attributes:
         vocab_size: number of tokens.
         width: channels of the residual stream.
-        layers: one `LayerConfig` a block, from the embedding up.
+        layers: one `LayerConfig` per block, from the embedding up.
         mlp_width: hidden channels of each block's SwiGLU; None: `8/3 width`, rounded up to a multiple of 32.
         tied: whether the head is the embedding.
         norm_eps: of the norms before mixers, MLPs and the head.
         logit_softcap: None, or logits are bounded to `c tanh(logits / c)`.
 
     Raises:
-        ValueError, TypeError: a field cannot be; the message names it, as in `layers[2].heads must be ...`.
+        ValueError, TypeError: a field is invalid; the message names it, as in `layers[2].heads must be ...`.
 
     Example:
         >>> delta = LayerConfig("gated_deltanet", {"heads": 4})

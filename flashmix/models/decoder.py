@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         """Normal weights of variance `1 / (3 inputs)`, smaller by `sqrt(2 blocks)` where they write to the residual.
 
         Embeddings have a spread of 0.2 and logits start as if the head's weights had 0.02: small enough to begin near
-        the uniform distribution, while embeddings are not drowned by what the first blocks add (measured on bytes of
+        the uniform distribution, and large enough beside the output of the first blocks (measured on bytes of
         source code, 600k tokens: 2.23 bits per byte; with 0.02 for both 2.45).
         """
         for module in self.modules():
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return ModelCache([block.mixer.new_cache() for block in self._blocks()], history)
 
     def _blocks(self) -> Iterator[Block]:
-        """The blocks, as the type checker should know them."""
+        """The blocks, with their type."""
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
             cu_seqlens: `[N + 1]` boundaries of packed sequences or their `Packing`; needs `B == 1`.
             attention_mask: `[B, T]`, non-zero where there is a token; the others are padding, wherever they are. With a
                 cache it covers the tokens of this call only.
-            cache: from `new_cache`, what the model has read before; brought up to date in place. For inference only.
+            cache: from `new_cache`, the memory of the tokens before these; updated in place. For inference only.
             targets: `[B, T]` int64, the token that should follow each token; -100 where it does not count (as padding).
             reduction: of the loss, "mean" over counted targets, "sum" or "none".
 
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """What the head reads, `[B, T, width]`, zero at padding; arguments as in `forward`."""
+        """The input of the head, `[B, T, width]`, zero at padding; arguments as in `forward`."""
         x, padding = self._hidden(tokens, cu_seqlens, attention_mask, cache)
         return x if padding is None else padding.restore(x)
 
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None,
         cache: ModelCache | None,
     ) -> tuple[Tensor, Padding | None]:
-        """What the head reads; where there is padding, packed without it."""
+        """The input of the head, and the padding that was removed from it."""
         B, T = dims("tokens", tokens, "B T")
         check_dtype("tokens", tokens, torch.int64, torch.int32)
         if tokens.numel() and contents_are_checked(tokens):

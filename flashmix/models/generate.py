@@ -1,4 +1,4 @@
-"""Text from a model: the prompt is read at once, then token by token from the cache."""
+"""Generation: the model reads the prompt at once, then continues token by token from its cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
-from flashmix.models.sampling import Sampling
+from flashmix.models.sampling import Sampling, SamplingOptions
 from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.options import hands_on
 
 
-def generate(
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `generate`."""
+
+    attention_mask: Tensor | None
+    stop: int | Sequence[int] | None
+    cache: ModelCache | None
+
+
+def stream(
     model: Decoder,
     tokens: Tensor,
     max_new_tokens: int,
@@ -25,7 +35,15 @@ def generate(
     stop: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     cache: ModelCache | None = None,
-) -> Tensor:
+) -> Iterator[Tensor]:
+    """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is known."""
+    sampling = Sampling(temperature, top_k, top_p, generator)
+    check_call(tokens, max_new_tokens, attention_mask, sampling)
+    return _steps(model, tokens, max_new_tokens, attention_mask, sampling, stop_tokens(stop, tokens), cache)
+
+
+@hands_on(stream)
+def generate(model: Decoder, tokens: Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]) -> Tensor:
     """Continues each row of `tokens`; greedy generation gives the argmax of the full forward at every position.
 
     Args:
@@ -53,26 +71,7 @@ def generate(
         >>> generate(Decoder(preset("gla_nano")), torch.tensor([[1, 2, 3]]), 5).shape
         torch.Size([1, 5])
     """
-    sampling = Sampling(temperature, top_k, top_p, generator)
-    return stacked(_checked_steps(model, tokens, max_new_tokens, attention_mask, sampling, stop, cache), tokens)
-
-
-def stream(
-    model: Decoder,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    attention_mask: Tensor | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | Sequence[int] | None = None,
-    generator: torch.Generator | None = None,
-    cache: ModelCache | None = None,
-) -> Iterator[Tensor]:
-    """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is there."""
-    sampling = Sampling(temperature, top_k, top_p, generator)
-    return _checked_steps(model, tokens, max_new_tokens, attention_mask, sampling, stop, cache)
+    return stacked(stream(model, tokens, max_new_tokens, **options), tokens)
 
 
 def stacked(steps: Iterator[Tensor], tokens: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ def stacked(steps: Iterator[Tensor], tokens: Tensor) -> Tensor:
 
 
 def check_call(tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None, sampling: Sampling) -> None:
-    """Raises ValueError for an argument of `generate` that cannot be."""
+    """Raises ValueError for an invalid argument of `generate`."""
     B, T = dims("tokens", tokens, "B T")
     check_range("max_new_tokens", max_new_tokens, 0, 2**31)
     sampling.check()
@@ -97,20 +96,6 @@ def check_call(tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | Non
 def stop_tokens(stop: int | Sequence[int] | None, tokens: Tensor) -> Tensor:
     """The tokens that end a row, as a tensor like `tokens`."""
     return tokens.new_tensor([stop] if isinstance(stop, int) else list(stop or ()))
-
-
-def _checked_steps(
-    model: Decoder,
-    tokens: Tensor,
-    max_new_tokens: int,
-    attention_mask: Tensor | None,
-    sampling: Sampling,
-    stop: int | Sequence[int] | None,
-    cache: ModelCache | None,
-) -> Iterator[Tensor]:
-    """Checks the call at once; the steps are computed as they are asked for."""
-    check_call(tokens, max_new_tokens, attention_mask, sampling)
-    return _steps(model, tokens, max_new_tokens, attention_mask, sampling, stop_tokens(stop, tokens), cache)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from flashmix.models.config import DecoderConfig, LayerConfig
 SIZES = {
     "nano": Size(width=32, depth=4, head_dim=8, window=4),  # for tests
     "tiny": Size(width=128, depth=4, head_dim=32, window=64),  # trains on a laptop's CPU in minutes
-    "small": Size(width=384, depth=8, head_dim=64, window=256),  # there in hours, on a GPU in minutes
+    "small": Size(width=384, depth=8, head_dim=64, window=256),  # on a CPU in hours, on a GPU in minutes
     "base": Size(width=768, depth=12, head_dim=64, window=1024),
 }
 
@@ -20,7 +20,7 @@ Layers = list[LayerConfig]
 
 
 def layers_of(mixer: str, size: Size) -> Layers:
-    """The layers of the preset that a mechanism has itself."""
+    """The layers of a mechanism's own preset."""
     return [LayerConfig(mixer, options) for options in presets()[mixer](size)]
 
 
@@ -30,7 +30,7 @@ def transformer(size: Size) -> Layers:
 
 
 def hybrid(size: Size) -> Layers:
-    """Gated DeltaNet, every fourth layer windowed attention: a state for the past, exact attention for what is near."""
+    """Gated DeltaNet, every fourth layer windowed attention: a state for the past, exact attention to near tokens."""
     return _every_fourth(layers_of("gated_deltanet", size), "attention", heads=size.heads, window=size.window)
 
 

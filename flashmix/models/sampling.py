@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -10,9 +11,18 @@ from torch import Tensor
 from flashmix.op.checks import check_range
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling`, as options of the functions that generate."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """The options of `generate` that say how a token is drawn.
+    """The options of `generate` that determine how a token is drawn.
 
     Attributes:
         temperature: 0 for the likeliest token; else logits are divided by it and a token is drawn.

@@ -1,6 +1,6 @@
 """Speculative decoding: a small model drafts a few tokens, the large one reads them at once and keeps those it agrees with.
 
-What comes out is what the large model alone would give: greedily the same tokens, in sampling the same distribution.
+The result is that of the large model alone: the same tokens when greedy, the same distribution when sampling.
 """
 
 from __future__ import annotations
@@ -10,23 +10,35 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
-from flashmix.models.generate import check_call, last_token, stacked, stop_tokens
-from flashmix.models.sampling import Sampling
+from flashmix.models.generate import check_call, last_token, stacked, stop_tokens, stream
+from flashmix.models.sampling import Sampling, SamplingOptions
 from flashmix.op.checks import check_range
+from flashmix.op.options import hands_on
 
 
 @dataclass
 class Acceptance:
-    """How many tokens were drafted, and how many of them the model kept; filled in while tokens are generated."""
+    """The number of drafted tokens and of those that the model kept, updated during generation."""
 
     drafted: int = 0
     accepted: int = 0
 
 
-def generate_speculatively(
+class SpeculationOptions(SamplingOptions, total=False):
+    """The options of `generate_speculatively`."""
+
+    draft_tokens: int
+    attention_mask: Tensor | None
+    stop: int | Sequence[int] | None
+    acceptance: Acceptance | None
+
+
+@hands_on(stream, SamplingOptions.__annotations__)
+def stream_speculatively(
     model: Decoder,
     draft: Decoder,
     tokens: Tensor,
@@ -34,12 +46,18 @@ def generate_speculatively(
     *,
     draft_tokens: int = 4,
     attention_mask: Tensor | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     stop: int | Sequence[int] | None = None,
-    generator: torch.Generator | None = None,
     acceptance: Acceptance | None = None,
+    **options: Unpack[SamplingOptions],
+) -> Iterator[Tensor]:
+    """Like `generate_speculatively`, but yields the new token of each row, `[B]`, as soon as every row has it."""
+    run = _Speculation(model, draft, draft_tokens, Sampling(**options), acceptance)
+    return run.stream(tokens, max_new_tokens, attention_mask, stop)
+
+
+@hands_on(stream_speculatively)
+def generate_speculatively(
+    model: Decoder, draft: Decoder, tokens: Tensor, max_new_tokens: int, **options: Unpack[SpeculationOptions]
 ) -> Tensor:
     """Continues each row of `tokens` as `generate` with `model` does, with fewer calls of `model` where `draft` is right.
 
@@ -71,30 +89,7 @@ def generate_speculatively(
         >>> torch.equal(generate_speculatively(model, draft, prompt, 8), generate(model, prompt, 8))
         True
     """
-    sampling = Sampling(temperature, top_k, top_p, generator)
-    run = _Speculation(model, draft, draft_tokens, sampling, acceptance)
-    return stacked(run.stream(tokens, max_new_tokens, attention_mask, stop), tokens)
-
-
-def stream_speculatively(
-    model: Decoder,
-    draft: Decoder,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    draft_tokens: int = 4,
-    attention_mask: Tensor | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | Sequence[int] | None = None,
-    generator: torch.Generator | None = None,
-    acceptance: Acceptance | None = None,
-) -> Iterator[Tensor]:
-    """Like `generate_speculatively`, but yields the new token of each row, `[B]`, as soon as every row has it."""
-    sampling = Sampling(temperature, top_k, top_p, generator)
-    run = _Speculation(model, draft, draft_tokens, sampling, acceptance)
-    return run.stream(tokens, max_new_tokens, attention_mask, stop)
+    return stacked(stream_speculatively(model, draft, tokens, max_new_tokens, **options), tokens)
 
 
 class _Speculation:
@@ -117,9 +112,9 @@ class _Speculation:
             raise ValueError(
                 f"draft must have vocab_size {model.config.vocab_size} like model, got {draft.config.vocab_size}"
             )
-        here, there = model.embedding.weight.device, draft.embedding.weight.device
-        if here != there:
-            raise ValueError(f"draft must be on {here} like model, got {there}")
+        device, draft_device = model.embedding.weight.device, draft.embedding.weight.device
+        if device != draft_device:
+            raise ValueError(f"draft must be on {device} like model, got {draft_device}")
         self.caches: tuple[ModelCache, ModelCache] = model.new_cache(self.count + 1), draft.new_cache(self.count + 1)
         return self._steps(tokens, limit, attention_mask, stop_tokens(stop, tokens))
 
@@ -223,12 +218,10 @@ def leftover(p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
     wanted = p.gather(1, index).squeeze(1)
     rest = (wanted - torch.nn.functional.pad(q, (0, 0, 0, 1)).gather(1, index).squeeze(1)).clamp(min=0.0)
     total = rest.sum(dim=1, keepdim=True)
-    return torch.where(
-        total > 0, rest / total, wanted
-    )  # p = q up to rounding leaves nothing: then any draw of p will do
+    return torch.where(total > 0, rest / total, wanted)  # total = 0: p equals q up to rounding
 
 
 def _until_stop(tokens: list[int], ends: set[int]) -> list[int]:
-    """`tokens` up to the first that ends a row, it included."""
+    """`tokens` up to and with the first that ends a row."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]

@@ -1,4 +1,4 @@
-"""Building blocks with parameters: norms, rotary embedding, short convolution, MLP, gates and losses."""
+"""Building blocks with parameters: norms, rotary embedding, short convolution, MLP, decays and losses."""
 
 from flashmix.modules.decay import (
     BoundedDecay,

@@ -1,4 +1,4 @@
-"""How a layer makes its gates: log decays `g <= 0` from projections of the input, and write strengths `beta`.
+"""Log decays `g <= 0` and write strengths `beta` as functions of projections of the input.
 
 Decays are computed and returned in float32 (float64 for float64 inputs): they are summed over many tokens.
 """
@@ -15,7 +15,7 @@ from flashmix.op.checks import check_range
 from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
-RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % a token
+RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % per token
 
 
 class MambaDecay(nn.Module):
@@ -23,9 +23,9 @@ class MambaDecay(nn.Module):
 
     Args:
         heads: number of heads, one `A_log` each.
-        channels: None for one decay a head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
-        step_range: the step `softplus(dt_bias)` is log-uniform between these at first.
-        rate_range: the rate `exp(A_log)` is uniform between these at first.
+        channels: None for one decay per head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
+        step_range: the step `softplus(dt_bias)` is log-uniform between these at initialisation.
+        rate_range: the rate `exp(A_log)` is uniform between these at initialisation.
 
     Source: Dao and Gu, arXiv:2405.21060, section 7; Kimi Linear, arXiv:2510.26692, section 4.
 
@@ -77,13 +77,13 @@ class BoundedDecay(nn.Module):
 
     Args:
         heads: number of heads, one `A_log` each.
-        channels: None for one decay a head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
+        channels: None for one decay per head (`x` is `[..., H]`), else the channels of a head (`x` is `[..., H, K]`).
         lower: the strongest log decay, in [-5, 0).
 
     Raises:
         ValueError: `lower` is out of its range.
 
-    Source: Kimi Linear, arXiv:2510.26692 (the gate's bounded form in the released models).
+    Source: Kimi Linear, arXiv:2510.26692 (the bounded decay of the released models).
 
     Example:
         >>> import torch
@@ -121,7 +121,7 @@ class LogSigmoidDecay(nn.Module):
     """The decay of GLA: `g = logsigmoid(x) / temperature`.
 
     Args:
-        temperature: the larger, the slower the forgetting.
+        temperature: divides the log decay; a larger one forgets more slowly.
 
     Source: Yang et al., arXiv:2312.06635, section 4.4 (temperature 16).
 

@@ -9,10 +9,10 @@ from flashmix.ops.losses.op import linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):
-    """Cross-entropy of `hidden @ weight^T` against targets; `[tokens, vocabulary]` is never held.
+    """Cross-entropy of `hidden @ weight^T` against targets; the logits `[tokens, vocabulary]` are never held.
 
     Args:
-        ignore_index: targets with this value count for nothing.
+        ignore_index: targets with this value are not counted.
         label_smoothing: weight of the uniform distribution in the target.
         z_loss: weight of `logsumexp(logits)^2`.
         softcap: None, or logits are first bounded to `softcap * tanh(logits / softcap)`.

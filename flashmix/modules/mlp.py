@@ -1,4 +1,4 @@
-"""Channel mixing, and the low-rank projection that gates are made of."""
+"""The gated MLP, and the low-rank projection of decays and gates."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class LowRank(nn.Module):
     """A projection through few channels: `y = W_up act(W_down x) + bias`.
 
     Args:
-        dim: channels in.
-        rank: channels between.
-        out: channels out.
+        dim: channels of the input.
+        rank: channels between the two matrices.
+        out: channels of the output.
         activation: "tanh", "sigmoid" or None, between the two.
-        bias: whether there is a learned bias at the end, 0 at first.
+        bias: whether the output has a learned bias, 0 at first.
 
     Example:
         >>> import torch

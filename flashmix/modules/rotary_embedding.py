@@ -1,4 +1,4 @@
-"""Rotary position embedding with a table that grows by need."""
+"""Rotary position embedding with a table that grows on demand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: channels of one head (not of the model).
         base: the longest wavelength is about `2 pi base` tokens.
-        rotated: how many of the first channels turn, even; default all of them.
+        rotated: number of leading channels that are rotated, even; default all of them.
         interleaved: pairs are neighbours `(0, 1), (2, 3), ...` instead of halves `(i, i + rotated/2)`.
-        scaling: how frequencies stretch for texts longer than those trained on, one of `flashmix.ops.rotary.scaling`.
+        scaling: of the frequencies, for texts longer than those of the training, one of `flashmix.ops.rotary.scaling`.
         axes: `rotated/2` numbers, the axis (time, height, width, ...) whose position turns each pair; positions are
             then `[B, T, axes]`.
 

@@ -1,4 +1,4 @@
-"""Mixing of the last few tokens: the causal depthwise convolution and the token shift."""
+"""The causal depthwise convolution over the last few tokens, with its parameters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ShortConvolution(nn.Module):
         return_state: bool = False,
         cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `forward` of `qkv` `[B, T, dim]`, whose channels are queries, keys and values: each in a tensor of its own."""
+        """Convolves queries, keys and values, which are the channels of `qkv` `[B, T, dim]`; returns each as a tensor of its own."""
         biases = (None, None, None) if self.bias is None else self.bias.split(sizes)
         return short_conv_qkv(
             *qkv.split(sizes, dim=-1),

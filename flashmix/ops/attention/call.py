@@ -102,15 +102,13 @@ def triton_supports(call: AttentionCall) -> str | None:
 
 def hopper_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
-    if call.dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernels take bfloat16 and float16, got {call.dtype}"
     if not LEAST_CHANNELS_HOPPER <= channels <= MOST_CHANNELS_BACKWARD:
         return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
     if call.dropout_p > 0:
         return "it has no dropout"
     if min(call.q.numel(), call.k.numel(), call.v.numel()) == 0:
         return "the inputs are empty"
-    return gpu.refuses_gluon(call.device)
+    return gpu.hopper_refuses(call.device, call.dtype)
 
 
 def sdpa_supports(call: AttentionCall) -> str | None:

@@ -13,16 +13,28 @@ from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
-from flashmix.ops.recurrence.call import Decay, RecurrenceCall, check_operands
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
 from flashmix.ops.recurrence.native.binding import missing
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
-    if call.decay is Decay.VALUE:
-        return "its kernels have no decay on the value axis"
     if max(call.K, call.V) > 256:
         return f"its kernels hold head dimensions up to 256, got K = {call.K} and V = {call.V}"
     return gpu.refuses(call.device, call.dtype)
+
+
+def _gluon_supports(call: RecurrenceCall) -> str | None:
+    if call.rule is not Rule.TIED or call.decay in (Decay.CHANNEL, Decay.VALUE) or call.read_before:
+        return "it has the tied delta rule alone, read after the write, with at most one decay per token"
+    if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
+        return (
+            f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
+        )
+    if call.tokens == 0 or call.batch == 0:
+        return "it needs at least one token"
+    if call.tokens >= 2**28:
+        return f"its coordinates reach 2^28 tokens, got {call.tokens}"
+    return gpu.hopper_refuses(call.device, call.dtype)
 
 
 def _native_supports(call: RecurrenceCall) -> str | None:
@@ -40,6 +52,7 @@ def _native_supports(call: RecurrenceCall) -> str | None:
 
 
 IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
+    Implementation("gluon", "flashmix.ops.recurrence.gluon_hopper", _gluon_supports),
     Implementation("triton", "flashmix.ops.recurrence.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.recurrence.native", _native_supports),
     Implementation("portable", "flashmix.ops.recurrence.portable", always),

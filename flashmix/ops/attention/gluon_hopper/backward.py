@@ -22,24 +22,25 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.hopper import (
-    VECTOR,
     accumulator,
     add_to_global,
-    arrive,
+    allocate_barriers,
     await_count,
-    barriers,
     count_up,
-    exp2,
+    ex2,
     fence_async_shared,
     gl,
     gluon,
     operand,
+    plain,
+    products_done,
+    release,
+    signal,
+    stores_done,
     sync_group,
-    tma,
     wait_empty,
     wait_full,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -49,7 +50,7 @@ from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
-from flashmix.ops.attention.gluon_hopper.tiles import Ring, copy_tile, first_of, result_layout, ring, write_part
+from flashmix.ops.attention.gluon_hopper.tiles import TileRing, copy_tile, first_of, result_layout, ring, write_part
 from flashmix.ops.attention.triton_gpu.backward import RowInputs, row_statistics, summed_over_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, find_sequence
 from flashmix.ops.attention.triton_gpu.spec import aligned, numbers_of
@@ -152,7 +153,7 @@ def turn_of(at, block, n, S: gl.constexpr):
 def put_numbers(numbers, full, tiles, use):
     """Stores numbers of BM rows as tile `use` of a ring. (TMA would want those of each packed sequence to begin at 16 bytes.)"""
     tiles.index(use % full.shape[0]).store(numbers)
-    arrive(full, use)
+    signal(full, use)
 
 
 @gluon.jit
@@ -198,9 +199,9 @@ def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
         if i > 0:  # the block before this one has come to memory: pass it on
             count_up(before, 2)
         before = counter
-        tma.store_wait(0)
+        stores_done(0)
         for half in gl.static_range(2):
-            arrive(rings.d_q.empty, 2 * i + half)
+            release(rings.d_q.empty, 2 * i + half)
         head, block = next_step(head, block, steps)
     if steps.all > 0:
         count_up(before, 0)
@@ -259,21 +260,21 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         s = transposed_scores(k, q)  # [64, BM]
         wait_full(rings.d_o.full, i)
         d_p = transposed_scores(v, d_o)  # [64, BM]
-        s = warpgroup_mma_wait(1, [s])
+        s = products_done(1, [s])
         # P = 2^(S - level)
         edge = (start < steps.inner) | (start >= steps.outer)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         y, squashed = scaled(s, n, S)
         position = (shift + start + gl.arange(0, S.BM, gl.SliceLayout(0, L)))[None, :]
         y = masked(y - level[None, :], position, key, at.tokens_k, edge, n, EITHER, S)
-        p = exp2(y)
+        p = ex2(y)
         rounded = p.to(dtype)
         if S.BM == 128:  # twice the registers: float32 would be spilled
             p = rounded.to(gl.float32)
         p_t = gl.convert_layout(rounded, operand(V.FIRST))
         # dV += P^T dO
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
-        d_p = warpgroup_mma_wait(1, [d_p])
+        d_p = products_done(1, [d_p])
         # dS = P (dP - delta)
         delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         d_s = p * (d_p - delta[None, :])
@@ -287,17 +288,17 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         # dQ = dS K, half of it;  dK += dS^T Q
         d_q = half_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
         d_k = warpgroup_mma(d_s_t, q, d_k, is_async=True)
-        d_q, d_v, p_t = warpgroup_mma_wait(1, [d_q, d_v, p_t])
-        arrive(rings.d_o.empty, i)
+        d_q, d_v, p_t = products_done(1, [d_q, d_v, p_t])
+        release(rings.d_o.empty, i)
         wait_empty(rings.d_q.empty, 2 * i + group)
         # in the order in which threads hold it: eight stores of 16 bytes each
         d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
         rings.d_q.tiles.index(group).store(d_q)
         fence_async_shared()
-        arrive(rings.d_q.full, 2 * i + group)
+        signal(rings.d_q.full, 2 * i + group)
         # a product in flight over the loop's end would make ptxas run all of them one by one
-        d_k, d_s_t = warpgroup_mma_wait(0, [d_k, d_s_t])
-        arrive(rings.q.empty, i)
+        d_k, d_s_t = products_done(0, [d_k, d_s_t])
+        release(rings.q.empty, i)
         head, block = next_step(head, block, steps)
     sync_group(7, 256)  # the other group has read these keys
     to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
@@ -317,10 +318,14 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr
         ring(2, (v_t, None), 1),
         ring(S.STAGES, (q_t, None), 2, 2),
         ring(S.STAGES, (d_o_t, None), 2, 2),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
-        Ring(gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout), barriers(2, 1), barriers(2, 1)),
+        TileRing(
+            gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout),
+            allocate_barriers(2, 1),
+            allocate_barriers(2, 1),
+        ),
     )
     descriptors = (q_t, d_o_t, k_t, v_t)
     if at.first >= 0:
@@ -374,13 +379,13 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     made = torch.zeros(blocks * (2 * 4096 + 1) + 4, dtype=torch.float32, device=q.device)
     sums, counters = made[: blocks * 2 * 4096], made[blocks * 2 * 4096 :].view(torch.int32)
     blocks_k, table_k = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
-    described = [tiles(x, spec, r, w)[0] for x, r, w in (
-        (q, spec.BM, spec.QK), (d_o, spec.BM, spec.V), (k, ROWS, spec.QK), (v, ROWS, spec.V),
-    )]  # fmt: skip
+    of_rows = [tiles(x, spec, spec.BM, width)[0] for x, width in ((q, spec.QK), (d_o, spec.V))]
+    of_keys = [tiles(x, spec, ROWS, width)[0] for x, width in ((k, spec.QK), (v, spec.V))]
     bound(hopper_backward_kernel, spec, **options)(
         blocks_k * call.batch * call.heads,
         BackwardWork(table_k, rows.level, rows.delta, d_k, d_v, counters),
-        *described,
+        *of_rows,
+        *of_keys,
         Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0),
         numbers_of(call, spec, blocks_k),
     )

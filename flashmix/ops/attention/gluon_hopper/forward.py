@@ -20,19 +20,20 @@ from torch import Tensor
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
-    VECTOR,
     accumulator,
-    arrive,
-    barriers,
-    exp2,
+    allocate_barriers,
+    ex2,
     fence_async_shared,
     gl,
     gluon,
     pin,
+    plain,
+    products_done,
+    release,
     row_pieces,
+    signal,
     wait_empty,
     wait_full,
-    warpgroup_mma_wait,
 )
 from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -158,7 +159,7 @@ def tell(queue, drawn, number):
     wait_empty(queue.empty, drawn)
     slot = drawn % queue.full.shape[0]
     queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    arrive(queue.full, drawn)
+    signal(queue.full, drawn)
 
 
 @gluon.jit
@@ -166,7 +167,7 @@ def told(queue, drawn):
     """The number that `tell` told."""
     wait_full(queue.full, drawn)
     number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))  # [1]
-    arrive(queue.empty, drawn)
+    release(queue.empty, drawn)
     return gl.max(number, 0)
 
 
@@ -188,11 +189,11 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
         wait_full(rings.v.full, use - 1)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
-        s = warpgroup_mma_wait(PV, [s])
-        arrive(rings.k.empty, use)
+        s = products_done(PV, [s])
+        release(rings.k.empty, use)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
-        shrink = pin(exp2(m - top))
+        shrink = pin(ex2(m - top))
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
         m = top
         # a branch, over which ptxas does not raise the wait for `p v`
@@ -200,12 +201,12 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
-            acc_1, acc_2, p_1, p_2, l, shrink = warpgroup_mma_wait(0, [acc_1, acc_2, p_1, p_2, l, shrink])
+            acc_1, acc_2, p_1, p_2, l, shrink = products_done(0, [acc_1, acc_2, p_1, p_2, l, shrink])
             acc = (acc_1, acc_2)
         else:
-            acc_1, p_1, l, shrink = warpgroup_mma_wait(0, [acc_1, p_1, l, shrink])
+            acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        arrive(rings.v.empty, use - 1)
+        release(rings.v.empty, use - 1)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -248,34 +249,34 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     wait_full(rings.q.full, turn * GROUPS + group)
     wait_full(rings.k.full, keys.base)
     s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
-    s = warpgroup_mma_wait(0, [s])
-    arrive(rings.k.empty, keys.base)
+    s = products_done(0, [s])
+    release(rings.k.empty, keys.base)
     found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
     acc, p, m, l = all_keys(state, keys, rows, group, rings, n, S)
     if S.OWN_RESULTS:
-        arrive(rings.q.empty, turn * GROUPS + group)
+        release(rings.q.empty, turn * GROUPS + group)
     # the last product
     last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
-    arrive(rings.v.empty, last)
+    release(rings.v.empty, last)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
     if S.SINK:
         at_sink = in_units(gl.load(x.sink + at.head), S)
         top, m = m, gl.maximum(m, at_sink)
-        shrink = exp2(top - m)
-        l = l * shrink + exp2(at_sink - m)
+        shrink = ex2(top - m)
+        l = l * shrink + ex2(at_sink - m)
     # o = a / l;  lse = m + log l
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
     write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
     if not S.OWN_RESULTS:
         fence_async_shared()
-        arrive(rings.q.empty, turn * GROUPS + group)
+        release(rings.q.empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
     inside = index < at.tokens_q
     gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
@@ -311,8 +312,8 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))
     rings = ForwardRings(q, k, v, o)
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], VECTOR)
-    queue = Queue(out.counter, numbers, barriers(2, 1), barriers(2, GROUPS))
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], plain())
+    queue = Queue(out.counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
     descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
     if GROUPS == 2:
         gl.warp_specialize(

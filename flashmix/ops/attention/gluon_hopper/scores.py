@@ -3,7 +3,7 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from flashmix.gpu.hopper import accumulator, exp2, gl, gluon, row_pieces
+from flashmix.gpu.hopper import accumulator, ex2, gl, gluon, row_pieces
 from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
 from flashmix.ops.attention.triton_gpu.tiles import load_decay
@@ -64,7 +64,7 @@ def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
     if RAW:
         s = masked(s, rows.position, key, keys.tokens, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(s, 1) * n.scale)
-        return exp2(s * n.scale - top[:, None]), top
+        return ex2(s * n.scale - top[:, None]), top
     else:
         y, _ = scaled(s, n, S)
         if BY_TILE and KIND == WHOLE:
@@ -78,7 +78,7 @@ def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
         y = masked(y, rows.position, key, keys.tokens, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(y, 1))
-        return exp2(y - top[:, None]), top
+        return ex2(y - top[:, None]), top
 
 
 @gluon.jit

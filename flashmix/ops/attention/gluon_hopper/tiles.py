@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 from flashmix.gpu.hopper import (
     accumulator,
-    barriers,
+    allocate_barriers,
     coalesced,
-    expect,
+    copy_to_shared,
+    expect_bytes,
     gl,
     gluon,
     operand,
-    tma,
+    products_done,
     wait_empty,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from flashmix.ops.attention.gluon_hopper.spec import RAGGED
 
@@ -33,7 +33,7 @@ def result_layout(layout):
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, rank=2)
 
 
-class Ring(NamedTuple):
+class TileRing(NamedTuple):
     """Tiles in shared memory (a pair), and the barriers that say of each that it has landed, and that all have read it."""
 
     tiles: Any
@@ -56,7 +56,9 @@ def allocate_tiles(count: gl.constexpr, descriptors):
 @gluon.jit
 def ring(count: gl.constexpr, descriptors, readers: gl.constexpr, writers: gl.constexpr = 1):
     """A ring of `count` tiles, each complete after so many writers have arrived, and free after so many readers."""
-    return Ring(allocate_tiles(count, descriptors), barriers(count, writers), barriers(count, readers))
+    return TileRing(
+        allocate_tiles(count, descriptors), allocate_barriers(count, writers), allocate_barriers(count, readers)
+    )
 
 
 @gluon.jit
@@ -95,9 +97,9 @@ def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
     batch, head, start, tokens = place
     if S.PACKED:
         at = [FAR, start + tokens, head, FAR - tokens + row, column]
-        tma.async_copy_global_to_shared(descriptor, at, barrier, buffer)
+        copy_to_shared(descriptor, at, barrier, buffer)
     else:
-        tma.async_copy_global_to_shared(descriptor, [batch, head, row, column], barrier, buffer)
+        copy_to_shared(descriptor, [batch, head, row, column], barrier, buffer)
 
 
 @gluon.jit
@@ -111,11 +113,11 @@ def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr
     stage = use % to.full.shape[0]
     wait_empty(to.empty, use)
     if C.SECOND > 0:
-        barrier = expect(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
+        barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
         copy_part(second, place, row, C.FIRST, barrier, b.index(stage), S)
         copy_part(first, place, row, 0, barrier, a.index(stage), S)
     else:
-        barrier = expect(to.full, use, first.block_type.nbytes)
+        barrier = expect_bytes(to.full, use, first.block_type.nbytes)
         copy_part(first, place, row, 0, barrier, a.index(stage), S)
 
 
@@ -151,10 +153,10 @@ def waited(acc, C: gl.constexpr):
     """Both parts of `accumulate`, computed."""
     acc_1, acc_2 = acc
     if C.SECOND > 0:
-        acc_1, acc_2 = warpgroup_mma_wait(0, [acc_1, acc_2])
+        acc_1, acc_2 = products_done(0, [acc_1, acc_2])
         return acc_1, acc_2
     else:
-        acc_1 = warpgroup_mma_wait(0, [acc_1])
+        acc_1 = products_done(0, [acc_1])
         return acc_1, acc_1
 
 

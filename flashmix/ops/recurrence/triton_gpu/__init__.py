@@ -2,6 +2,9 @@
 
 Forward: `scores` (all chunks at once), `state` (chunk after chunk, with the output). Backward: `state` again for the state each
 chunk starts from, which was not kept; `state` from the end; then `output`, all chunks at once.
+
+A decay of the value axis is a per-channel decay of the transposed state (12.8): the state pass saves its states, and what makes the
+gradient of a query makes the output; backward, what makes an output makes the gradient of the query.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
     ChunkScores,
     ChunkTables,
     ChunkValues,
+    DecayedKeys,
     KeyGradients,
     StateGradientResults,
     StateGradients,
@@ -44,14 +48,15 @@ class Run:
     chunks: int
     where: ChunkTables
     n: ChunkNumbers
+    transposed: bool = False
 
     @staticmethod
-    def of(call: RecurrenceCall) -> Run:
-        own = plan(call)
+    def of(call: RecurrenceCall, transposed: bool = False) -> Run:
+        own = plan(call, transposed)
         call = call.but(**{name: t.contiguous() for name in FIELDS if (t := getattr(call, name)) is not None})
         C = own.tiles.C
         numbers = ChunkNumbers(call.scale, call.tokens, cdiv(call.tokens, C), 1)
-        return Run(call, own, count_chunks(call, C), chunk_tables(call, C), numbers)
+        return Run(call, own, count_chunks(call, C), chunk_tables(call, C), numbers, transposed)
 
     @property
     def chunk_programs(self) -> int:
@@ -80,8 +85,10 @@ class Run:
         return torch.empty(self.chunks, self.call.value_heads, *shape, dtype=dtype, device=self.call.device)
 
     def states(self) -> Tensor:
+        """States as the caller has them."""
         c = self.call
-        return torch.empty(c.sequences, c.value_heads, c.K, c.V, dtype=torch.float32, device=c.device)
+        shape = (c.V, c.K) if self.transposed else (c.K, c.V)
+        return torch.empty(c.sequences, c.value_heads, *shape, dtype=torch.float32, device=c.device)
 
 
 FIELDS = ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")
@@ -96,6 +103,8 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps the tiles of pairs and their factors, and the segments' maps and starts."""
     if is_step(call):
         return step(call), ()
+    if call.decay is Decay.VALUE:
+        return forward_of_values(call, save)
     run = Run.of(call)
     o, state = run.tokens_like(call.V), run.states()
     _, scores = scores_of(run)
@@ -109,10 +118,42 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     return (o, state), pairs + joined
 
 
+def transposed(call: RecurrenceCall, do: Tensor) -> tuple[RecurrenceCall, Tensor]:
+    """A call with a decay of the value axis as the call on S^T (12.8), and its dO, which is q. q and k get a head for each value head."""
+    group = call.value_heads // call.heads
+    assert call.k is not None and not call.rule.corrected
+    q, k = (t if group == 1 else t.repeat_interleave(group, 2) for t in (call.q, call.k))
+    own = RecurrenceCall(
+        do, call.v, k, log_decay=call.log_decay, initial_state=call.initial_state, packing=call.packing,
+        scale=call.scale, read_before=call.read_before,
+    )  # fmt: skip
+    return own, q.contiguous()
+
+
+def forward_of_values(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
+    """Output and final state of a decay of the value axis; keeps the segments' maps and starts."""
+    own, q = transposed(call, call.v)  # of dO only the shape counts
+    run = Run.of(own, True)
+    k, v = run.call.v, run.call.k
+    assert v is not None
+    keys = DecayedKeys(v, run.tokens_like(own.K), run.per_chunk(own.K))
+    G, reach = decay_sums(run, keys)
+    scores = ChunkScores(None, (keys.decayed,), None, None, keys.total)
+    joined = join_forward(run, scores)
+    states, state = run.per_chunk(own.V, own.K, dtype=own.dtype), run.states()
+    state_forward(run, scores, joined, run.plan.state_save, StateResults(None, state, None, states, None))
+    o = run.gradient_like(own.K)
+    inputs, values = ChunkInputs(None, (v,), None, G, reach), ChunkValues((q,), (k,), states, None)
+    run.plan.values(run.chunk_programs, inputs, values, o, run.where, run.n)
+    return (o, state), joined if save else ()
+
+
 def keeps(call: RecurrenceCall) -> Outputs:
     """Empty tensors like those that `forward` keeps; with a per-channel decay pairs and factors are made again."""
     if is_step(call):
         return ()
+    if call.decay is Decay.VALUE:
+        call, _ = transposed(call, call.v)
     own = plan(call)
     rows, columns = len(row_keys(call)), len(column_keys(call))
     C, chunks = own.tiles.C, (count_chunks(call, own.tiles.C), call.value_heads)
@@ -128,17 +169,30 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
-    run = Run.of(call)
-    call = run.call
-    corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     do, dstate = grads
     do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
     dstate = None if dstate is None else dstate.contiguous()
+    decay = "log_decay" in wanted
+    if call.decay is not Decay.VALUE:
+        return gradients(Run.of(call), kept, do, dstate, decay)
+    own, q = transposed(call, do)
+    found = gradients(Run.of(own, True), kept, q, dstate, decay)
+    assert call.k is not None
+    dq, dk = for_heads(found.pop("o"), call.q), for_heads(found["v"], call.k)
+    return found | {"q": dq, "k": dk, "v": found["k"]}
+
+
+def gradients(run: Run, kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool) -> Gradients:
+    """The gradients of a run's operands; with a transposed state in place of that of q the output."""
+    call = run.call
+    corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     inputs, scores = scores_of(run, kept)
     joined = kept[-2:] if run.plan.tiles.segments > 1 else ()
     states, dstates = (run.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
     nu = run.tokens_like(call.V) if corrected else None
-    state_forward(run, scores, joined, run.plan.state_save, StateResults(None, None, nu, states, None))
+    o = run.gradient_like(call.V) if run.transposed else None
+    kernel = run.plan.state_save if o is None else run.plan.state_both
+    state_forward(run, scores, joined, kernel, StateResults(o, None, nu, states, None))
     dr = dv = None
     if corrected:
         dr = run.tokens_like(call.V) if raw else run.gradient_like(call.V)
@@ -148,9 +202,11 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     state_backward(run, scores, joined, StateGradients(do, dstate, None), results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
-    found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), "log_decay" in wanted)
+    found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), decay)
     assert dv is not None
     found["v"] = dv
+    if o is not None:
+        found["o"] = o
     if dS0 is not None:
         found["initial_state"] = dS0
     return found
@@ -178,15 +234,18 @@ def scores_of(run: Run, kept: Outputs = ()) -> tuple[ChunkInputs, ChunkScores]:
     return inputs, scores
 
 
-def decay_sums(run: Run) -> tuple[Tensor, Tensor]:
-    """Sums of a per-channel decay, `[B, T, HV, K]`, and how far back its rows reach, `[chunks, HV, blocks of channels, C]`."""
+def decay_sums(run: Run, keys: DecayedKeys | None = None) -> tuple[Tensor, Tensor]:
+    """Sums of a per-channel decay, `[B, T, HV, K]`, and how far back its rows reach, `[chunks, HV, blocks of channels, C]`.
+
+    Decays `keys` too, where they are given.
+    """
     call, own = run.call, run.plan.tiles
     assert call.log_decay is not None
     dtype = torch.float64 if call.dtype == torch.float32 else torch.float32
     G = torch.empty(size=call.log_decay.shape, dtype=dtype, device=call.device)
     blocks = cdiv(call.K, own.decay.BK)
     reach = run.per_chunk(blocks, own.C, dtype=torch.int8)
-    run.plan.decay(run.chunk_programs * blocks, call.log_decay, G, reach, run.where, run.n)
+    run.plan.decay(run.chunk_programs * blocks, call.log_decay, G, reach, keys, run.where, run.n)
     return G, reach
 
 
@@ -240,9 +299,10 @@ def state_backward(
 
 
 def output_backward(run: Run, inputs: ChunkInputs, scores: ChunkScores, values: ChunkValues, decay: bool) -> Gradients:
-    """Gradients of keys, beta and, if asked for, of the decay."""
+    """Gradients of keys, beta and, if asked for, of the decay; not of q of a transposed state, which would be the output again."""
     call, rows = run.call, len(inputs.rows)
-    keys = {name: run.gradient_like(call.K) for name in ("q", "k", "a", "b") if getattr(call, name) is not None}
+    given = ("k",) if run.transposed else ("q", "k", "a", "b")
+    keys = {name: run.gradient_like(call.K) for name in given if getattr(call, name) is not None}
     dbeta = None if call.beta is None else per_token(run, call.beta)
     dg = per_token(run, call.log_decay) if decay and call.log_decay is not None else None
     row_names, column_names = ("q", "a")[:rows], tuple(name for name in ("k", "b") if name in keys)

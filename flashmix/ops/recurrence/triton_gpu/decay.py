@@ -3,7 +3,8 @@
     G_i = g_1 + ... + g_i        to base 2                                                              (2.1)
 
 Each exponent is the difference of two such sums, never above 0. With at most one number per token, `load_sums` makes the sums where
-they are needed. Those of a per-channel decay are made once, by the kernel here, with how far back each row may reach in one pass:
+they are needed. Those of a per-channel decay are made once, by the kernel here, with how far back each row may reach in one pass
+(of a decay of the value axis with the decayed values too, of which the forward makes no pairs):
 `e^{G_i - G_j}` as `e^{G_i - G_s} e^{G_s - G_j}` with one s for all pairs of a block, the token before it, needs the second factor, above 1,
 in range. That is decided row by row, from its own and earlier decays. The gradient of the decay is part of `output`.
 """
@@ -165,8 +166,11 @@ def reach_of(own, sums, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def decay_sums_kernel(g, G, reach, where, n, S: tl.constexpr):
-    """G `[B, T, HV, K]` and reach `[chunks, HV, blocks of channels, C]`. One program per (chunk, value head, BK channels)."""
+def decay_sums_kernel(g, G, reach, keys, where, n, S: tl.constexpr):
+    """G `[B, T, HV, K]`, reach `[chunks, HV, blocks of channels, C]`, and where they are given the decayed `keys`.
+
+    One program per (chunk, value head, BK channels).
+    """
     BLOCKS: tl.constexpr = (S.K + S.BK - 1) // S.BK
     program = tl.program_id(0) // BLOCKS
     d = (tl.program_id(0) % BLOCKS) * S.BK + tl.arange(0, S.BK)
@@ -176,3 +180,9 @@ def decay_sums_kernel(g, G, reach, where, n, S: tl.constexpr):
         sums = tl.cumsum(own, 0)
         store_rows(G, sums, at, S.K, d, S)
         tl.store(reach + tl.program_id(0).to(tl.int64) * S.C + tl.arange(0, S.C), reach_of(own, sums, S))
+        if keys is not None:
+            final = tl.arange(0, S.C) == at.count - 1
+            last = tl.sum(tl.where(final[:, None], sums, 0.0), 0)  # [BK]
+            y = load_rows(keys.y, at, S.HV, S.K, d, S).to(tl.float32)  # [C, BK]
+            store_rows(keys.decayed, y * factor(last[None, :] - sums), at, S.K, d, S)
+            tl.store(keys.total + (at.chunk.to(tl.int64) * S.HV + at.head) * S.K + d, factor(last), mask=d < S.K)

@@ -18,6 +18,7 @@ from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.structs import ChunkSpec, RowKind
 from flashmix.ops.recurrence.triton_gpu.table import ChunkTiles, Kind, Tile, kind_of, padded, segments_of, tiles
+from flashmix.ops.recurrence.triton_gpu.value_output import value_output_kernel
 
 DECAYS = {Decay.NONE: "none", Decay.HEAD: "head", Decay.TOKEN: "token", Decay.CHANNEL: "channel"}
 # By rule: the rows and the columns of its pairs, in the order of the tiles in memory and of all sums over them.
@@ -48,8 +49,8 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 class Plan(NamedTuple):
-    """Tiles and kernels. `state_output` writes the output, `state_save` what the backward reads, `state_maps` the maps of segments,
-    `state_ends` the gradients that segments send back.
+    """Tiles and kernels. `state_output` writes the output, `state_save` what the backward reads, `state_both` both, `state_maps` the
+    maps of segments, `state_ends` the gradients that segments send back; `values` is the output of a decay of the value axis.
     """
 
     tiles: ChunkTiles
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
     scores: Kernel
     state_output: Kernel
     state_save: Kernel
+    state_both: Kernel
     state_maps: Kernel
     state_backward: Kernel
     state_ends: Kernel
@@ -64,6 +66,7 @@ class Plan(NamedTuple):
     join_backward: Kernel
     output: Kernel
     pairs: Kernel
+    values: Kernel
 
 
 class Sizes(NamedTuple):
@@ -74,13 +77,17 @@ class Sizes(NamedTuple):
     column_heads: tuple[int, ...]
     packed: bool
     read_before: bool
+    transposed: bool  # states
 
 
-def plan(call: RecurrenceCall) -> Plan:
-    """The plan of a call; lengths and batches share one, as far as they are cut alike."""
+def plan(call: RecurrenceCall, transposed: bool = False) -> Plan:
+    """The plan of a call; lengths and batches share one, as far as they are cut alike. The caller's states may be `transposed`.
+
+    `int` fixes what a compiler left open.
+    """
     kind = kind_of(call)
-    rows, columns = (tuple([t.shape[2] for t in keys]) for keys in (row_keys(call), column_keys(call)))
-    sizes = Sizes(call.value_heads, rows, columns, call.packed, call.read_before)
+    rows, columns = (tuple([int(t.shape[2]) for t in keys]) for keys in (row_keys(call), column_keys(call)))
+    sizes = Sizes(int(call.value_heads), rows, columns, call.packed, call.read_before, transposed)
     return cached_plan(kind, sizes, segments_of(call, kind), torch.get_float32_matmul_precision())
 
 
@@ -103,11 +110,11 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
     state = basic._replace(  # the state phase reads keys that are decayed, or have factors
         V=kind.V, ROW_HEADS=(HV,) * len(rows) if channel else rows, COLUMN_HEADS=(HV,) * len(columns) if channel else columns,
         **PAIRS[kind.rule], TIED=tied and not channel, DECAY="channel" if channel else "none",
-        DIAGONAL=kind.rule is Rule.LINEAR, PRECISION=own.precision,
+        DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed, PRECISION=own.precision,
     )  # fmt: skip
     join = ChunkSpec(
-        0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, PRECISION=own.segment_precision,
-        BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
+        0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed,
+        PRECISION=own.segment_precision, BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
     )  # fmt: skip
     return Plan(
         tiles=own,
@@ -120,6 +127,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         ),
         state_output=_kernel(state_forward_kernel, state._replace(OUTPUT=True), own.state),
         state_save=_kernel(state_forward_kernel, state._replace(SAVE=True), own.state),
+        state_both=_kernel(state_forward_kernel, state._replace(OUTPUT=True, SAVE=True), own.state),
         state_maps=_kernel(state_forward_kernel, state, own.maps),
         state_backward=_kernel(state_backward_kernel, state._replace(SAVE=True), own.state_backward),
         state_ends=_kernel(state_backward_kernel, state, own.state_backward),
@@ -127,6 +135,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
         output=_kernel(output_backward_kernel, of_values, own.output),
         pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
+        values=_kernel(value_output_kernel, of_values, own.values),
     )
 
 

@@ -44,6 +44,7 @@ class ChunkSpec(NamedTuple):
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = False  # the state pass writes what the backward reads
     DIAGONAL: bool = False  # the maps of segments are diagonal
+    TRANSPOSED: bool = False  # the caller's states are [V, K], a decay of the value axis
     BK: int = 0
     BV: int = 0
     BN: int = 0
@@ -88,10 +89,18 @@ class ChunkInputs(NamedTuple):
     reach: Any  # [chunks, HV, blocks of channels, C] int8, per-channel decay only
 
 
+class DecayedKeys(NamedTuple):
+    """What the sums of a decay are applied to where no pairs are made: one column key, its result, and the chunk's whole decay."""
+
+    y: Any  # [B, T, HV, K]
+    decayed: Any  # e^{G_C - G} y, [B, T, HV, K]
+    total: Any  # [chunks, HV, K]
+
+
 class ChunkScores(NamedTuple):
     """What the scores phase leaves to the state phase."""
 
-    rows: Any  # as in ChunkInputs; with a per-channel decay e^G x, [B, T, HV, K]
+    rows: Any  # as in ChunkInputs; with a per-channel decay e^G x, [B, T, HV, K]; None where no output is made of them
     columns: Any  # as in ChunkInputs; with a per-channel decay e^{G_C - G} y, [B, T, HV, K]
     A: Any  # [chunks, HV, pairs, C, C]
     factors: Any  # of rows, then of columns, [chunks, HV, rows + columns, C]; None with a per-channel decay
@@ -140,7 +149,7 @@ class ChunkValues(NamedTuple):
 class KeyGradients(NamedTuple):
     """Gradients of `ChunkInputs`, one head for each value head; of a TIED rule rows is (dq,) and columns (dk,)."""
 
-    rows: Any
+    rows: Any  # None in the place of one that is not wanted
     columns: Any
     beta: Any
     decay: Any

@@ -28,7 +28,8 @@ class Tile(NamedTuple):
 class ChunkTiles(NamedTuple):
     """Tokens of a chunk, the tile of each kernel, the segments of a sequence and the precision of products.
 
-    `maps` is the state pass that makes the maps of segments, `join` the pass that joins them (BK: columns of a map at a time).
+    `maps` is the state pass that makes the maps of segments, `join` the pass that joins them (BK: columns of a map at a time). `values` is
+    the output of a decay of the value axis, for which K and V are those of the transposed state: BK channels of values, BV of keys.
     """
 
     C: int
@@ -39,6 +40,7 @@ class ChunkTiles(NamedTuple):
     state_backward: Tile
     output: Tile
     pairs: Tile
+    values: Tile
     join: Tile
     segments: int
     precision: str
@@ -77,6 +79,7 @@ HOPPER: Rows = {
         ("", ALL, 64): (64, 64), ("", ALL, 128): (32, 128), ("", 128, ALL): (32, 64), ("", ALL, ALL): (64, 128, 8),
     },
     "pairs": {("dplr", ALL, ALL): (16, 64), ("", ALL, ALL): (32, 64)},
+    "values": {("", ALL, 128): (32, 128), ("", ALL, ALL): (32, 64)},
     # All of a map in one tile, [K, K] in float32, or where it would not fit some of its columns.
     "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (64, 16)},
 }  # fmt: skip
@@ -129,6 +132,7 @@ FLOAT32: Rows = {
         ("", ALL, ALL): (32, 32),
     },
     "pairs": {("", ALL, ALL): (32, 32)},
+    "values": {("", ALL, ALL): (32, 32)},
     "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (16, 16)},
 }  # fmt: skip
 FLOAT32["maps"] = FLOAT32["state"]
@@ -148,7 +152,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(call: RecurrenceCall) -> Kind:
-    return Kind(call.rule, call.decay, call.K, call.V, call.dtype, gpu.target(call.device))
+    return Kind(call.rule, call.decay, int(call.K), int(call.V), call.dtype, gpu.target(call.device))
 
 
 @lru_cache(maxsize=1024)
@@ -178,7 +182,7 @@ def tile_for(kernel: str, kind: Kind, segments: int) -> Tile:
         if words.issuperset(wanted.split()) and kind.K <= most_K and kind.V <= most_V
     )
     # With 16-bit inputs the reach of rows is decided for 32 channels together: narrower heads are padded to them.
-    reaches = "channel" in words and kind.dtype != torch.float32 and kernel in ("decay", "output", "pairs")
+    reaches = "channel" in words and kind.dtype != torch.float32 and kernel in ("decay", "output", "pairs", "values")
     least = 32 if reaches else 16
     return tile._replace(BK=min(tile.BK, padded(kind.K, least)), BV=min(tile.BV, padded(kind.V)))
 

@@ -54,13 +54,14 @@ def load_rows(x, at, HEADS: tl.constexpr, D: tl.constexpr, d, S: tl.constexpr, S
 
 @triton.jit
 def store_rows(x, tile, at, D: tl.constexpr, d, S: tl.constexpr, ADD: tl.constexpr = False):
-    """Writes a tile of `[tokens, HV, D]`, or ADDs it to what is there."""
-    t = tl.arange(0, S.C)
-    offset = (at.first + t)[:, None] * (S.HV * D) + at.head * D + d[None, :]
-    mask = (t < at.count)[:, None] & (d < D)[None, :]
-    if ADD:
-        tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # [C, d]
-    tl.store(x + offset, tile.to(x.dtype.element_ty), mask=mask)
+    """Writes a tile of `[tokens, HV, D]`, or ADDs it to what is there; nothing where `x` is None."""
+    if x is not None:
+        t = tl.arange(0, S.C)
+        offset = (at.first + t)[:, None] * (S.HV * D) + at.head * D + d[None, :]
+        mask = (t < at.count)[:, None] & (d < D)[None, :]
+        if ADD:
+            tile += tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # [C, d]
+        tl.store(x + offset, tile.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -159,8 +160,11 @@ def factor_vector(factors, at, SLOT: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def state_tile(x, index, v, k, S: tl.constexpr):
-    """Pointers to a transposed tile `[v, k]` of state `index` of `[..., K, V]`."""
-    return x + index.to(tl.int64) * (S.K * S.V) + k[None, :] * S.V + v[:, None]
+    """Pointers to a tile `[v, k]` of state `index` of the caller's `[..., K, V]`, or `[..., V, K]` if TRANSPOSED."""
+    if S.TRANSPOSED:
+        return saved_tile(x, index, v, k, S)
+    else:
+        return x + index.to(tl.int64) * (S.K * S.V) + k[None, :] * S.V + v[:, None]
 
 
 @triton.jit

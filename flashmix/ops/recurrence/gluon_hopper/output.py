@@ -1,0 +1,383 @@
+"""The backward of `output` and `scores`: persistent programs, an item is a (chunk, key head), its value heads one after the other.
+
+    dA_q = dO nu^T      dA_a = dR nu^T                                                                   (6.1)
+    dO S^T      dR S^T      nu dS'^T                                                                     (6.2)
+    N_q = sum scale E beta dA_q      N_a = -sum E beta dA_a          over the value heads, E = e^{G_i - G_j}
+    dq = sum scale e^G dO S^T + N_q k
+    dk = sum (beta e^{G_C - G} nu dS'^T - e^G dR S^T) + N_q^T q + (N_a + N_a^T) k                        (3.3), (6.5)
+
+dq and dk are summed over the value heads in registers and written once. With W = A dA without beta (A as it is multiplied by beta's
+column):
+
+    dbeta_j = sum_i W_ij + e^{G_C - G_j} k_j . (nu dS'^T)_j
+    dg_t = sum_{i >= t} in_i + sum_{j < t} beta_j wr_j + e^{G_C} <S, dS'>                                (2.6)
+
+where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself,
+which no decay lies between, and the rows by way of the state.
+
+Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp.
+Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    ex2,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    gluon,
+    opaque_zero,
+    plus,
+    product,
+    products_done,
+    release,
+    signal,
+    stores_done,
+    wait_empty,
+    wait_full,
+    warpgroup_mma,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
+from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
+from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
+
+# The tiles of a value head in the ring of slots, in this order; states in two halves of K, one a consumer.
+TILES = gl.constexpr(7)
+DO = gl.constexpr(0)
+NU = gl.constexpr(1)
+STATE = gl.constexpr(2)
+DR = gl.constexpr(4)
+DSTATE = gl.constexpr(5)
+VSTAGES = gl.constexpr(3)  # stages of the vectors
+# Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 16.
+SUM_STAGE = gl.constexpr(16)
+COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
+PAIR_ROWS = gl.constexpr(4)  # of beta W
+STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
+WRITTEN = gl.constexpr(7)  # wr, of each consumer
+CARRIED = gl.constexpr(9)  # <S, dS'>, 16 numbers a consumer
+DIAGONAL = gl.constexpr(10)  # of W of the queries, left out of the sums above where there is a decay
+STATE_PARTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+LANES_2 = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+LANES_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@gluon.jit
+def item_count(n):
+    """Items of this program."""
+    return (n.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def item_chunk(x, n, i, S: gl.constexpr):
+    """The chunk and key head of item i of this program."""
+    return chunk_of_item(gl.program_id(0) + i * gl.num_programs(0), x, n, S)
+
+
+@gluon.jit
+def fetch_slot(d, j: gl.constexpr, at, head, row, bar, slot, S: gl.constexpr):
+    """Copies tile `j` of a value head into its slot."""
+    do_d, dr_d, nu_d, s_d, ds_d = d
+    if j == DO:
+        fetch_tokens(do_d, at.span, at.t, head, 0, bar, slot, S)
+    elif j == DR:
+        fetch_tokens(dr_d, at.span, at.t, head, 0, bar, slot, S)
+    elif j == NU:
+        fetch_tokens(nu_d, at.span, at.t, head, 0, bar, slot, S)
+    elif j == STATE or j == STATE + 1:
+        fetch_tile(s_d, [row, 0, (j - STATE) * 64], bar, slot)
+    else:
+        fetch_tile(ds_d, [row, 0, (j - DSTATE) * 64], bar, slot)
+
+
+@gluon.jit
+def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """Fills the rings: keys and queries of an item; the vectors and the seven tiles of each of its value heads."""
+    q_d, k_d = keys_d
+    it = 0
+    slot = 0
+    for i in range(item_count(numbers)):
+        at = item_chunk(x, numbers, i, S)
+        wait_empty(bars.keys.empty, i)
+        bar = expect_bytes(bars.keys.full, i, 2 * 64 * 128 * 2)
+        fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, tiles.q.index(i % 2), S)
+        fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, tiles.k.index(i % 2), S)
+        for r in range(S.GROUP):
+            head = at.key_head * S.GROUP + r
+            row = at.index * S.HV + head
+            wait_empty(bars.v.empty, it)
+            bar = expect_bytes(bars.v.full, it, 4 * 64 * 4)
+            fetch_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
+            for j in gl.static_range(TILES):
+                wait_empty(bars.slots.empty, slot)
+                bar = expect_bytes(bars.slots.full, slot, 64 * 128 * 2)
+                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(slot % S.SLOTS), S)
+                slot += 1
+            it += 1
+
+
+@gluon.jit
+def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
+    """scale q k^T and -k k^T without its diagonal, kept in the tiles of pairs: each thread reads its own elements again."""
+    wait_full(bars.keys.full, i)
+    q = tiles.q.index(i % 2)  # [C, 128]
+    k = tiles.k.index(i % 2)  # [C, 128]
+    row = gl.arange(0, 64, ROWS_64)[:, None]
+    column = gl.arange(0, 64, COLUMNS_64)[None, :]
+    qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
+    kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+    wait_empty(bars.pairs.empty, i)
+    qk = products_done(1, deps=[qk])
+    tiles.pairs.index(0).store((qk * scale).to(tiles.q.dtype))
+    kk = products_done(0, deps=[kk])
+    release(bars.keys.empty, i)
+    tiles.pairs.index(1).store(gl.where(row == column, 0.0, 0.0 - kk).to(tiles.q.dtype))
+
+
+@gluon.jit
+def pair_sums(N, dA, E, beta, pairs):
+    """N with the share of dA, and W = A dA without beta."""
+    P = dA * E
+    N += P * beta[None, :]
+    W = P * pairs.load(ACC_64).to(gl.float32)  # [C, C]
+    return N, W
+
+
+@gluon.jit
+def row_and_column_sums(W, beta):
+    """The row sums of beta W, and the column sums of W over each thread's rows."""
+    return gl.sum(W * beta[None, :], 1), gl.sum(W.reshape([4, 2, 8, 64]), 1)
+
+
+@gluon.jit
+def pairs(x, numbers, tiles, bars, S: gl.constexpr):
+    """dA of the pairs (6.1), summed over the value heads, and its share in dg and dbeta."""
+    DT: gl.constexpr = tiles.q.dtype
+    row = gl.arange(0, 64, ROWS_64)
+    column = gl.arange(0, 64, COLUMNS_64)
+    for i in range(item_count(numbers)):
+        begin_pairs(tiles, bars, i, numbers.scale, S)
+        N_q = gl.zeros([64, 64], gl.float32, ACC_64)
+        N_a = gl.zeros([64, 64], gl.float32, ACC_64)
+        for r in range(S.GROUP):
+            it = i * S.GROUP + r
+            slot = it * TILES
+            here = (row + opaque_zero())[:, None]
+            dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
+            dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
+            nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
+            wait_full(bars.v.full, it)
+            stage = (it % VSTAGES) * 4
+            G_row = vector(tiles.vectors, stage, ROWS_64)
+            G_column = vector(tiles.vectors, stage, COLUMNS_64)
+            wait_full(bars.slots.full, slot + DO)
+            wait_full(bars.slots.full, slot + NU)
+            dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
+            E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
+            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
+            dA = products_done(0, deps=[dA])
+            release(bars.slots.empty, slot + DO)
+            wait_full(bars.slots.full, slot + DR)
+            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
+            if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
+                diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
+                W = gl.where(here == column[None, :], 0.0, W)
+            rows, columns = row_and_column_sums(W, beta)
+            dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
+            dA = products_done(0, deps=[dA])
+            release(bars.slots.empty, slot + DR)
+            release(bars.slots.empty, slot + NU)
+            release(bars.v.empty, it)
+            N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+            more_rows, more_columns = row_and_column_sums(W, beta)
+            rows += more_rows
+            columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
+            wait_empty(bars.sums.empty, it)
+            tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
+            tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
+            if S.DECAY:
+                tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
+            signal(bars.sums.full, it)
+        tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
+        tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
+        fence_async_shared()
+        signal(bars.pairs.full, i)
+
+
+@gluon.jit
+def carried_sums(state, dstate):
+    """<S, dS'> of half the channels of keys: 16 sums."""
+    total = gl.zeros([16, 64], gl.float32, STATE_PARTS)
+    for m in gl.static_range(8):
+        part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
+        total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
+    return total
+
+
+@gluon.jit
+def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """The channels 64 w ... of dq and dk."""
+    DT: gl.constexpr = tiles.q.dtype
+    scale = numbers.scale
+    states = tiles.slots._reinterpret(DT, [S.SLOTS, 128, 64], TILE)
+    q_halves = tiles.q._reinterpret(DT, [4, 64, 64], TILE)
+    k_halves = tiles.k._reinterpret(DT, [4, 64, 64], TILE)
+    for i in range(item_count(numbers)):
+        at = item_chunk(x, numbers, i, S)
+        q = q_halves.index((i % 2) * 2 + w)  # [C, K]
+        k = k_halves.index((i % 2) * 2 + w)  # [C, K]
+        dq = gl.zeros([64, 64], gl.float32, ACC_64)
+        dk = gl.zeros([64, 64], gl.float32, ACC_64)
+        for r in range(S.GROUP):
+            it = i * S.GROUP + r
+            slot = it * TILES
+            dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
+            dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
+            nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
+            state = states.index((slot + STATE + w) % S.SLOTS)  # [V, K]
+            dstate = states.index((slot + DSTATE + w) % S.SLOTS)  # [V, K]
+            wait_full(bars.slots.full, slot + DO)
+            wait_full(bars.slots.full, slot + STATE + w)
+            d = product(dO, state, ACC_64, 64, 64)  # (6.2)
+            wait_full(bars.v.full, it)
+            stage = (it % VSTAGES) * 4
+            row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
+            if r == 0:
+                wait_full(bars.keys.full, i)
+            d = products_done(0, deps=[d])
+            release(bars.slots.empty, slot + DO)
+            rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
+            dq += d * (row * scale)[:, None]
+            wait_full(bars.slots.full, slot + DR)
+            d = product(dR, state, ACC_64, 64, 64)
+            d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
+            release(bars.slots.empty, slot + DR)
+            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
+            dk -= d * row[:, None]
+            wait_full(bars.slots.full, slot + NU)
+            wait_full(bars.slots.full, slot + DSTATE + w)
+            d = product(nu, dstate, ACC_64, 64, 64)
+            if S.DECAY:
+                carried = carried_sums(state, dstate)
+            release(bars.slots.empty, slot + STATE + w, count=3)
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
+            beta = vector(tiles.vectors, stage + BETA, ROWS_64)
+            d, dk = products_done(0, deps=[d, dk])
+            release(bars.slots.empty, slot + NU)
+            release(bars.slots.empty, slot + DSTATE + w, count=3)
+            release(bars.v.empty, it)
+            dk += d * (column * beta)[:, None]
+            written = column * gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
+            sums = (it % 2) * SUM_STAGE
+            wait_empty(bars.sums.empty, it)
+            tiles.sums.index(sums + STATE_ROWS + w).store(rows * row)
+            tiles.sums.index(sums + WRITTEN + w).store(written)
+            if S.DECAY:
+                parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
+                parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
+            signal(bars.sums.full, it)
+            if r == 0:  # the copies of the item before have left: its keys' stage is free
+                stores_done(0)
+                release(bars.keys.empty, i + 1, i > 0)
+        wait_full(bars.pairs.full, i)
+        N_q = tiles.pairs.index(0)  # [C, C]
+        N_a = tiles.pairs.index(1)  # [C, C]
+        d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
+        d = products_done(0, deps=[d])
+        dq += d
+        d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
+        d = warpgroup_mma(N_a, k, d, is_async=True)
+        d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
+        d, dq = products_done(0, deps=[d, dq])
+        dk += d
+        release(bars.pairs.empty, i)
+        q.store(dq.to(DT))
+        k.store(dk.to(DT))
+        fence_async_shared()
+        store_tokens(dq_d, at.span, at.t, at.key_head, w * 64, q, S)
+        store_tokens(dk_d, at.span, at.t, at.key_head, w * 64, k, S)
+    stores_done(0)
+
+
+@gluon.jit
+def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """The sum of COUNT rows of the sums of a value head."""
+    first = (it % 2) * SUM_STAGE + FIRST
+    total = vector(sums, first, LANES_2)
+    for n in gl.static_range(1, COUNT):
+        total += vector(sums, first + n, LANES_2)
+    return total
+
+
+@gluon.jit
+def finisher(x, numbers, tiles, bars, S: gl.constexpr):
+    """dg and dbeta of each (chunk, value head), from the sums that the others leave."""
+    t = gl.arange(0, 64, LANES_2)
+    for i in range(item_count(numbers)):
+        at = item_chunk(x, numbers, i, S)
+        for r in range(S.GROUP):
+            it = i * S.GROUP + r
+            wait_full(bars.v.full, it)
+            stage = (it % VSTAGES) * 4
+            beta = vector(tiles.vectors, stage + BETA, LANES_2)
+            row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
+            wait_full(bars.sums.full, it)
+            columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
+            rows = head_sums(tiles.sums, it, PAIR_ROWS, 3)
+            written = head_sums(tiles.sums, it, WRITTEN, 2)
+            carried = 0.0
+            own = written
+            if S.DECAY:
+                own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
+                parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
+                both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)  # [32]
+                carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
+            release(bars.sums.empty, it)
+            release(bars.v.empty, it)
+            to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
+            inside = t < at.span.length
+            gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
+            if S.DECAY:
+                inclusive = rows - beta * columns
+                d = inclusive - gl.where(
+                    t < at.span.length - 1, beta * written, 0.0
+                )  # no decay follows the last token's write
+                # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
+                dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
+                gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def output_tiles(DT: gl.constexpr, S: gl.constexpr):
+    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one."""
+    tiles = OutputTiles(
+        gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
+        gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
+        gl.allocate_shared_memory(DT, [S.SLOTS, 64, 128], TILE),
+        gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
+    )
+    bars = OutputBarriers(ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1))
+    return tiles, bars
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, dk_d, x, n, S: gl.constexpr):
+    """Gradients of keys, summed over the value heads that share them, of beta and of the decay."""
+    tiles, bars = output_tiles(q_d.dtype, S)
+    gl.warp_specialize(
+        [
+            (pairs, (x, n, tiles, bars, S)),
+            (consumer, (0, dq_d, dk_d, x, n, tiles, bars, S)),
+            (consumer, (1, dq_d, dk_d, x, n, tiles, bars, S)),
+            (producer, ((q_d, k_d), (do_d, dr_d, nu_d, s_d, ds_d), vec_d, x, n, tiles, bars, S)),
+            (finisher, (x, n, tiles, bars, S)),
+        ],
+        [4, 4, 1, 1],
+        [152, 152, 40, 40],
+    )

@@ -1,0 +1,105 @@
+"""Where the tiles of a sequence lie, and their copies by TMA.
+
+Tokens are tiles of 64 of a sequence: in a dense batch of `[B, T, heads, channels]`, past whose end TMA reads 0 and writes nothing. A
+packed batch is `[FAR, FAR, RAGGED, heads, channels]` to TMA, with strides that wrap around 2^64 (`descriptors.py`): from coordinates
+(RAGGED, end, RAGGED - length + t) it comes to token `end - length + t`, and what lies past `end` is past the third dimension.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon
+from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment, Span
+
+RAGGED = gl.constexpr(1 << 30)
+OUTSIDE = gl.constexpr(
+    1 << 28
+)  # a token past the end of any sequence: TMA copies nothing there (a negative one is an illegal instruction)
+
+
+@gluon.jit
+def sequence_span(cu, n, tokens):
+    """First token and end of sequence n, both within [0, tokens] whatever `cu` holds."""
+    first = gl.minimum(gl.maximum(gl.load(cu + n).to(gl.int64), 0), tokens)
+    end = gl.minimum(gl.maximum(gl.load(cu + n + 1).to(gl.int64), first), tokens)
+    return first.to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice."""
+    program = gl.program_id(0)
+    channel = 0
+    if S.WARPGROUPS == 1:
+        channel = (program % 2) * 64
+        program = program // 2
+    identity = 0
+    if MAPS:
+        identity = program % 2
+        program = program // 2
+    segment = program % n.segments
+    row = program // n.segments
+    sequence = row // S.HV
+    first = 0
+    length = n.tokens
+    chunk0 = sequence * n.chunks
+    chunks = n.chunks
+    if S.PACKED:
+        first, end = sequence_span(x.cu_seqlens, sequence, n.tokens)
+        length = end - first
+        chunk0 = gl.load(x.offsets + sequence)
+        chunks = gl.load(x.offsets + sequence + 1) - chunk0
+    size = (chunks + n.segments - 1) // n.segments  # the last segments may be short or empty
+    begin = gl.minimum(segment * size, chunks)
+    count = gl.minimum(begin + size, chunks) - begin
+    span = Span(sequence, first, length)
+    return Segment(row, program, identity, row % S.HV, channel, span, chunk0, begin, count)
+
+
+@gluon.jit
+def chunk_of_item(item, x, n, S: gl.constexpr):
+    """The chunk and key head of an item; it has no tokens where a packed batch has fewer chunks than it might have."""
+    H: gl.constexpr = S.HV // S.GROUP
+    index = item // H
+    if S.PACKED:
+        first = gl.load(x.spans + index * 2).to(gl.int32)
+        count = gl.load(x.spans + index * 2 + 1).to(gl.int32)
+        return Chunk(index, item % H, Span(index, first, count), item * 0, first.to(gl.int64))
+    else:
+        sequence = index // n.chunks
+        t = (index % n.chunks) * 64
+        count = gl.minimum(n.tokens - t, 64)
+        return Chunk(index, item % H, Span(sequence, t, count), t, sequence.to(gl.int64) * n.tokens + t)
+
+
+@gluon.jit
+def fetch_tokens(d, span, t, head, channel, bar, tile, S: gl.constexpr):
+    """Copies the tokens t to t + 63 of a span into a shared tile; past its end 0."""
+    block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+    if S.PACKED:
+        end = span.first + span.length
+        copy_to_shared(d, [RAGGED, end, RAGGED - span.length + t, head, channel], bar, block)
+    else:
+        copy_to_shared(d, [span.sequence, t, head, channel], bar, block)
+
+
+@gluon.jit
+def store_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
+    """Copies a shared tile to the tokens t to t + 63 of a span; past its end nothing."""
+    block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+    if S.PACKED:
+        end = span.first + span.length
+        copy_to_global(d, [RAGGED, end, RAGGED - span.length + t, head, channel], block)
+    else:
+        copy_to_global(d, [span.sequence, t, head, channel], block)
+
+
+@gluon.jit
+def fetch_tile(d, coordinates, bar, tile):
+    """Copies a block of a tensor into a shared tile."""
+    copy_to_shared(d, coordinates, bar, tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+
+
+@gluon.jit
+def vector(vectors, index, LAYOUT: gl.constexpr):
+    """Row `index` of shared vectors `[n, length]` of float32."""
+    return vectors.index(index).load(LAYOUT)

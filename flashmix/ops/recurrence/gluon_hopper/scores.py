@@ -1,0 +1,296 @@
+"""The `scores` phase with the inverse of `transform`: programs of one warp, one a (chunk, key head), its value heads one after the other.
+
+    A_qb = scale beta_j q_i . k_j e^{G_i - G_j}      A_ab = -beta_j k_i . k_j e^{G_i - G_j}, j < i       (3.1)
+    T = (I - A_ab)^-1                                                                                    (4.2)
+
+A warp has the lower triangle as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes
+from blocks to blocks of twice the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round,
+which costs nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks
+both ways.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    allocate_barriers,
+    copy_to_global,
+    ex2,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    gluon,
+    mma_v2,
+    plus,
+    stores_done,
+    wait_full,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tokens
+
+LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))  # accumulators of a warp
+BLOCK_ROWS = gl.constexpr(gl.SliceLayout(1, BLOCK.value))
+BLOCK_COLUMNS = gl.constexpr(gl.SliceLayout(0, BLOCK.value))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, BLOCK.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, BLOCK.value, 2))
+TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+BLOCKS = gl.constexpr(10)  # of the lower triangle: block (i, j) is number i (i + 1) / 2 + j
+KEPT = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
+
+
+@gluon.jit
+def left(x):
+    """A tile as the left operand of a product, in float16."""
+    return gl.convert_layout(x.to(gl.float16), LEFT)
+
+
+@gluon.jit
+def right(x):
+    """The transpose of a tile as the right operand of a product, in float16."""
+    return gl.convert_layout(x.to(gl.float16).permute((1, 0)), RIGHT)
+
+
+@gluon.jit
+def times(x, y_t, total):
+    """total + x y, [16, 16]; y is given transposed."""
+    return mma_v2(left(x), right(y_t), total)
+
+
+@gluon.jit
+def zero_block():
+    return gl.zeros([16, 16], gl.float32, BLOCK)
+
+
+@gluon.jit
+def append(tiles, tile):
+    """The tuple with one more tile."""
+    return tiles + (tile,)
+
+
+@gluon.jit
+def with_block(blocks, INDEX: gl.constexpr, block):
+    """The tuple with another block at INDEX."""
+    found = ()
+    COUNT: gl.constexpr = len(blocks)
+    for n in gl.static_range(COUNT):
+        if n == INDEX:
+            found = append(found, block)
+        else:
+            found = append(found, blocks[n])
+    return found
+
+
+@gluon.jit
+def zero_blocks():
+    found = ()
+    for _ in gl.static_range(BLOCKS):
+        found = append(found, zero_block())
+    return found
+
+
+@gluon.jit
+def key_products(q, k):
+    """q k^T and k k^T, ten blocks each, of tiles in two halves of channels."""
+    qk = zero_blocks()
+    kk = zero_blocks()
+    for half in gl.static_range(2):
+        for i in gl.static_range(4):
+            q_row = q.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            k_row = k.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            for j in gl.static_range(i + 1):
+                column = k.index(half).slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
+                qk = with_block(qk, i * (i + 1) // 2 + j, mma_v2(q_row, column, qk[i * (i + 1) // 2 + j]))
+                kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
+    return qk, kk
+
+
+@gluon.jit
+def load_numbers(x, at, head, S: gl.constexpr):
+    """beta and the log decay of a chunk's tokens, float32; past them beta 0 and no decay."""
+    t = gl.arange(0, 64, TOKENS)
+    inside = t < at.span.length
+    to = (at.row + t) * S.HV + head
+    beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)  # [C]
+    decay = gl.zeros([64], gl.float32, TOKENS)
+    if S.DECAY:
+        if S.PER_HEAD:
+            decay = gl.where(inside, gl.load(x.decay + head).to(gl.float32), 0.0)
+        else:
+            decay = gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32)  # [C]
+    return beta, decay
+
+
+@gluon.jit
+def decay_sums(decay, S: gl.constexpr):
+    """G to base 2, 2^G and 2^(G_C - G); a log decay below -160 ln 2 is taken as that."""
+    G = decay
+    last = 0.0
+    if S.DECAY:
+        G = gl.associative_scan(gl.maximum(decay * LOG2E, -160.0), 0, plus)
+        last = gl.min(G, 0)  # sums never rise
+    return G, ex2(G), ex2(gl.minimum(last - G, 0.0))
+
+
+@gluon.jit
+def store_vectors(x, index, G, beta, row, column):
+    """Writes the vectors of a chunk and value head, `[chunks, HV, 4, 64]`."""
+    to = x.vectors + index.to(gl.int64) * 256 + gl.arange(0, 64, TOKENS)
+    gl.store(to, G)
+    gl.store(to + 64, beta)
+    gl.store(to + 128, row)
+    gl.store(to + 192, column)
+
+
+@gluon.jit
+def beside(x, y):
+    """Two tiles of 16 rows side by side: registers alone."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.join(x, y).permute((0, 2, 1)).reshape([16, 2 * COLUMNS])
+
+
+@gluon.jit
+def store_row(out, i: gl.constexpr, b0, b1, b2, b3):
+    """Puts a row of four blocks into a shared tile [64, 64]."""
+    DT: gl.constexpr = out.dtype
+    row = beside(beside(b0.to(DT), b1.to(DT)), beside(b2.to(DT), b3.to(DT)))
+    out.slice(i * 16, 16, dim=0).store(gl.convert_layout(row, BLOCK))
+
+
+@gluon.jit
+def decayed_blocks(qk, kk, vectors, out, scale):
+    """Stores A_qb; returns the blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
+    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
+    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    zero = zero_block()
+    A = ()
+    first_t = ()
+    for i in gl.static_range(4):
+        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+        a_row = (zero, zero, zero, zero)
+        for j in gl.static_range(i + 1):
+            G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+            beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+            E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
+            a_qb = qk[i * (i + 1) // 2 + j] * (E * scale)
+            a = 0.0 - kk[i * (i + 1) // 2 + j] * E
+            if i == j:
+                a_qb = gl.where(row >= column, a_qb, 0.0)
+                beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+                a_t = (
+                    0.0
+                    - kk[i * (i + 1) // 2 + j]
+                    * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0))
+                    * beta_row[:, None]
+                )
+                unit = gl.where(row == column, 1.0, 0.0)
+                first_t = append(first_t, gl.where((row // 2 == column // 2) & (row < column), a_t, unit))
+                a = gl.where(row > column, a, 0.0)
+            A = append(A, a)
+            a_row = with_block(a_row, j, a_qb)
+        store_row(out, i, a_row[0], a_row[1], a_row[2], a_row[3])
+    return A, first_t
+
+
+@gluon.jit
+def diagonal_inverse(a, D_t):
+    """(I - a)^-1 of a strictly lower triangular block and its transpose, of which the inverses of 2 x 2 blocks are given."""
+    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
+    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    D = gl.where((row // 2 == column // 2) & (row > column), a, gl.where(row == column, 1.0, 0.0))
+    for level in gl.static_range(1, 4):
+        same = (row >> (level + 1)) == (column >> (level + 1))
+        below = gl.where(same & ((row >> level) > (column >> level)), a, 0.0)
+        x_t = times(D_t, below, zero_block())  # (below D)^T = D^T below^T
+        D, D_t = times(D, x_t, D), times(x_t, D, D_t)
+    return D, D_t
+
+
+@gluon.jit
+def store_inverse(A, first_t, out):
+    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left."""
+    zero = zero_block()
+    D0, D0_t = diagonal_inverse(A[0], first_t[0])
+    D1, D1_t = diagonal_inverse(A[2], first_t[1])
+    D2, D2_t = diagonal_inverse(A[5], first_t[2])
+    D3, _ = diagonal_inverse(A[9], first_t[3])
+    x_t = times(D0_t, A[1], zero)  # (A_10 D_0)^T
+    T10 = times(D1, x_t, zero)
+    T10_t = times(x_t, D1, zero)
+    x_t = times(D2_t, A[8], zero)  # (A_32 D_2)^T
+    T32 = times(D3, x_t, zero)
+    store_row(out, 0, D0, zero, zero, zero)
+    store_row(out, 1, T10, D1, zero, zero)
+    M20_t = times(D0_t, A[3], times(T10_t, A[4], zero))  # M = A[2:, :2] T[:2, :2]
+    M30_t = times(D0_t, A[6], times(T10_t, A[7], zero))
+    M21_t = times(D1_t, A[4], zero)
+    M31_t = times(D1_t, A[7], zero)
+    store_row(out, 2, times(D2, M20_t, zero), times(D2, M21_t, zero), D2, zero)
+    T30 = times(D3, M30_t, times(T32, M20_t, zero))
+    T31 = times(D3, M31_t, times(T32, M21_t, zero))
+    store_row(out, 3, T30, T31, T32, D3)
+
+
+@gluon.jit
+def keep_blocks(blocks, kept):
+    """Puts blocks into shared memory, from where each thread reads its own elements again."""
+    for n in gl.static_range(BLOCKS):
+        kept.index(n).store(blocks[n])
+
+
+@gluon.jit
+def kept_blocks(kept):
+    found = ()
+    for n in gl.static_range(BLOCKS):
+        found = append(found, kept.index(n).load(BLOCK))  # [16, 16]
+    return found
+
+
+@gluon.jit
+def store_tile(d, row, out):
+    """Copies a tile of pairs to memory."""
+    fence_async_shared()
+    copy_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
+    """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks."""
+    DT: gl.constexpr = q_d.dtype
+    at = chunk_of_item(gl.program_id(0), x, n, S)
+    q = gl.allocate_shared_memory(DT, [64, 128], TILE)
+    k = gl.allocate_shared_memory(DT, [64, 128], TILE)
+    landed = allocate_barriers(1, 1)
+    bar = expect_bytes(landed, 0, 2 * 64 * 128 * 2)
+    fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, q, S)
+    fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, k, S)
+    wait_full(landed, 0)
+    qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
+    out = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
+    vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
+    if S.GROUP > 1:
+        qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+        kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+        keep_blocks(qk, qk_kept)
+        keep_blocks(kk, kk_kept)
+    beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)  # [C]
+    for r in range(S.GROUP):
+        head = at.key_head * S.GROUP + r
+        index = at.index * S.HV + head
+        G, row, column = decay_sums(decay, S)
+        store_vectors(x, index, G, beta, row, column)
+        vectors.slice(0, 64, dim=0).store(G)
+        vectors.slice(64, 64, dim=0).store(beta)
+        if S.GROUP > 1:
+            beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
+            qk = kept_blocks(qk_kept)
+            kk = kept_blocks(kk_kept)
+            stores_done(1)
+        A, first_t = decayed_blocks(qk, kk, vectors, out.index(0), n.scale)
+        store_tile(A_d, index * 128, out.index(0))
+        if S.GROUP > 1:
+            stores_done(1)
+        store_inverse(A, first_t, out.index(1))
+        store_tile(A_d, index * 128 + 64, out.index(1))
+    stores_done(0)

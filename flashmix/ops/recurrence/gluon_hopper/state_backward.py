@@ -1,0 +1,121 @@
+"""The `state` phase backward: one program a (sequence, value head, segment), from the last chunk to the first, as `state.py` goes forward.
+
+    dnu = A_qb^T dO + beta e^{G_C - G} K dS'       dR = T^T dnu                                          (5.4), (5.5)
+    dS = e^{G_C} dS' + Q^T (scale e^G dO) - K^T (e^G dR)                                                 (5.7)
+
+`A_qb^T dO` of the next chunk is begun behind the last update of this one, which takes it off the chain of dependent products.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, LEFT_128
+from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
+from flashmix.ops.recurrence.gluon_hopper.state import (
+    BETA,
+    COLUMN_FACTOR,
+    ROW_FACTOR,
+    load_state,
+    producer,
+    put_state,
+    put_tokens,
+    state_tiles,
+    store_end,
+    store_result,
+    total_decay,
+)
+
+
+@gluon.jit
+def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
+    """(A_qb^T dO)^T of tile n, [v, C], begun."""
+    wait_full(bars.v.full, n)
+    wait_full(bars.A.full, n)
+    dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
+    A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+    return product(dO, A_qb, ACC_64, 64, 64)
+
+
+@gluon.jit
+def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constexpr):
+    """The rows 64 w ... of dS^T."""
+    s_d, dr_d = d
+    DT: gl.constexpr = tiles.k.dtype
+    at = segment_of_program(x, numbers, False, S)
+    channel = at.channel + w * 64
+    dstate = load_state(x, at, w, False, S)  # [v, K]
+    wait_full(bars.k.full, 0)  # with those below: a sequence without chunks has its copies waited for
+    y = query_product(tiles, bars, 0, w, S)
+    y = products_done(0, deps=[y])
+    for n in range(at.count):
+        chunk = at.begin + at.count - 1 - n
+        stage = (n % S.VALUES) * 4
+        q = tiles.q.index(n % S.KEYS)  # [C, K]
+        k = tiles.k.index(n % S.KEYS)  # [C, K]
+        dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
+        T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
+        d16 = dstate.to(DT)
+        dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
+        left = gl.convert_layout(d16, LEFT_64)
+        wait_full(bars.k.full, n)
+        written = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        if S.SAVE:
+            put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
+        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+        z_q = (dO.load(ACC_64).to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)  # [v, C]
+        z_q = gl.convert_layout(z_q, LEFT_128)
+        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
+            tiles.vectors, stage + BETA, COLUMNS_64
+        )
+        written, left = products_done(0, deps=[written, left])
+        dnu = gl.convert_layout((y + written * column[None, :]).to(DT), LEFT_64)  # (5.4)
+        dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
+        dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
+        release(bars.v.empty, n)
+        dR, dnu = products_done(1, deps=[dR, dnu])
+        z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
+        dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
+        release(bars.A.empty, n)
+        y = query_product(
+            tiles, bars, gl.minimum(n + 1, at.count - 1), w, S
+        )  # after the last chunk its own again, for nothing
+        if S.SAVE:
+            put_tokens(dR.to(DT), dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
+        dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
+        release(bars.k.empty, n)
+        y = products_done(0, deps=[y])
+    if x.ends is not None:
+        store_end(x, at, dstate, w, False, S)
+    if x.result is not None:
+        store_result(x, at, dstate, at.index % numbers.segments == 0, w, S)
+    stores_done(0)
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.constexpr):
+    """SAVE writes dR and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
+    SAVE: gl.constexpr = S.SAVE
+    tiles, bars = state_tiles(True, SAVE, SAVE, k_d.dtype, S)
+    inputs = (q_d, k_d, do_d, A_d, vec_d)
+    results = (s_d, dr_d)
+    if S.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (backward_consumer, (1, results, x, n, tiles, bars, S)),
+                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+            ],
+            [1],
+            [24],
+        )

@@ -1,0 +1,144 @@
+"""The structs that the Hopper kernels take, and the tables of their shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class HopperSpec(NamedTuple):
+    """Everything that a kernel is compiled for; what a kernel does not read keeps its default, so that calls share code."""
+
+    HV: int  # value heads
+    GROUP: int  # value heads that share a key head
+    K: int
+    V: int
+    PACKED: bool = False
+    OUTPUT: bool = False  # the state pass writes o
+    SAVE: bool = (
+        False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
+    )
+    DECAY: bool = True  # there is a decay
+    PER_HEAD: bool = False  # the same for all tokens
+    WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
+    KEYS: int = 2  # stages of the ring of keys (and queries)
+    VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
+    PAIRS: int = 3  # of tiles of pairs
+    SLOTS: int = 8  # of the ring of all tiles of a chunk, output backward
+
+
+class HopperNumbers(NamedTuple):
+    """Numbers that code is not specialised for."""
+
+    scale: Any
+    tokens: Any  # T
+    chunks: Any  # of a sequence in a dense batch
+    segments: Any
+    items: Any  # chunks times key heads
+
+
+class StateMemory(NamedTuple):
+    """What the state passes read and write at their ends, beside the tiles that TMA copies; forward, or of gradients backward."""
+
+    cu_seqlens: Any  # [N + 1], of a packed batch
+    offsets: Any  # [N + 1] int32: the first chunk of each sequence
+    sequence_state: Any  # [N, HV, K, V]: initial state, backward the gradient of the final one
+    starts: Any  # [N, HV, segments, V, K]: what each segment begins with
+    result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
+    ends: Any  # what each segment ends with: maps [N, HV, segments, V + K, K], backward [N, HV, segments, V, K]
+
+
+class OutputMemory(NamedTuple):
+    """What the backward of the output writes beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    decay: Any  # [B, T, HV] or None
+
+
+class ScoresMemory(NamedTuple):
+    """What the scores phase reads and writes beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    decay: Any  # log decay [B, T, HV] or [HV], or None
+    vectors: Any  # [chunks, HV, 4, 64]
+
+
+class Span(NamedTuple):
+    """The tokens of a sequence or of a chunk."""
+
+    sequence: Any
+    first: Any  # token, of a packed batch
+    length: Any
+
+
+class Segment(NamedTuple):
+    """The part of a sequence that a program of a state pass works on."""
+
+    row: Any  # sequence times HV plus value head
+    index: Any  # row times segments plus segment
+    map: Any  # 1: from the identity and without values, 0: the pass itself
+    head: Any  # value head
+    channel: Any  # first channel of values
+    span: Span
+    chunk0: Any  # first chunk of the sequence
+    begin: Any  # first chunk of the segment, counted from that
+    count: Any  # chunks of the segment
+
+
+class Chunk(NamedTuple):
+    """The chunk and key head of an item."""
+
+    index: Any  # of the chunk
+    key_head: Any
+    span: Span
+    t: Any  # its first token, counted from the span's
+    row: Any  # its first token, counted over the batch
+
+
+class StateTiles(NamedTuple):
+    """Shared memory of the state passes."""
+
+    q: Any  # [KEYS, 64, 128]
+    k: Any  # [KEYS, 64, 128]
+    v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
+    vectors: Any  # [4 VALUES, 64]
+    A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone
+    states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
+    tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
+
+
+class Ring(NamedTuple):
+    """The barriers of a ring of buffers."""
+
+    full: Any
+    empty: Any
+
+
+class StateBarriers(NamedTuple):
+    """The rings of a state pass: keys and queries, values with vectors, tiles of pairs."""
+
+    k: Ring
+    v: Ring
+    A: Ring
+
+
+class OutputTiles(NamedTuple):
+    """Shared memory of the output's backward."""
+
+    q: Any  # [2, 64, 128]
+    k: Any  # [2, 64, 128]
+    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, nu, dS' of one value head after the other; states in two halves of K
+    pairs: Any  # [2, 64, 64]: q k^T and -k k^T, then N_q and N_a
+    vectors: Any  # [4 VALUES, 64]
+    sums: Any  # [32, 64] float32: see `finisher`
+
+
+class OutputBarriers(NamedTuple):
+    """The rings of the output's backward; the last two are filled by warpgroups."""
+
+    slots: Ring
+    keys: Ring
+    v: Ring
+    pairs: Ring
+    sums: Ring
