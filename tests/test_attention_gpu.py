@@ -240,7 +240,8 @@ def test_fault_18_tables_of_other_cards_are_right() -> None:
 )
 def test_fault_22_head_dims_are_refused(dim: int, dim_v: int) -> None:
     tensors = qkv(1, 300, 4, 2, dim, dim_v)
-    assert explain(softmax_attention, *tensors, causal=True).choice == "triton"
+    hopper = torch.cuda.get_device_capability() == (9, 0) and max(dim, dim_v) > 64
+    assert explain(softmax_attention, *tensors, causal=True).choice == ("gluon" if hopper else "triton")
     assert_close(run(*tensors), *tensors)
     wide = qkv(1, 100, 2, 1, 512, 300)
     with torch.no_grad():

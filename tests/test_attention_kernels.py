@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from budget import assert_within_budget
 from compilers.triton_carries import not_carried
 from kernels import TARGETS, compile_launch, recording
 
-from flashmix import Packing
+from flashmix import Packing, explain
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention_cache import KVCache, attention_with_cache
@@ -48,11 +49,16 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def call(dim: int, dim_v: int, feature: str, dtype: torch.dtype, gradient: bool = True) -> Callable[[], None]:
+def call(
+    dim: int, dim_v: int, feature: str, dtype: torch.dtype, gradient: bool = True, impl: str = "triton"
+) -> Callable[[], None]:
     def run() -> None:
         shapes = (dim, dim, dim_v)
         leaves = [torch.zeros(1, T, 2, d, dtype=dtype, requires_grad=gradient) for d in shapes]
-        o, _ = softmax_attention(*leaves, **FEATURES[feature](), impl="triton")
+        options = FEATURES[feature]()
+        if impl == "gluon":
+            options.pop("dropout_p", None)
+        o, _ = softmax_attention(*leaves, **options, impl=impl)
         if gradient:
             torch.autograd.grad(o, leaves, torch.zeros_like(o))
 
@@ -146,6 +152,54 @@ def test_loops_carry_what_they_change(name: str) -> None:
         assert not not_carried(launch), launch.name
 
 
+HOPPER = {
+    f"{dim}/{dim_v} {feature} {dtype}": call(dim, dim_v, feature, dtype, impl="gluon")
+    for dim, dim_v, feature, dtype in (
+        *((128, 128, feature, BF16) for feature in FEATURES),
+        *((dim, dim, "plain", BF16) for dim in (80, 96, 192, 256)),
+        *((dim, 128, "plain", dtype) for dim, dtype in ((192, BF16), (64, BF16), (128, torch.float16))),
+        *((dim, dim, "everything", BF16) for dim in (96, 256)),
+    )
+}
+FAST_HOPPER = ("128/128 packed torch.bfloat16", "192/128 plain torch.bfloat16")
+SERIAL = {f"C75{n}" for n in range(10, 18)}  # ptxas waits for each product by itself
+
+
+@pytest.mark.parametrize("name", HOPPER if COMPILED_EVERYWHERE else FAST_HOPPER)
+def test_hopper_kernels_compile(name: str) -> None:
+    """Within shared memory, next to nothing outside the registers, and no product that ptxas waits for."""
+    with recording((9, 0)) as launches:
+        HOPPER[name]()
+    ours = [launch for launch in launches if launch.name.startswith("hopper_")]
+    assert ours
+    for launch in ours:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, f"{launch.name} of {name}: {made.shared} bytes"
+        assert made.stack <= (512 if "everything" in name else 256), f"{launch.name} of {name}: {made.stack} bytes"
+        assert not made.advice & SERIAL, f"{launch.name} of {name}: {made.advice}"
+
+
+@pytest.mark.parametrize(
+    "dims, options, reason",
+    [
+        ((128, 128), {"dropout_p": 0.1}, "it has no dropout"),
+        ((64, 64), {}, "its tiles take head dims from 65 to 256, got 64"),
+        ((300, 128), {}, "its tiles take head dims from 65 to 256, got 300"),
+        ((128, 128), {"dtype": torch.float32}, "its kernels take bfloat16 and float16, got torch.float32"),
+        ((128, 128), {"tokens_k": 0}, "the inputs are empty"),
+        ((128, 128), {}, "it needs tensors on a CUDA device, got cpu"),
+    ],
+)
+def test_what_hopper_refuses(dims: tuple[int, int], options: dict[str, Any], reason: str) -> None:
+    options = dict(options)
+    dtype, tokens_k = options.pop("dtype", BF16), options.pop("tokens_k", 5)
+    q, k, v = (
+        torch.zeros(1, t, 2, d, dtype=dtype) for t, d in ((5, dims[0]), (tokens_k, dims[0]), (tokens_k, dims[1]))
+    )
+    found = explain(softmax_attention, q, k, v, **options)
+    assert found.choice != "gluon" and found.reasons["gluon"] == reason
+
+
 def test_lengths_and_packing_do_not_recompile() -> None:
     """Fault 11: a new length, batch or packing of the same kind runs what is compiled already."""
     for feature in ("plain", "packed"):
@@ -196,16 +250,40 @@ def test_interpreted_kernels_are_within_budget(case: Case, dtype: torch.dtype) -
         assert_within_budget(f"{case}, {name}", found[name][seen], wanted[seen], baseline[name][seen], dtype)
 
 
+def hopper_cases() -> list[Case]:
+    """The cases that the Hopper kernels take, at their head dims: those of 16 channels at each tile of theirs."""
+    cases = [replace(case, dropout_p=0.0) for case in CASES if 0 not in (case.batch, case.tokens, case.tokens_k)]
+    made = [case for case in cases if max(case.dim, case.dim_v or 0) >= 65]
+    for dim, dim_v in ((128, 128), (96, 96), (192, 128), (256, 256)):
+        made += [
+            replace(c, dim=dim, dim_v=dim_v, name=f"{c.name}, dims {dim} and {dim_v}") for c in cases if c.dim == 16
+        ]
+    return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("case", hopper_cases(), ids=str)
+def test_hopper_kernels_are_within_budget(case: Case, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    within_budget("gluon", case, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_are_within_budget(case: Case, dtype: torch.dtype) -> None:
-    """Every case forward and backward against the definition in float64, and the same bits when repeated."""
+    within_budget("triton", case, dtype)
+
+
+def within_budget(impl: str, case: Case, dtype: torch.dtype) -> None:
+    """A case forward and backward against the definition in float64, and the same bits when repeated."""
     from test_attention import check
 
     made = make_call(case, dtype)
     made.drawn_on = "cuda"
-    found, again = (made.on("cuda").op("triton") for _ in range(2))
+    found, again = (made.on("cuda").op(impl) for _ in range(2))
     for name, tensor in found.items():
         assert torch.equal(tensor, again[name]), f"{name} differs from call to call"
     found = {name: tensor.cpu() for name, tensor in found.items()}

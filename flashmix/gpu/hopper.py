@@ -165,9 +165,9 @@ def pin(x):
 
 @gluon.jit
 def await_count(counter, count):
-    """Waits until a counter in memory has come to `count`, and sees what was written or added by TMA before."""
+    """Waits until a counter in memory has come to `count` or past it, and sees what was written or added by TMA before."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.ne.s32 p, t, $2; @p bra AGAIN;"
+        "{ .reg .pred p; .reg .b32 t; AGAIN: ld.acquire.gpu.global.b32 t, [$1]; setp.lt.s32 p, t, $2; @p bra AGAIN;"
         " fence.proxy.async; mov.u32 $0, t; }",
         "=r,l,r",
         [counter.to(gl.int64), count],

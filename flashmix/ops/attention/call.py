@@ -13,6 +13,7 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 
 MOST_CHANNELS_BACKWARD = 256
+LEAST_CHANNELS_HOPPER = 65  # of the larger head dim: Triton's kernels for fewer are as fast
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,17 @@ def triton_supports(call: AttentionCall) -> str | None:
     if call.gradient and channels > MOST_CHANNELS_BACKWARD:
         return f"its backward takes head dims up to {MOST_CHANNELS_BACKWARD}, got {channels}"
     return gpu.refuses(call.device, call.dtype)
+
+
+def hopper_supports(call: AttentionCall) -> str | None:
+    channels = max(call.q.shape[3], call.v.shape[3])
+    if not LEAST_CHANNELS_HOPPER <= channels <= MOST_CHANNELS_BACKWARD:
+        return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
+    if call.dropout_p > 0:
+        return "it has no dropout"
+    if min(call.q.numel(), call.k.numel(), call.v.numel()) == 0:
+        return "the inputs are empty"
+    return gpu.hopper_refuses(call.device, call.dtype)
 
 
 def sdpa_supports(call: AttentionCall) -> str | None:

@@ -12,10 +12,11 @@ from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.attention import sdpa
-from flashmix.ops.attention.call import AttentionCall, sdpa_supports, triton_supports
+from flashmix.ops.attention.call import AttentionCall, hopper_supports, sdpa_supports, triton_supports
 
 Window = tuple[int | None, int | None]
 IMPLEMENTATIONS = (
+    Implementation("gluon", "flashmix.ops.attention.gluon_hopper", hopper_supports),
     Implementation("triton", "flashmix.ops.attention.triton_gpu", triton_supports),
     Implementation("sdpa", "flashmix.ops.attention.sdpa", sdpa_supports, sdpa.formula),
     Implementation("portable", "flashmix.ops.attention.portable", always),
@@ -72,7 +73,7 @@ def softmax_attention(
             none of their own.
         cu_seqlens_k: `[N + 1]` or `Packing`: the boundaries of packed keys.
         return_lse: return `lse` too.
-        impl: `"auto"`, `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
+        impl: `"auto"`, `"gluon"` (on a Hopper GPU), `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
 
     Returns:
         `o` `[B, Tq, HQ, V]` in q's dtype; `lse` `[B, HQ, Tq]`, packed `[HQ, total]`, natural log in float32 (float64

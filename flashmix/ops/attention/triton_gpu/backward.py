@@ -108,7 +108,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     """The gradients of q, k, v, and of sink, slopes and decay where given, of a call as `spec.laid_out` makes it."""
     o, top, total = kept
     exact, decay = call.dtype == torch.float32, call.log_decay is not None
-    rows = _row_statistics(call, RowInputs(o, d_o, d_lse, top, total, call.sink), exact)
+    rows = row_statistics(call, RowInputs(o, d_o, d_lse, top, total, call.sink), exact)
     d_o = aligned(torch.zeros_like(o) if d_o is None else d_o)
     decay_sums, _ = running_sums(call)
     x = BackwardInputs(
@@ -138,13 +138,18 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     launch_queries("queries", call, x, QueryResults(found["q"], d_slopes, at_rows))
     for name, feature, gradient in (("sink", call.sink, d_sink), ("alibi_slopes", call.alibi_slopes, d_slopes)):
         if feature is not None and gradient is not None:
-            found[name] = gradient.sum((0, 2), dtype=torch.float64).to(feature.dtype)
+            found[name] = summed_over_rows(gradient, feature)
     if at_rows is not None and at_keys is not None:
         found["log_decay"] = sums_of_gradients(call, at_rows, at_keys)
     return found
 
 
-def _row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:
+def summed_over_rows(gradient: Tensor, feature: Tensor) -> Tensor:
+    """The gradient of a `feature` by head, from that of each row `[B, HQ, Tq]`."""
+    return gradient.sum((0, 2), dtype=torch.float64).to(feature.dtype)
+
+
+def row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:
     """What each row of scores needs; delta is empty in float32 (`exact`)."""
     padded = (*call.rows[:2], cdiv(call.tokens_q, 4) * 4)
     level, delta = (_float32(call, padded) for _ in range(2))

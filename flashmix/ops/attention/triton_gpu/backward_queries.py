@@ -187,7 +187,7 @@ def query_tile(x, at, n, S: tl.constexpr):
 def attention_backward_queries_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, n, S: tl.constexpr):
     """dQ of BM queries, or delta; `k_tiles` to `v_rest` are TMA descriptors of both parts of k and v."""
     QK: tl.constexpr = S.QK
-    at = find_queries(x.table, n, S)
+    at = find_queries(tl.program_id(0), x.table, n, S)
     if at.first < 0 or at.first >= at.tokens_q:
         return
     rows, gates = query_tile(x, at, n, S)

@@ -193,9 +193,8 @@ def attend(state, low, high, q, k, v, rows, n, MASK: tl.constexpr, S: tl.constex
 
 
 @triton.jit
-def query_rows(x, at, n, S: tl.constexpr):
-    """What is known of the queries of a block."""
-    index = at.first + tl.arange(0, S.BM)
+def query_rows(x, at, index, n, S: tl.constexpr):
+    """What is known of the queries `index` of a sequence, in the block `at`."""
     shift = at.tokens_k - at.tokens_q
     slope = 0.0
     if S.ALIBI:
@@ -205,7 +204,7 @@ def query_rows(x, at, n, S: tl.constexpr):
         hashes = dropout_rows(x.seed, at.head, at.batch * n.tokens_q + at.start_q + index)[:, None]
     decay_q, decay_ref, gates, gates_to_end = (0.0, 0.0), (0.0, 0.0), (0, 0), 0
     position = index + shift
-    bias = tl.full([S.BM], LOWEST, tl.float32) * 0.0
+    bias = position.to(tl.float32) * 0.0
     if S.DECAY:
         high_g = x.decay + at.bh.to(tl.int64) * n.tokens_k + at.start_k
         gates = (high_g, high_g + (n.batches * n.heads_q).to(tl.int64) * n.tokens_k)
@@ -235,14 +234,14 @@ def attention_forward_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, n, S: tl.
     """o, lse, m and l of BM queries of a head; `k_tiles` to `v_rest` are TMA descriptors of both parts of k and v."""
     QK: tl.constexpr = S.QK
     V: tl.constexpr = S.V
-    at = find_queries(x.table, n, S)
+    at = find_queries(tl.program_id(0), x.table, n, S)
     if at.first < 0 or at.first >= at.tokens_q:
         return
     place, place_k = (at.batch, at.head, at.start_q), (at.batch, at.head_k, at.start_k)
     q = HeadRows(head_of(x.q, n.q_at, place, S), at.tokens_q, (None, None), place)
     k = HeadRows(head_of(x.k, n.k_at, place_k, S), at.tokens_k, (k_tiles, k_rest), place_k)
     v = HeadRows(head_of(x.v, n.v_at, place_k, S), at.tokens_k, (v_tiles, v_rest), place_k)
-    rows = query_rows(x, at, n, S)
+    rows = query_rows(x, at, at.first + tl.arange(0, S.BM), n, S)
 
     q = load_head(q, at.first, QK, S.BM, True, S)  # [BM, K]
     m = tl.full([S.BM], LOWEST, tl.float32)

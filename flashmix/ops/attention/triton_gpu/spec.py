@@ -12,7 +12,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.triton_gpu.table import config_for, parts
+from flashmix.ops.attention.triton_gpu.table import AttentionConfig, config_for, parts
 
 CACHED_KEYS = 16 << 20  # bytes of keys and values that programs running at the same time share through the L2 cache
 UNBOUNDED = 1 << 30
@@ -56,6 +56,7 @@ class AttentionSpec(NamedTuple):
     WITH_K: bool  # whether a pass over the keys makes dK, and dV
     WITH_V: bool
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
+    OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
 
 
 class BackwardInputs(NamedTuple):
@@ -100,11 +101,14 @@ def channels(dim: int) -> Channels:
     return Channels(dim, *parts(dim))
 
 
-def spec_of(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[str, int]]:
-    """What the phase's kernel is compiled for, and its launch options."""
+def spec_of(
+    call: AttentionCall, phase: str, config: AttentionConfig | None = None
+) -> tuple[AttentionSpec, dict[str, int]]:
+    """What the phase's kernel is compiled for, and its launch options; `config` in place of the table's row."""
     dim, dim_v = call.q.shape[3], call.v.shape[3]
     target, decay = gpu.target(call.device), call.log_decay is not None
-    config = config_for(phase, max(dim, dim_v), call.dtype, target, decay)
+    if config is None:
+        config = config_for(phase, max(dim, dim_v), call.dtype, target, decay)
     exact = call.dtype == torch.float32
     spec = AttentionSpec(
         channels(dim),

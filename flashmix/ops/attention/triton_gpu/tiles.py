@@ -49,10 +49,10 @@ def find_head(pid, blocks, heads, at_once):
 
 
 @triton.jit
-def find_queries(table, n, S: tl.constexpr):
-    """The block of BM queries of a program."""
+def find_queries(number, table, n, S: tl.constexpr):
+    """Block `number` of BM queries, in the order in which programs take them."""
     blocks = n.blocks
-    bh, block = find_head(tl.program_id(0), blocks, n.batches * n.heads_q, n.at_once)
+    bh, block = find_head(number, blocks, n.batches * n.heads_q, n.at_once)
     batch, head = bh // n.heads_q, bh % n.heads_q
     start_q, start_k, tokens_q, tokens_k = n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:

@@ -65,7 +65,7 @@ def zero_block():
 @gluon.jit
 def append(tiles, tile):
     """The tuple with one more tile."""
-    return tiles + (tile,)  # noqa: RUF005 (kernels cannot unpack)
+    return tiles + (tile,)
 
 
 @gluon.jit

@@ -1,0 +1,361 @@
+"""Forward of softmax attention on Hopper: warps that copy, and groups of four warps, 64 queries each, that compute.
+
+One warp copies the tiles of q, then k and v in turns through rings in shared memory. Each group walks over the keys from the first:
+
+    S_i = q k_i^T and a += P_{i-1} v_{i-1} are issued together; the softmax of S_i runs under the second product
+    m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m')
+    o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
+
+Scores, masks and what is kept for backward are those of `triton_gpu`. A block of queries that see nothing takes one tile of which
+nothing is visible.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu import device as gpu
+from flashmix.gpu.hopper import (
+    accumulator,
+    allocate_barriers,
+    ex2,
+    fence_async_shared,
+    gl,
+    gluon,
+    pin,
+    plain,
+    products_done,
+    release,
+    row_pieces,
+    signal,
+    wait_empty,
+    wait_full,
+)
+from flashmix.gpu.launch import bound
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.op.call import Outputs
+from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, row_sums, softmax
+from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
+from flashmix.ops.attention.gluon_hopper.tiles import (
+    accumulate,
+    allocate_results,
+    as_operand,
+    copy_tile,
+    ring,
+    scores,
+    tile_of,
+    times_rows,
+    waited,
+    write_rows,
+    zero_sums,
+)
+from flashmix.ops.attention.triton_gpu.decay import running_sums
+from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, query_rows
+from flashmix.ops.attention.triton_gpu.packed import blocks_of
+from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
+from flashmix.ops.attention.triton_gpu.spec import numbers_of
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
+
+LEAST = gl.constexpr(LOWEST.value)
+COPIES = gl.constexpr(REGISTERS[2][2])
+REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
+REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
+
+
+class KeyTiles(NamedTuple):
+    """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
+
+    Tile `i` is use `base + i` of the rings.
+    """
+
+    base: Any
+    low: Any
+    begin: Any
+    end: Any
+    count: Any
+    tokens: Any  # of the sequence
+
+
+class HopperResults(NamedTuple):
+    o: Any  # [B, Tq, HQ, V]
+    lse: Any  # [B, HQ, Tq], as m and l
+    top: Any
+    total: Any
+    counter: Any  # of blocks
+
+
+class ForwardRings(NamedTuple):
+    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]`, and results `[64, V]`, one a group."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+class Queue(NamedTuple):
+    """The numbers of the blocks that a program works on, one after another: a counter in memory, and a ring that tells them."""
+
+    counter: Any
+    numbers: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def tiles_of_keys(at, base, n, S: gl.constexpr):
+    """The `KeyTiles` of a block: one at least."""
+    low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
+    count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
+    return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count, at.tokens_k)
+
+
+@gluon.jit
+def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
+    """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    GROUPS: gl.constexpr = S.BM // 64
+    q_d, k_d, v_d = descriptors
+    of_q = (at.batch, at.head, at.start_q, at.tokens_q)
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    for group in gl.static_range(GROUPS):
+        copy_tile(q_d, of_q, at.first + group * 64, rings.q, turn * GROUPS + group, QK, S)
+    for i in range(keys.count + 1):  # k one tile ahead of v
+        use = keys.base + i
+        if i < keys.count:
+            copy_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+        if i > 0:
+            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
+
+
+@gluon.jit
+def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
+    """The warp that copies, and draws the numbers of the program's blocks."""
+    blocks = n.blocks * n.batches * n.heads_q
+    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while number < blocks:
+        following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
+        tell(queue, drawn, following)
+        at = find_queries(number, x.table, n, S)
+        if (at.first >= 0) & (at.first < at.tokens_q):
+            keys = tiles_of_keys(at, base, n, S)
+            copy_block(at, keys, turn, descriptors, rings, S)
+            base += keys.count
+            turn += 1
+        number = following
+        drawn += 1
+
+
+@gluon.jit
+def tell(queue, drawn, number):
+    """The copying warp tells the groups the number of a block; `drawn` counts them."""
+    wait_empty(queue.empty, drawn)
+    slot = drawn % queue.full.shape[0]
+    queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    signal(queue.full, drawn)
+
+
+@gluon.jit
+def told(queue, drawn):
+    """The number that `tell` told."""
+    wait_full(queue.full, drawn)
+    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))  # [1]
+    release(queue.empty, drawn)
+    return gl.max(number, 0)
+
+
+@gluon.jit
+def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l)`."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
+    BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
+    acc, p, m, l = state
+    begin, end = span
+    for i in range(begin, end):
+        bias = m
+        if BY_TILE:
+            bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
+        # s = q k^T;  a = a + p v of the tile before
+        use = keys.base + i
+        s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
+        wait_full(rings.v.full, use - 1)
+        acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
+        s = products_done(PV, [s])
+        release(rings.k.empty, use)
+        # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
+        found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
+        shrink = pin(ex2(m - top))
+        l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
+        m = top
+        # a branch, over which ptxas does not raise the wait for `p v`
+        wait_full(rings.k.full, use + 1, i + 1 < keys.count)
+        acc_1, acc_2 = acc
+        p_1, p_2 = p
+        if V.SECOND > 0:
+            acc_1, acc_2, p_1, p_2, l, shrink = products_done(0, [acc_1, acc_2, p_1, p_2, l, shrink])
+            acc = (acc_1, acc_2)
+        else:
+            acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
+            acc = (acc_1, acc_1)
+        release(rings.v.empty, use - 1)
+        # a = a 2^(m - m')
+        acc = times_rows(acc, shrink, V)
+        p = as_operand(found, p_1.dtype, V)
+    return acc, p, m, l
+
+
+@gluon.jit
+def all_keys(state, keys, rows, group, rings, n, S: gl.constexpr):
+    """Takes all tiles after the first into `state`.
+
+    A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
+    counted there. That is one addition an element instead of four.
+    """
+    if S.CAUSAL and (S.DECAY or S.ALIBI):
+        begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
+        if S.LEFT:
+            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, group, rings, n, EDGE, S)
+        end = gl.maximum(begin, end)
+        acc, p, m, l = state
+        before = m - rows.bias
+        acc, p, after, l = attend((acc, p, before, l), (begin, end), keys, rows, group, rings, n, WHOLE, S)
+        m = gl.where(after == before, m, after + rows.bias)
+        return attend((acc, p, m, l), (end, keys.count), keys, rows, group, rings, n, EDGE, S)
+    else:
+        return attend(state, (1, keys.count), keys, rows, group, rings, n, EITHER, S)
+
+
+@gluon.jit
+def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.constexpr):
+    """o, lse, m and l of 64 queries of a block."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    L: gl.constexpr = gl.SliceLayout(1, accumulator(S.BN))
+    FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
+    GROUPS: gl.constexpr = S.BM // 64
+    index = at.first + group * 64 + gl.arange(0, 64, L)
+    rows = query_rows(x, at, index, n, S)
+    m = gl.full([64], LEAST, gl.float32, L)
+    # the first tile
+    wait_full(rings.q.full, turn * GROUPS + group)
+    wait_full(rings.k.full, keys.base)
+    s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
+    s = products_done(0, [s])
+    release(rings.k.empty, keys.base)
+    found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
+    state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
+    wait_full(rings.k.full, keys.base + 1, keys.count > 1)
+    acc, p, m, l = all_keys(state, keys, rows, group, rings, n, S)
+    if S.OWN_RESULTS:
+        release(rings.q.empty, turn * GROUPS + group)
+    # the last product
+    last = keys.base + keys.count - 1
+    wait_full(rings.v.full, last)
+    acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
+    release(rings.v.empty, last)
+    l = gl.convert_layout(gl.sum(l, 1), L)
+    # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
+    shrink = gl.full([64], 1.0, gl.float32, L)
+    if S.SINK:
+        at_sink = in_units(gl.load(x.sink + at.head), S)
+        top, m = m, gl.maximum(m, at_sink)
+        shrink = ex2(top - m)
+        l = l * shrink + ex2(at_sink - m)
+    # o = a / l;  lse = m + log l
+    acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
+    o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
+    write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
+    if not S.OWN_RESULTS:
+        fence_async_shared()
+        release(rings.q.empty, turn * GROUPS + group)
+    row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
+    inside = index < at.tokens_q
+    gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
+    gl.store(out.top + row + index, m, mask=inside)
+    gl.store(out.total + row + index, l, mask=inside)
+
+
+@gluon.jit
+def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr):
+    """Four warps with 64 queries of each block."""
+    blocks = n.blocks * n.batches * n.heads_q
+    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    while number < blocks:
+        at = find_queries(number, x.table, n, S)
+        if (at.first >= 0) & (at.first < at.tokens_q):
+            keys = tiles_of_keys(at, base, n, S)
+            attend_block(group, at, keys, turn, x, out, rings, n, S)
+            base += keys.count
+            turn += 1
+        number = told(queue, drawn)
+        drawn += 1
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_rest, n, S: gl.constexpr):
+    """o, lse, m and l of blocks of BM queries, one after another."""
+    GROUPS: gl.constexpr = S.BM // 64
+    q = ring(GROUPS, (q_tiles, q_rest), 1)
+    k = ring(S.STAGES, (k_tiles, k_rest), GROUPS)
+    v = ring(S.STAGES, (v_tiles, v_rest), GROUPS)
+    o = q.tiles
+    if S.OWN_RESULTS:
+        o = allocate_results(GROUPS, (v_tiles, v_rest))
+    rings = ForwardRings(q, k, v, o)
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], plain())
+    queue = Queue(out.counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
+    descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (forward_group, (0, x, out, rings, queue, n, S)),
+                (forward_group, (1, x, out, rings, queue, n, S)),
+                (forward_copies, (x, descriptors, rings, queue, n, S)),
+            ],
+            [4, 1],
+            [REGISTERS_OF_TWO, COPIES],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (forward_group, (0, x, out, rings, queue, n, S)),
+                (forward_group, (1, x, out, rings, queue, n, S)),
+                (forward_group, (2, x, out, rings, queue, n, S)),
+                (forward_copies, (x, descriptors, rings, queue, n, S)),
+            ],
+            [4, 4, 1],
+            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
+        )
+
+
+def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
+    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each, of a call as `laid_out` makes it."""
+    q, k, v = call.q, call.k, call.v
+    spec, options = hopper_spec(call, "forward")
+    decay, decay_tiles = running_sums(call, spec._replace(SCALED=False))
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    top, total = call.row_statistics()
+    lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
+    blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    programs = blocks * call.batch * call.heads_q
+    bound(hopper_forward_kernel, spec, **options)(
+        min(programs, gpu.target(call.device).multiprocessors) if spec.OWN_RESULTS else programs,
+        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
+        HopperResults(o, lse, top, total, counter),
+        *tiles(q, spec, ROWS, spec.QK),
+        *tiles(k, spec, spec.BN, spec.QK),
+        *tiles(v, spec, spec.BN, spec.V),
+        numbers_of(call, spec, blocks),
+    )
+    return o, lse, (top, total)

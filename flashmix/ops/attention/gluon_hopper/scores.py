@@ -1,0 +1,88 @@
+"""From products `q k^T` to probabilities on Hopper, forward and backward; the mathematics is `triton_gpu.scores`'s."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from flashmix.gpu.hopper import accumulator, ex2, gl, gluon, row_pieces
+from flashmix.ops.attention.triton_gpu.forward import bias_of_way
+from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
+from flashmix.ops.attention.triton_gpu.tiles import load_decay
+
+# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole
+WHOLE, EDGE, EITHER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
+
+@gluon.jit
+def scaled(s, n, S: gl.constexpr):
+    """Scores in units of log 2 from `q k^T`, and tanh(scores / softcap)."""
+    squashed = s
+    y = s * n.scale
+    if S.SOFTCAP:
+        squashed = tanh(y, S)
+        y = squashed * n.softcap
+    return y, squashed
+
+
+@gluon.jit
+def masked(y, position, key, tokens_k, edge, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Scores, `-inf` where a key is not seen; `position` and `key` broadcast to them."""
+    if KIND == EDGE:
+        y = gl.where(visible(position, key, tokens_k, n, S), y, -float("inf"))
+    elif KIND == EITHER:
+        if edge:
+            y = gl.where(visible(position, key, tokens_k, n, S), y, -float("inf"))
+    return y
+
+
+@gluon.jit
+def bias_of_tile(rows, start, n, S: gl.constexpr):
+    """What is added to the scores of a whole tile for the way from its keys to the block's first row, `[1, BN]`."""
+    L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
+    place = gl.arange(0, S.BN, L)
+    distance = rows.reference - start - (S.BN - 1)
+    end = (0.0, 0.0)
+    if S.DECAY:
+        high, low = rows.gates
+        end = (gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1)))  # []
+    bias = bias_of_way(rows.decay_ref, end, distance, rows.slope, S)
+    falls = gl.full([S.BN], 0.0, gl.float32, L) + bias
+    if S.DECAY:
+        falls += gl.load(rows.gates_to_end + start + place)  # [BN]
+    if S.ALIBI:
+        falls += rows.slope * (place - (S.BN - 1)).to(gl.float32)
+    return falls[None, :]
+
+
+@gluon.jit
+def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
+    """P of `q k^T` of tile `i` of the keys, `[64, BN]`, and the running maximum with it."""
+    RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
+    BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
+    start = keys.low + i * S.BN
+    edge = (i < keys.begin) | (i >= keys.end)
+    key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
+    if RAW:
+        s = masked(s, rows.position, key, keys.tokens, edge, n, KIND, S)
+        top = gl.maximum(m, gl.max(s, 1) * n.scale)
+        return ex2(s * n.scale - top[:, None]), top
+    else:
+        y, _ = scaled(s, n, S)
+        if BY_TILE and KIND == WHOLE:
+            y += bias
+        elif S.DECAY or S.ALIBI:
+            decay_k = (0.0, 0.0)
+            if S.DECAY:
+                L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
+                at = start + gl.arange(0, S.BN, L)
+                decay_k = expanded(load_decay(rows.gates, at, keys.tokens, True), 0)  # [1, BN]
+            y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
+        y = masked(y, rows.position, key, keys.tokens, edge, n, KIND, S)
+        top = gl.maximum(m, gl.max(y, 1))
+        return ex2(y - top[:, None]), top
+
+
+@gluon.jit
+def row_sums(p):
+    """The sums of each row over the columns that a thread has, `[64, 4]`; the four of a row are added at the end."""
+    pieces = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(pieces, row_pieces())

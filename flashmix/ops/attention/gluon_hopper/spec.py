@@ -1,0 +1,47 @@
+"""The spec of the Hopper kernels, and tensors as TMA moves them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashmix.gpu.tma import Tiles
+from flashmix.ops.attention.call import AttentionCall
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS, config_for
+from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec_of, steps_of
+
+# With coordinates (RAGGED, start + tokens, RAGGED - tokens + row) an address comes to row `start + row`, since it counts modulo 2^64, and
+# the last coordinate is inside below RAGGED: what lies past the end of a packed sequence is read as 0 and never written.
+RAGGED = 1 << 30
+ENDLESS = 0x7FFF0000
+MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
+
+
+def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[str, int]]:
+    """What the phase's kernel is compiled for, and its launch options."""
+    biased = call.log_decay is not None or call.alibi_slopes is not None
+    config = config_for(phase, call.q.shape[3], call.v.shape[3], biased)
+    spec, _ = spec_of(call, phase, config)
+    if phase == "backward":  # tiles of one part, and 64 channels at least in each half of dQ
+        width = 128 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
+        spec = spec._replace(QK=Channels(spec.QK.ALL, width, 0), V=Channels(spec.V.ALL, width, 0))
+    elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
+        spec = spec._replace(OWN_RESULTS=True)
+    return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.warps // 4][0]}
+
+
+def _fits(results: Channels, tile: Channels) -> bool:
+    """Whether results can lie where a tile of q did."""
+    return results.FIRST == tile.FIRST and results.SECOND in (0, tile.SECOND)
+
+
+def tiles(x: Tensor, S: AttentionSpec, rows: int, width: Channels) -> tuple[Tiles, Tiles | None]:
+    """Both parts of x `[B, T, H, D]` in tiles of `rows`; None for a part that is not there."""
+    batch, token, head = steps_of(x)
+    if S.PACKED:
+        shape = [ENDLESS, ENDLESS, x.shape[2], RAGGED, x.shape[3]]
+        steps = [(1 << 34) - token, token, head, token, 1]
+    else:
+        shape, steps = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]], [batch, head, token, 1]
+    box = (1,) * (len(shape) - 2)
+    first, second = (Tiles(x, shape, steps, (*box, rows, w or width.FIRST)) for w in width[1:])
+    return first, second if width.SECOND else None

@@ -1,0 +1,29 @@
+"""Tiles of the Hopper kernels: one frozen table by phase and head dims. No tuning at run time."""
+
+from __future__ import annotations
+
+from flashmix.ops.attention.triton_gpu.table import AttentionConfig
+
+ROWS = 64  # of a warpgroup
+Rows = dict[tuple[int, int], AttentionConfig]
+# By the most channels of q and k, and of v, that a row serves (the first that fits is taken): queries and keys of a tile, warps that
+# compute, stages of the rings of keys and values.
+FORWARD: Rows = {
+    (64, 64): AttentionConfig(192, 128, 12, 2),
+    (128, 128): AttentionConfig(128, 128, 8, 2),
+    (192, 128): AttentionConfig(128, 128, 8, 2),
+    (192, 192): AttentionConfig(128, 64, 8, 3),
+    (256, 256): AttentionConfig(128, 64, 8, 2),
+}
+BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (128, 128): AttentionConfig(64, 128, 8, 2)}
+# with ALiBi or a forget gate, which keep more a row
+BIASED = {"forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)}}
+PHASES = {"forward": FORWARD, "backward": BACKWARD}
+# Registers a thread by the number of groups that compute: at the start of a kernel, of those groups, of the warps that only copy.
+REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
+
+
+def config_for(phase: str, dim_qk: int, dim_v: int, biased: bool) -> AttentionConfig:
+    """The table's row for these head dims; `biased`: with ALiBi or a forget gate."""
+    table = (BIASED if biased else PHASES)[phase]
+    return next(row for (most_qk, most_v), row in table.items() if dim_qk <= most_qk and dim_v <= most_v)
