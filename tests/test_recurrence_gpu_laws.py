@@ -299,7 +299,13 @@ def test_fault_17_opcheck(case: Case, packed: bool) -> None:
         {"a": x["erase"], "b": x["write"], "k": None, "beta": None} if case.rule == "untied" else {}
     )
     call = RecurrenceCall(
-        q=x["q"], v=x["v"], **tensors, packing=packing, scale=0.5, read_before=case.rule == "read_before"
+        q=x["q"],
+        v=x["v"],
+        **tensors,
+        packing=packing,
+        scale=0.5,
+        read_before=case.rule == "read_before",
+        value_decay=case.gate == "value",
     )
     chosen = flashmix.explain(run_op, case, x).choice if impl_of(case) == "auto" else "triton"
     empty = torch.empty  # what is kept has places that no kernel writes or reads
@@ -416,6 +422,7 @@ def guarded(found: list[Tensor]) -> Callable[..., Any]:
     empty = torch.empty
 
     def allocate(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, **options: Any) -> Tensor:
+        shape = shape or (options["size"],)
         sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         count = dtype.itemsize
         for size in sizes:

@@ -61,6 +61,7 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+@constant_when_compiled
 def hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why kernels in Gluon for Hopper (`gpu/hopper.py`) cannot run half-precision tensors on `device`; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):

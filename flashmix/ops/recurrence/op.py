@@ -30,6 +30,8 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
         return (
             f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
         )
+    if call.dtype == torch.float16:
+        return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens == 0 or call.batch == 0:
         return "it needs at least one token"
     if call.tokens >= 2**28:

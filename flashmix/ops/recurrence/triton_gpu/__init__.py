@@ -18,6 +18,7 @@ from torch import Tensor
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
+from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_tables, count_chunks
@@ -119,14 +120,23 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def transposed(call: RecurrenceCall, do: Tensor) -> tuple[RecurrenceCall, Tensor]:
-    """A call with a decay of the value axis as the call on S^T (12.8), and its dO, which is q. q and k get a head for each value head."""
+    """A call with a decay of the value axis as the call on S^T (12.8), and its dO, which is q. q and k get a head for each value head.
+
+    Its decay is not of half precision: the order of its sums follows the tiles that loads make, so the same numbers would give other bits.
+    """
     group = call.value_heads // call.heads
-    assert call.k is not None and not call.rule.corrected
+    assert call.k is not None and not call.rule.corrected and call.log_decay is not None
     q, k = (t if group == 1 else t.repeat_interleave(group, 2) for t in (call.q, call.k))
     own = RecurrenceCall(
-        do, call.v, k, log_decay=call.log_decay, initial_state=call.initial_state, packing=call.packing,
-        scale=call.scale, read_before=call.read_before,
-    )  # fmt: skip
+        do,
+        call.v,
+        k,
+        log_decay=at_least_float32(call.log_decay),
+        initial_state=call.initial_state,
+        packing=call.packing,
+        scale=call.scale,
+        read_before=call.read_before,
+    )
     return own, q.contiguous()
 
 
@@ -177,7 +187,9 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         return gradients(Run.of(call), kept, do, dstate, decay)
     own, q = transposed(call, do)
     found = gradients(Run.of(own, True), kept, q, dstate, decay)
-    assert call.k is not None
+    assert call.k is not None and call.log_decay is not None
+    if decay:
+        found["log_decay"] = found["log_decay"].to(call.log_decay.dtype)
     dq, dk = for_heads(found.pop("o"), call.q), for_heads(found["v"], call.k)
     return found | {"q": dq, "k": dk, "v": found["k"]}
 
