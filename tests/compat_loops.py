@@ -157,7 +157,7 @@ def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, sink=None, decay=None):
-    """`(o, lse)` of flash_attn: bottom-right alignment, inclusive window, -1 unbounded; slopes `[H]` or `[B, H]`; lse -inf if nothing is seen."""
+    """`(o, lse)` of flash_attn: bottom-right alignment, inclusive window, -1 unbounded; slopes `[H]` or `[B, H]`."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = scores(q, k, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -40,6 +40,7 @@ def packing_of(seq_idx: Tensor) -> Packing:
 @CONV.function(
     "causal_conv1d_fn",
     "x weight bias=None seq_idx=None initial_states=None return_final_states=False final_states_out=None activation=None",
+    "`seq_idx` with states",
 )
 def causal_conv1d(
     x: Tensor,

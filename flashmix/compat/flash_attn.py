@@ -26,7 +26,7 @@ _TAIL = f"dropout_p=0.0 {_OPTIONS} ~deterministic=False return_attn_probs=False"
 _PACKED = "cu_seqlens_q cu_seqlens_k ~max_seqlen_q ~max_seqlen_k"
 
 
-@FLASH.function("flash_attn_func", f"q k v {_TAIL}")
+@FLASH.function("flash_attn_func", f"q k v {_TAIL}", "`return_attn_probs` with `dropout_p`")
 def dense(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_attn_probs: bool, **options: Any) -> Any:
     """`flashmix.softmax_attention`; the result is `out`, with `return_attn_probs` `(out, lse, None)`.
 
@@ -37,19 +37,21 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_attn_probs: 
     return _results(attend(q, k, v, dropout_p=dropout_p, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
-@FLASH.function("flash_attn_qkvpacked_func", f"qkv {_TAIL}")
+@FLASH.function("flash_attn_qkvpacked_func", f"qkv {_TAIL}", "`return_attn_probs` with `dropout_p`")
 def dense_qkv(qkv: Tensor, **options: Any) -> Any:
     """`flash_attn_func` of `[B, T, 3, H, D]`."""
     return dense(*qkv.unbind(2), **options)
 
 
-@FLASH.function("flash_attn_kvpacked_func", f"q kv {_TAIL}")
+@FLASH.function("flash_attn_kvpacked_func", f"q kv {_TAIL}", "`return_attn_probs` with `dropout_p`")
 def dense_kv(q: Tensor, kv: Tensor, **options: Any) -> Any:
     """`flash_attn_func` of queries and `[B, T, 2, H, D]`."""
     return dense(q, *kv.unbind(2), **options)
 
 
-@FLASH.function("flash_attn_varlen_func", f"q k v {_PACKED} {_TAIL} block_table=None")
+@FLASH.function(
+    "flash_attn_varlen_func", f"q k v {_PACKED} {_TAIL} block_table=None", "`return_attn_probs` with `dropout_p`"
+)
 def packed(
     q: Tensor,
     k: Tensor,
@@ -75,13 +77,15 @@ def packed(
     return _results(result, return_attn_probs)
 
 
-@FLASH.function("flash_attn_varlen_qkvpacked_func", f"qkv cu_seqlens ~max_seqlen {_TAIL}")
+@FLASH.function(
+    "flash_attn_varlen_qkvpacked_func", f"qkv cu_seqlens ~max_seqlen {_TAIL}", "`return_attn_probs` with `dropout_p`"
+)
 def packed_qkv(qkv: Tensor, cu_seqlens: Tensor, **options: Any) -> Any:
     """`flash_attn_varlen_func` of `[total, 3, H, D]`."""
     return packed(*qkv.unbind(1), cu_seqlens, cu_seqlens, **options)
 
 
-@FLASH.function("flash_attn_varlen_kvpacked_func", f"q kv {_PACKED} {_TAIL}")
+@FLASH.function("flash_attn_varlen_kvpacked_func", f"q kv {_PACKED} {_TAIL}", "`return_attn_probs` with `dropout_p`")
 def packed_kv(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any) -> Any:
     """`flash_attn_varlen_func` of queries and `[total, 2, H, D]`."""
     return packed(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, **options)
@@ -92,6 +96,7 @@ def packed_kv(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None cache_leftpad=None "
     "block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 rotary_interleaved=True alibi_slopes=None "
     "~num_splits=0 return_softmax_lse=False",
+    "`cache_batch_idx` with `block_table`",
 )
 def with_kvcache(
     q: Tensor,
@@ -121,6 +126,8 @@ def with_kvcache(
     else:
         table = torch.arange(rows, device=q.device) if cache_batch_idx is None else cache_batch_idx
         table = table[:, None]
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k and v, got None")
     lengths = lengths_of(cache_seqlens, rows, table.shape[1] * k_cache.shape[1], q.device)
     result = attend_to_cache(
         *(q, (k_cache, v_cache), (k, v), table, lengths),

@@ -72,7 +72,11 @@ def packed(
     return result if return_attn_probs else result[0]
 
 
-@FLASH_3.function("flash_attn_with_kvcache", _CACHE)
+@FLASH_3.function(
+    "flash_attn_with_kvcache",
+    _CACHE,
+    "packed queries that are not causal or with `cache_leftpad`, unlike boundaries of queries and new keys",
+)
 def cached(
     q: Tensor, k: Tensor | None, page_table: Tensor | None, cu_seqlens_k_new: Tensor | None, **options: Any
 ) -> Any:

@@ -46,9 +46,9 @@ def declare(surface: Surface) -> None:
     }
     for body, (names, arguments) in functions.items():
         surface.function(names, arguments)(body)
-    surface.add("RotaryEmbedding", PackedRotary)
-    surface.add("RMSNorm", DropoutFreeRMSNorm)
-    surface.add("CrossEntropyLoss", RowCrossEntropy)
+    surface.add("RotaryEmbedding", PackedRotary, "`scale_base`")
+    surface.add("RMSNorm", DropoutFreeRMSNorm, "`dropout_p`")
+    surface.add("CrossEntropyLoss", RowCrossEntropy, "`process_group`, `precomputed_lse`")
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Tensor:

@@ -37,6 +37,7 @@ MAMBA = Surface(
     "mamba_chunk_scan_combined",
     "x dt A B C ~chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None cu_seqlens=None dt_softplus=False "
     "dt_limit=(0.0,1e999) return_final_states=False !return_varlen_states=False ~state_dtype=None",
+    "`seq_idx` with states",
 )
 @MAMBA.function("mamba_chunk_scan", "x dt A B C ~chunk_size D=None z=None dt_bias=None dt_softplus=False")
 def chunk_scan(
@@ -100,7 +101,9 @@ def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> 
 
 
 @MAMBA.function(
-    "selective_state_update", "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None"
+    "selective_state_update",
+    "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
+    "the Mamba-1 form",
 )
 def state_update(
     state: Tensor,

@@ -18,6 +18,8 @@ class Surface:
         library: the import name of the original.
         names: every function and class by its name.
         missing: names of the original that are not here, with the reason.
+        options: the arguments of each function.
+        limits: what each name raises for besides its refused arguments.
     """
 
     def __init__(self, library: str, missing: dict[str, str] | None = None) -> None:
@@ -25,27 +27,39 @@ class Surface:
         self.names: dict[str, Any] = {}
         self.missing = missing or {}
         self.options: dict[str, Arguments] = {}
+        self.limits: dict[str, str] = {}
 
-    def function(self, names: str, arguments: str) -> Callable[[Function], Function]:
+    def function(self, names: str, arguments: str, limits: str = "") -> Callable[[Function], Function]:
         """Declares functions that call the decorated body.
 
         `arguments` is the original signature in one line of words: `q k v scale=None`. A word after `~` only tunes speed: it is accepted
         and ignored. One after `!` would change the result and is not there: any value but its default raises. After `*` they are keywords.
-        The body receives all others by keyword.
+        The body receives all others by keyword. `limits` names what else raises, for the table.
         """
         declared = Arguments(arguments)
 
         def declare(body: Function) -> Function:
             for name in names.split():
                 self.options[name] = declared
+                self.limits[name] = limits
                 self.names[name] = self._call(name, declared, body)
             return body
 
         return declare
 
-    def add(self, name: str, thing: Any) -> None:
-        """Declares a class, or a function with the same signature here."""
+    def add(self, name: str, thing: Any, limits: str = "") -> None:
+        """Declares a class; `limits` names what raises, for the table."""
         self.names[name] = thing
+        self.limits[name] = limits
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Each name with what of it raises, the functions and classes that are here first, then the missing ones."""
+        here = []
+        for name in sorted(self.names):
+            refused = self.options[name].marked(REFUSED) if name in self.options else []
+            limits = [*(f"`{option}`" for option in refused), *filter(None, [self.limits[name]])]
+            here.append((name, "there" + (f"; raises for {', '.join(limits)}" if limits else "")))
+        return here + [(name, f"raises: {self.missing[name]}") for name in sorted(self.missing)]
 
     def _call(self, name: str, declared: Arguments, body: Function) -> Function:
         label = f"{self.library}.{name}"

@@ -41,10 +41,12 @@ GATE = "use_gate_in_kernel=False A_log=None dt_bias=None"
 @FLA.function(
     "chunk_gated_delta_rule chunk_gdn",
     f"q k v g beta {KERNEL_STATE} {BETA_FLAGS} state_v_first=False {PACKED} ~chunk_indices=None !cp_context=None {V_FIRST} {GATE}",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_gated_delta_rule fused_recurrent_gdn",
     f"q k v g=None gk=None !gv=None beta=None {KERNEL_STATE} {GATE} {BETA_FLAGS} state_v_first=False cu_seqlens=None {V_FIRST}",
+    "`beta` `[B, T, HV, V]`",
 )
 def gated_delta_rule(
     q: Tensor,
@@ -78,11 +80,13 @@ def gated_delta_rule(
     f"q k v g beta {KERNEL_STATE} use_gate_in_kernel=False {BETA_FLAGS} ~safe_gate=False lower_bound=None ~disable_recompute=False "
     f"!return_intermediate_states=False state_v_first=False {PACKED} !cp_context=None ~use_graph=False ~max_num_seqs=None "
     f"{V_FIRST} A_log=None dt_bias=None",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_kda",
     f"q k v g beta A_log=None dt_bias=None {KERNEL_STATE} use_gate_in_kernel=False {BETA_FLAGS} lower_bound=None "
     f"state_v_first=False cu_seqlens=None {V_FIRST}",
+    "`beta` `[B, T, HV, V]`",
 )
 def kimi_delta_attention(
     q: Tensor,
@@ -105,8 +109,8 @@ def kimi_delta_attention(
     return run(kda, *unit(use_qk_l2norm_in_kernel, q, k), v, beta, g, **options)
 
 
-@FLA.function("chunk_delta_rule", f"q k v beta {KERNEL_STATE} {PACKED} {HINTS}")
-@FLA.function("fused_recurrent_delta_rule", f"q k v beta=None {KERNEL_STATE} cu_seqlens=None")
+@FLA.function("chunk_delta_rule", f"q k v beta {KERNEL_STATE} {PACKED} {HINTS}", "`beta` `[B, T, HV, V]`")
+@FLA.function("fused_recurrent_delta_rule", f"q k v beta=None {KERNEL_STATE} cu_seqlens=None", "`beta` `[B, T, HV, V]`")
 def delta_net(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, use_qk_l2norm_in_kernel: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -160,8 +164,8 @@ def gated_delta_product(
     return run(deltaproduct, q, k, v, beta, log_decay=g, **options)
 
 
-@FLA.function("chunk_comba", f"q k v p g beta=None {KERNEL_STATE} {PACKED}")
-@FLA.function("fused_recurrent_comba", f"q k p v g beta=None {KERNEL_STATE} cu_seqlens=None")
+@FLA.function("chunk_comba", f"q k v p g beta=None {KERNEL_STATE} {PACKED}", "`beta` `[B, T, HV, V]`")
+@FLA.function("fused_recurrent_comba", f"q k p v g beta=None {KERNEL_STATE} cu_seqlens=None", "`beta` `[B, T, HV, V]`")
 def comba_rule(
     q: Tensor,
     k: Tensor,
@@ -181,10 +185,14 @@ _OJA = "use_q_l2norm=False use_k_l2norm=False cu_seqlens=None"
 
 
 @FLA.function(
-    "chunk_gated_oja_rule", f"q k v gv beta {STATE} {_OJA} ~cu_seqlens_cpu=None {HINTS} use_qk_l2norm_in_kernel=None"
+    "chunk_gated_oja_rule",
+    f"q k v gv beta {STATE} {_OJA} ~cu_seqlens_cpu=None {HINTS} use_qk_l2norm_in_kernel=None",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
-    "fused_recurrent_gated_oja_rule", f"q k v gv=None beta=None {STATE} {_OJA} {HINTS} use_qk_l2norm_in_kernel=None"
+    "fused_recurrent_gated_oja_rule",
+    f"q k v gv=None beta=None {STATE} {_OJA} {HINTS} use_qk_l2norm_in_kernel=None",
+    "`beta` `[B, T, HV, V]`",
 )
 def gated_oja_rule(
     q: Tensor,
@@ -211,11 +219,13 @@ _CONSTANTS = "!x=1.5 !eps=1e-06 log_atk_scale=None"
     "chunk_precond_gated_delta_rule",
     f"q k v g_atk g beta_atk beta scale=None initial_state=None {_CURVED} use_qk_l2norm_in_kernel=True {PACKED} "
     f"!cp_context=None transpose_state_layout=False {_CONSTANTS}",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_precond_gated_delta_rule",
     f"q k v g=None gk=None !gv=None beta=None g_atk=None beta_atk=None scale=None initial_state=None {_CURVED} "
     f"use_qk_l2norm_in_kernel=True cu_seqlens=None transpose_state_layout=False {_CONSTANTS}",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "chunk_precond_kda",
@@ -223,11 +233,13 @@ _CONSTANTS = "!x=1.5 !eps=1e-06 log_atk_scale=None"
     f"lower_bound=None {PACKED} ~chunk_indices=None !cp_context=None transpose_state_layout=False {_CONSTANTS} "
     "~solve_tril_precision=None ~disable_recompute=False !return_intermediate_states=False * A_log=None dt_bias=None "
     "~use_qk_l2norm_in_kernel=True",
+    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_precond_kda",
     f"q k v g g_atk beta_atk beta A_log=None dt_bias=None scale=None initial_state=None {_CURVED} use_qk_l2norm_in_kernel=True "
     f"use_gate_in_kernel=False lower_bound=None cu_seqlens=None transpose_state_layout=False {_CONSTANTS}",
+    "`beta` `[B, T, HV, V]`",
 )
 def preconditioned(
     q: Tensor,

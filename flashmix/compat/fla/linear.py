@@ -32,7 +32,9 @@ def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tup
 
 
 @FLA.function(
-    "fused_recurrent_gla", f"q k v gk=None gv=None {STATE} reverse=False state_v_first=False cu_seqlens=None {V_FIRST}"
+    "fused_recurrent_gla",
+    f"q k v gk=None gv=None {STATE} reverse=False state_v_first=False cu_seqlens=None {V_FIRST}",
+    "`gk` with `gv`",
 )
 def recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None, gv: Tensor | None, **options: Any
@@ -92,7 +94,11 @@ def lightning_attn(
 
 
 @FLA.function("chunk_linear_attn fused_chunk_linear_attn", f"q k v {STATE} normalize=True cu_seqlens=None")
-@FLA.function("fused_recurrent_linear_attn", f"q k v {STATE} reverse=False normalize=False cu_seqlens=None")
+@FLA.function(
+    "fused_recurrent_linear_attn",
+    f"q k v {STATE} reverse=False normalize=False cu_seqlens=None",
+    "`normalize` with `reverse`",
+)
 def linear_attn(
     q: Tensor,
     k: Tensor,
@@ -208,7 +214,7 @@ def gated_slots(
     return o, None if final is None else (final[0][:, ::group], final[1][:, ::group])
 
 
-@FLA.function("chunk_abc", "q k v s initial_state=None output_final_state=False")
+@FLA.function("chunk_abc", "q k v s initial_state=None output_final_state=False", "a state of two tensors")
 def chunk_abc(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, initial_state: Any, output_final_state: bool
 ) -> tuple[Tensor, Any]:

@@ -104,6 +104,6 @@ class HeadKLDivergence(nn.Module):
         return kl_loss(x, target_x, weight, target_weight, self.reduction)
 
 
-FLA.add("FusedCrossEntropyLoss", SoftcappedCrossEntropy)
-FLA.add("FusedLinearCrossEntropyLoss", HeadLoss)
+FLA.add("FusedCrossEntropyLoss", SoftcappedCrossEntropy, "`process_group`")
+FLA.add("FusedLinearCrossEntropyLoss", HeadLoss, "`use_l2warp`, `process_group`")
 FLA.add("FusedKLDivLoss", HeadKLDivergence)

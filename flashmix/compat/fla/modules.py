@@ -115,6 +115,39 @@ class SwishGatedRMSNorm(GatedResidualRMSNorm):
         super().__init__(hidden_size, elementwise_affine, eps, "swish", *placement)
 
 
+class GatedResidualLayerNorm(GatedResidualRMSNorm):
+    """fla's `FusedLayerNormGated`: `FusedRMSNormGated` that takes the mean off.
+
+    Args:
+        hidden_size, elementwise_affine, bias, eps: those of `ResidualNorm`.
+        activation: of the gate.
+    """
+
+    center = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        activation: str = "swish",
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        ResidualNorm.__init__(self, hidden_size, elementwise_affine, bias, eps, device, dtype)
+        self.activation = activation
+
+
+class SwishGatedLayerNorm(GatedResidualLayerNorm):
+    """fla's `FusedLayerNormSwishGate`: `FusedLayerNormGated` with silu."""
+
+    def __init__(
+        self, hidden_size: int, elementwise_affine: bool = True, bias: bool = False, eps: float = 1e-5, *placement: Any
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, "swish", eps, *placement)
+
+
 class LateZGatedRMSNorm(ZGatedRMSNorm):
     """fla's `RMSNormGated`, whose gate multiplies before the norm by default."""
 
@@ -330,13 +363,16 @@ MODULES = {
     "GroupNorm": ResidualGroupNorm,
     "FusedRMSNormGated": GatedResidualRMSNorm,
     "FusedRMSNormSwishGate": SwishGatedRMSNorm,
+    "FusedLayerNormGated": GatedResidualLayerNorm,
+    "FusedLayerNormSwishGate": SwishGatedLayerNorm,
     "RMSNormGated": LateZGatedRMSNorm,
     "L2Norm": UnitNorm,
     "ShortConvolution": CausalConvolution,
     "RotaryEmbedding": PairRotary,
     "GatedMLP": SeparateGatedMLP,
 }
+LIMITS = {"RotaryEmbedding": "`scale_base`", "GatedMLP": '`hidden_act="powlu"`'}
 for _name, _module in MODULES.items():
-    FLA.add(_name, _module)
+    FLA.add(_name, _module, LIMITS.get(_name, ""))
 globals().update(MODULES)
 __getattr__ = FLA.lookup
