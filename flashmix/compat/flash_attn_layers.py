@@ -1,4 +1,4 @@
-"""What flash_attn has around its attention: rotary embedding, padding, norms and cross entropy."""
+"""The layers around the attention of flash_attn: rotary embedding, padding, norms and cross entropy."""
 
 from __future__ import annotations
 

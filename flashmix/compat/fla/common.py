@@ -1,4 +1,4 @@
-"""What the functions of several families share: flags that run in the kernel there, layouts of states, and time backwards."""
+"""Helpers of several families: flags that run in the kernel there, layouts of states, and time backwards."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def decay(
 
 def run(
     rule: Callable[..., Any],
+    q: Tensor,
     *tensors: Tensor,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -101,16 +102,16 @@ def run(
         state_v_first = transpose_state_layout
     state = initial_state
     if state is not None:
-        state = state.to(state_dtype(tensors[0].dtype))
+        state = state.to(state_dtype(q.dtype))
         state = state.mT if state_v_first else state
     packed = cu_seqlens is not None
     if reverse:
-        tensors = tuple(x.flip(1) if x.dim() > 2 else x for x in tensors)
+        q, tensors = q.flip(1), tuple(x.flip(1) if x.dim() > 2 else x for x in tensors)
         cu_seqlens = None if cu_seqlens is None else (cu_seqlens[-1] - cu_seqlens).flip(0)
         options = {n: x.flip(1) if isinstance(x, Tensor) and x.dim() > 2 else x for n, x in options.items()}
         state = state.flip(0) if packed and state is not None else state
     o, final = rule(
-        *tensors, initial_state=state, return_state=bool(output_final_state), cu_seqlens=cu_seqlens, **options
+        q, *tensors, initial_state=state, return_state=bool(output_final_state), cu_seqlens=cu_seqlens, **options
     )
     if reverse:
         o, final = o.flip(1), final.flip(0) if packed and final is not None else final
