@@ -309,3 +309,19 @@ def test_compiles_as_one_graph(name: str) -> None:
     compiled = torch.compile(lambda x: run_op(name, x), fullgraph=True, backend="eager")
     for got, expected in zip(compiled(inputs), run_op(name, inputs), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
+    q, k, v = torch.rand(3, 1, 5, 2, 4, dtype=torch.float64)
+    q[:, 2] = 0
+    plain, _ = flashmix.normalised_linear_attention(q, k, v)
+    o, _ = flashmix.normalised_linear_attention(q, k, v, eps=0.5)
+    assert plain[:, 2].isnan().all() and not o[:, 2].any()
+    weight = torch.einsum("bthk,bthk->bth", q, k.cumsum(1)).unsqueeze(-1)
+    kept = [0, 1, 3, 4]
+    torch.testing.assert_close(o[:, kept], (plain * weight / (weight + 0.5))[:, kept])
+    assert torch.equal(
+        flashmix.normalised_linear_attention(k, k, v, eps=0.0)[0], flashmix.normalised_linear_attention(k, k, v)[0]
+    )
+    with pytest.raises(ValueError, match="eps"):
+        flashmix.normalised_linear_attention(q, k, v, eps=-1.0)

@@ -65,14 +65,24 @@ def abc(
     else:
         *pair, start = initial_state
         slots = (pair[0], pair[1])
-    before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
-    # s_t - z_t = -softplus(-ahead) and z_{t-1} - z_t = -softplus(ahead); `ahead` is inf at the first token
-    ahead = s.to(start.dtype) - before
-    weight, decay = torch.exp(-_softplus(-ahead)).to(q.dtype), -_softplus(ahead)
+    weight, decay, z = running_softmax(s, start, packing, impl)
+    weight = weight.to(q.dtype)
     o, states = two_passes(
         q, k, v, weight, decay, states=slots, scale=scale, return_state=return_state, packing=packing, impl=impl
     )
     return o, None if states is None else (*states, z)
+
+
+def running_softmax(
+    s: Tensor, start: Tensor, packing: Packing | None, impl: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`e^{s_t - z_t}`, `z_{t-1} - z_t` (-inf at a first token without a past) and the last `z`, from logits and the first `z` `[N, HV, M]`.
+
+    `s_t - z_t = -softplus(-ahead)` and `z_{t-1} - z_t = -softplus(ahead)` with `ahead = s_t - z_{t-1}`, inf at the first token.
+    """
+    before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
+    ahead = s.to(start.dtype) - before
+    return torch.exp(-_softplus(-ahead)), -_softplus(ahead), z
 
 
 def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:

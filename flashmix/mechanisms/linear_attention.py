@@ -24,6 +24,7 @@ def normalised_linear_attention(
     k: Tensor,
     v: Tensor,
     *,
+    eps: float = 0.0,
     initial_state: tuple[Tensor, Tensor] | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
@@ -31,13 +32,15 @@ def normalised_linear_attention(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """The first linear attention: the output is an average of the values, its weights divided by their sum.
 
-        S_t = S_{t-1} + k_t v_t^T;  z_t = z_{t-1} + k_t;  o_t = S_t^T q_t / (q_t . z_t)
+        S_t = S_{t-1} + k_t v_t^T;  z_t = z_{t-1} + k_t;  o_t = S_t^T q_t / (q_t . z_t + eps)
 
-    Queries and keys are features, positive so that no sum is 0 (the paper's are `elu(x) + 1`); a scale would cancel.
+    Queries and keys are features, positive so that no sum is 0 (the paper's are `elu(x) + 1`); a scale would cancel. Where all features
+    of a query may be 0, as with relu, a positive `eps` gives 0 and not NaN.
 
     Args:
         q, k: features of queries and keys `[B, T, H, K]`.
         v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
+        eps: added to the sum of the weights.
         initial_state: `(S, z)`, `([N, HV, K, V], [N, H, K])`, float32 (float64 for float64 inputs).
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 10 to 12.
@@ -60,6 +63,8 @@ def normalised_linear_attention(
     weight, z = linear_attention(
         q, k, one, scale=1.0, initial_state=z, return_state=return_state, cu_seqlens=packing, impl=impl
     )
+    if eps:
+        weight = weight + eps
     o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)
     return o, None if S is None or z is None else (S, z.squeeze(-1))
 

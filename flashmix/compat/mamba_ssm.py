@@ -1,0 +1,164 @@
+"""The functions of mamba_ssm that Mamba-2 needs, and its norms.
+
+Example:
+    >>> import torch
+    >>> from flashmix.compat.mamba_ssm import mamba_chunk_scan_combined
+    >>> x, dt, keys = torch.randn(1, 10, 4, 16), torch.randn(1, 10, 4), torch.randn(1, 10, 1, 32)
+    >>> mamba_chunk_scan_combined(x, dt, -torch.ones(4), keys, keys, 256, dt_softplus=True).shape
+    torch.Size([1, 10, 4, 16])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from flashmix.compat.causal_conv1d import packing_of
+from flashmix.compat.norms import ZGatedRMSNorm, z_gated_norm
+from flashmix.compat.surface import Surface, refuse
+from flashmix.op.checks import contents_are_checked
+from flashmix.op.dtypes import state_dtype
+from flashmix.ops.recurrence import linear_attention, linear_attention_step
+
+_MAMBA_1 = "Mamba-1 has a decay per channel and state"
+MAMBA = Surface(
+    "mamba_ssm",
+    {
+        "selective_scan_fn": _MAMBA_1,
+        "mamba_inner_fn": _MAMBA_1,
+        "mamba_split_conv1d_scan_combined": "call causal_conv1d_fn, mamba_chunk_scan_combined, the norm and the projection",
+    },
+)
+
+
+@MAMBA.function(
+    "mamba_chunk_scan_combined",
+    "x dt A B C ~chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None cu_seqlens=None dt_softplus=False "
+    "dt_limit=(0.0,1e999) return_final_states=False !return_varlen_states=False ~state_dtype=None",
+    "`seq_idx` with states",
+)
+@MAMBA.function("mamba_chunk_scan", "x dt A B C ~chunk_size D=None z=None dt_bias=None dt_softplus=False")
+def chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+) -> Any:
+    """`flashmix.mamba2` from the raw step: `A` negative `[H]`, `D` `[H]` or `[H, P]`, states `[B, H, P, N]`, packed rows by `seq_idx`.
+
+    `cu_seqlens` only names the sequences of `return_varlen_states` there, which is not here; alone it changes nothing, here neither.
+    """
+    step = _step_size(dt, dt_bias, dt_softplus, dt_limit)
+    batch, wide = x.shape[0], state_dtype(x.dtype)
+    packing = None if seq_idx is None else packing_of(seq_idx)
+    if packing is not None:
+        whole = initial_states is None and not return_final_states
+        refuse("mamba_ssm.mamba_chunk_scan_combined", "states together with seq_idx", whole)
+    v, decay = (x * step.unsqueeze(-1)).to(x.dtype), A.to(wide) * step
+    if packing is not None:
+        C, B, v, decay = (y.reshape(1, -1, *y.shape[2:]) for y in (C, B, v, decay))
+    y, state = linear_attention(
+        *(C, B, v, decay),
+        scale=1.0,
+        initial_state=None if initial_states is None else initial_states.mT.to(wide),
+        return_state=return_final_states,
+        cu_seqlens=packing,
+    )
+    y = _skip_and_gate(y.reshape(batch, -1, *y.shape[2:]), x, D, z)
+    return (y, state.mT) if state is not None else y
+
+
+def _step_size(
+    dt: Tensor, bias: Tensor | None, use_softplus: bool, limit: tuple[float, float] = (0.0, float("inf"))
+) -> Tensor:
+    """The step size in float32: the bias, softplus, then the limits."""
+    dt = dt.to(state_dtype(dt.dtype))
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = softplus(dt) if use_softplus else dt
+    return dt if tuple(limit) == (0.0, float("inf")) else dt.clamp(*limit)
+
+
+def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """`(y + D x) silu(z)` in the dtype of `x`; `D` is `[H]` or `[H, P]`."""
+    if D is None and z is None:
+        return y
+    y = y.to(state_dtype(y.dtype))
+    if D is not None:
+        y = y + x * (D if D.dim() == 2 else D[:, None])
+    return (y if z is None else y * silu(z.to(y.dtype))).to(x.dtype)
+
+
+@MAMBA.function(
+    "selective_state_update",
+    "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
+    "the Mamba-1 form",
+)
+def state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: Tensor | None,
+) -> Tensor:
+    """One token of Mamba-2: `state` `[.., H, P, N]` is updated in place; `dt`, `A` and `dt_bias` are spread, one number per head.
+
+    A Mamba-1 call (`state` of three axes) raises; the numbers of a Mamba-2 call are read at their first channel.
+    """
+    label = "mamba_ssm.selective_state_update"
+    refuse(label, f"Mamba-1 form ({_MAMBA_1})", state.dim() == 4)
+    refuse(label, f"step or decay that differs between channels ({_MAMBA_1})", _spread(dt, 1) and _spread(A, 2))
+    refuse(label, "dt_bias that differs between channels", dt_bias is None or _spread(dt_bias, 1))
+    step = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
+    B, C = (y.unsqueeze(1) if y.dim() == 2 else y for y in (B, C))
+    v = (x * step.unsqueeze(-1)).to(x.dtype)
+    y = linear_attention_step(
+        *(C[:, None], B[:, None], v[:, None], state.mT, A[:, 0, 0] * step[:, None]),
+        scale=1.0,
+        state_indices=state_batch_indices,
+    )
+    return _skip_and_gate(y[:, 0], x, D, z)
+
+
+def _spread(x: Tensor, axes: int) -> bool:
+    """Whether the last axes are copies of one number: by their strides, else by their values (on a GPU after `flashmix.checks(True)`)."""
+    spread = all(x.stride(i) == 0 or x.shape[i] == 1 for i in range(-axes, 0))
+    return spread or not contents_are_checked(x) or bool((x.flatten(-axes) == x.flatten(-axes)[..., :1]).all())
+
+
+_NORM = "x weight bias=None z=None eps=1e-06 group_size=None norm_before_gate=True"
+
+
+@MAMBA.function("rmsnorm_fn", _NORM)
+def rmsnorm_fn(**options: Any) -> Tensor:
+    """`norm(x) silu(z)`, or with `norm_before_gate=False` `norm(x silu(z))`, in groups of `group_size` channels."""
+    return z_gated_norm(center=False, **options)
+
+
+@MAMBA.function("layernorm_fn", f"{_NORM} is_rms_norm=False")
+def layernorm_fn(is_rms_norm: bool, **options: Any) -> Tensor:
+    """`rmsnorm_fn` that takes the mean off too, unless `is_rms_norm`."""
+    return z_gated_norm(center=not is_rms_norm, **options)
+
+
+MAMBA.add("RMSNorm", ZGatedRMSNorm)
+globals().update(MAMBA.names)
+__getattr__ = MAMBA.lookup
+__all__ = sorted(MAMBA.names)
