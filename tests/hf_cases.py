@@ -79,7 +79,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         ATTENTION | SCAN | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
         2,
     ),
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", ATTENTION | SCAN | {"num_hidden_layers": 2, "mamba_d_ssm": 64}, 2),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        ATTENTION | SCAN | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
+        2,
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
@@ -131,6 +136,38 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        EXPERTS
+        | {
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        2,
+    ),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        ATTENTION
+        | DELTA
+        | EXPERTS
+        | {
+            "shared_expert_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention"],
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 128,
+            "indexer_compress_ratio": 4,
+        },
+        2,
+    ),
 }
 
 
@@ -141,8 +178,10 @@ def tiny(family: str, seed: int = 0) -> Any:
     config = getattr(transformers, config_class)(**(COMMON | options))
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter += 0.05 * torch.randn_like(parameter)
+            if name.endswith("A_log"):  # a memory of many tokens, whose gradients are not lost in rounding
+                parameter.uniform_(-3, 0)
     return model
 
 

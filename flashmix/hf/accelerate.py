@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -58,26 +58,33 @@ class Patch:
     stays, and what it wraps is replaced.
     """
 
-    def __init__(self, mixer: nn.Module, layer: nn.Module | None, boundaries: Boundaries) -> None:
+    def __init__(self, mixer: nn.Module, layers: Sequence[nn.Module], boundaries: Boundaries) -> None:
         self.mixer = mixer
         self.slot = "_old_forward" if "_old_forward" in mixer.__dict__ else "forward"
         self.before = mixer.__dict__.get(self.slot)
-        parameters = [] if layer is None else inspect.signature(type(layer).forward).parameters
-        given = Given(boundaries, list(parameters)[1:])
-        self.hook = None
-        if layer is not None:
-            self.hook = layer.register_forward_pre_hook(given.keep, with_kwargs=True)
-        mixer.__dict__["flashmix_given"] = given
+        self.given = Given(boundaries, layers)
+        mixer.__dict__["flashmix_given"] = self.given
         mixer.__dict__[self.slot] = MethodType(KNOWN[type(mixer).__name__].forward, mixer)
 
     def undo(self) -> None:
         """Puts back what was in the instance's place, which usually is nothing."""
-        if self.hook is not None:
-            self.hook.remove()
+        for hook in self.given.hooks:
+            hook.remove()
         self.mixer.__dict__.pop("flashmix_given", None)
         self.mixer.__dict__.pop(self.slot, None)
         if self.before is not None:
             self.mixer.__dict__[self.slot] = self.before
+
+
+def around(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+    """The layers around the mixer, the outermost first: its parents below the model's list of layers."""
+    layers: list[nn.Module] = []
+    while name:
+        name = name.rpartition(".")[0]
+        if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            break
+        layers.insert(0, modules[name])
+    return layers
 
 
 def refusal(mixer: nn.Module) -> str | None:
@@ -130,7 +137,7 @@ def accelerate(model: nn.Module, *, strict: bool = False, quiet: bool = False) -
     known: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in modules.items():
-        if any(name.startswith(f"{outer}.") for outer in (*known, *left)):
+        if any(not outer or name.startswith(f"{outer}.") for outer in (*known, *left)):
             continue  # a part of a mixer
         if type(module).__name__ in KNOWN or looks_like_a_mixer(module):
             reason = refusal(module)
@@ -142,10 +149,7 @@ def accelerate(model: nn.Module, *, strict: bool = False, quiet: bool = False) -
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left.items())
         raise ValueError(f"model must have mixers that flashmix knows (strict=True), got {reasons}")
     boundaries = Boundaries()
-    patches = [
-        Patch(mixer, modules.get(name.rpartition(".")[0]) if name else None, boundaries)
-        for name, mixer in known.items()
-    ]
+    patches = [Patch(mixer, around(modules, name), boundaries) for name, mixer in known.items()]
     accelerated = Accelerated({name: type(mixer).__name__ for name, mixer in known.items()}, left, patches)
     if not quiet:
         print(accelerated)

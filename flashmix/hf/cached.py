@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmix.hf.rows import Rows
+from flashmix.hf.rows import BatchRows
 from flashmix.op.dtypes import state_dtype
 
 
@@ -47,13 +47,13 @@ class Cached:
             return False
         return not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *also)))
 
-    def recent(self, rows: Rows) -> Tensor | None:
+    def recent(self, rows: BatchRows) -> Tensor | None:
         """The W - 1 inputs before each sequence, `[N, W - 1, C]`, oldest first, or None."""
         if not self.continues or self.width == 1:
             return None
         return rows.initial(self.inputs[:, :, -(self.width - 1) :].mT.clone())
 
-    def initial(self, rows: Rows, dtype: torch.dtype, *, transposed: bool = False) -> Tensor | None:
+    def initial(self, rows: BatchRows, dtype: torch.dtype, *, transposed: bool = False) -> Tensor | None:
         """The state before each sequence, as inputs of `dtype` want it, or None; `transposed` swaps its last two axes.
 
         It is a copy where a gradient may be wanted: the cache is overwritten before the backward.

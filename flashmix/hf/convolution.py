@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmix.hf.cached import Cached
-from flashmix.hf.rows import Rows
+from flashmix.hf.rows import BatchRows
 from flashmix.hf.told import hooks_of, masked
 from flashmix.ops.short_conv.op import short_conv
 
@@ -33,7 +33,7 @@ def forward(
             y = (window * weight).sum(-1)
             y = (y if bias is None else y + bias).to(x.dtype).unsqueeze(1)
         else:
-            rows: Rows = self.flashmix_given.rows(x, attention_mask, {"seq_idx": seq_idx})
+            rows: BatchRows = self.flashmix_given.rows(x, attention_mask, {"seq_idx": seq_idx})
             recent, packing = cached.recent(rows), rows.packing
             y, _ = short_conv(rows.join(gated), weight, bias, activation=None, initial_state=recent, cu_seqlens=packing)
             y = rows.part(y)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.hf.cached import Cached
-from flashmix.hf.rows import Rows
+from flashmix.hf.rows import BatchRows
 from flashmix.hf.told import hooks_of, masked
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.delta_net_step import delta_net_step
@@ -29,7 +29,7 @@ class Projected(NamedTuple):
     gate: Tensor  # [B, T, HV, V]
 
 
-class DeltaNet(NamedTuple):
+class NetParameters(NamedTuple):
     """A mixer's sizes and parameters, as the ops of flashmix take them."""
 
     heads: int
@@ -44,7 +44,7 @@ class DeltaNet(NamedTuple):
     output: nn.Module
 
 
-def qwen3_next(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
+def qwen3_next(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Qwen3-Next: two projections, interleaved by key head."""
     q, k, v, gate, strength, decay = m.fix_query_key_value_ordering(m.in_proj_qkvz(x), m.in_proj_ba(x))
     return gated(m, False, m.norm, m.out_proj), Projected(
@@ -52,26 +52,26 @@ def qwen3_next(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
     )
 
 
-def qwen3_5(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
+def qwen3_5(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Qwen3.5 and Qwen4: a projection each for q, k and v, the gate, the strength and the decay."""
     q, k, v = m.in_proj_qkv(x).split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
     gate = m.in_proj_z(x).unflatten(-1, (m.num_v_heads, m.head_v_dim))
     return gated(m, False, m.norm, m.out_proj), Projected(q, k, v, m.in_proj_b(x), m.in_proj_a(x), gate)
 
 
-def olmo_hybrid(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
+def olmo_hybrid(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """OLMo-hybrid: a projection each for everything."""
     gate = m.g_proj(x).unflatten(-1, (m.num_v_heads, m.head_v_dim))
     made = Projected(m.q_proj(x), m.k_proj(x), m.v_proj(x), m.b_proj(x), m.a_proj(x), gate)
     return gated(m, bool(m.allow_neg_eigval), m.o_norm, m.o_proj), made
 
 
-def kimi_linear(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
+def kimi_linear(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Kimi-Linear and GLM-5-Next: a per-channel decay and an output gate from low-rank projections."""
     shape, forget = (m.num_heads, m.head_dim), m.forget_gate
     decay = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, shape)
     gate = m.g_b_proj(m.g_a_proj(x)).unflatten(-1, shape)
-    net = DeltaNet(
+    net = NetParameters(
         heads=m.num_heads,
         value_heads=m.num_heads,
         key_dim=m.head_dim,
@@ -86,9 +86,9 @@ def kimi_linear(m: Any, x: Tensor) -> tuple[DeltaNet, Projected]:
     return net, Projected(m.q_proj(x), m.k_proj(x), m.v_proj(x), m.b_proj(x), decay, gate)
 
 
-def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module) -> DeltaNet:
+def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module) -> NetParameters:
     """A Gated DeltaNet by the names that transformers gives its sizes and parameters."""
-    return DeltaNet(
+    return NetParameters(
         heads=m.num_k_heads,
         value_heads=m.num_v_heads,
         key_dim=m.head_k_dim,
@@ -102,7 +102,7 @@ def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module
     )
 
 
-Projection = Callable[[Any, Tensor], tuple[DeltaNet, Projected]]
+Projection = Callable[[Any, Tensor], tuple[NetParameters, Projected]]
 
 
 def forward_by(project: Projection) -> Callable[..., Tensor]:
@@ -119,14 +119,14 @@ def forward_by(project: Projection) -> Callable[..., Tensor]:
             if cached.steps_in_place(made.q, net.A_log):
                 o = one_token(self.conv1d, net, made, cached)
             else:
-                rows: Rows = self.flashmix_given.rows(x, attention_mask, options)
+                rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
                 o = tokens(self, net, made, cached, rows)
             return net.output(o.flatten(2).to(x.dtype))
 
     return forward
 
 
-def one_token(conv: nn.Conv1d, net: DeltaNet, made: Projected, cached: Cached) -> Tensor:
+def one_token(conv: nn.Conv1d, net: NetParameters, made: Projected, cached: Cached) -> Tensor:
     """Output `[B, 1, HV, V]` of one token; the states in the cache are updated in place."""
     y = delta_net_step(
         torch.cat([made.q, made.k, made.v], dim=-1).squeeze(1),
@@ -149,7 +149,7 @@ def one_token(conv: nn.Conv1d, net: DeltaNet, made: Projected, cached: Cached) -
     return y.unsqueeze(1)
 
 
-def tokens(mixer: Any, net: DeltaNet, made: Projected, cached: Cached, rows: Rows) -> Tensor:
+def tokens(mixer: Any, net: NetParameters, made: Projected, cached: Cached, rows: BatchRows) -> Tensor:
     """Output `[B, T, HV, V]` of many tokens, with gradients."""
     q, k, v = (rows.join(part) for part in (made.q, made.k, made.v))
     sizes = [part.shape[-1] for part in (q, k, v)]

@@ -230,9 +230,9 @@ KNOWN = {name: family for family in FAMILIES for name in family.classes}
 def looks_like_a_mixer(module: nn.Module) -> bool:
     """Whether an unknown module mixes tokens by a recurrence or a short convolution, as far as its parts tell.
 
-    It owns a parameter `A_log`, or a depthwise convolution, or its name says linear or lightning attention.
+    It owns a parameter `A_log`, or a depthwise convolution, or its name says lightning attention.
     """
-    if "A_log" in module._parameters or type(module).__name__.endswith(("LightningAttention", "LinearAttention")):
+    if "A_log" in module._parameters or type(module).__name__.endswith("LightningAttention"):
         return True
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     return any(c.groups == c.in_channels > 1 for c in convolutions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from flashmix.op.packing import Packing
 BOUNDARIES = ("cu_seq_lens_q", "seq_idx", "position_ids")  # the first that is given tells
 
 
-class Rows:
+class BatchRows:
     """A batch `[B, T]`, or with a packing the same tokens end to end as one row `[1, B T]` of N sequences.
 
     Each row begins a sequence; more begin where the boundaries say so. The first sequence of a row continues the row's state in
@@ -66,19 +67,21 @@ class Boundaries:
         name = next((name for name in BOUNDARIES if isinstance(given.get(name), Tensor)), None)
         if name is None or (masked and name == "position_ids"):
             return None
-        return self._remembered(name, given[name], batch, tokens)
-
-    @torch.compiler.disable
-    def _remembered(self, name: str, source: Tensor, batch: int, tokens: int) -> Packing | None:
-        version = None if source.is_inference() else source._version
-        key = (name, version, batch, tokens)
-        if self.source is None or self.source() is not source or self.key != key or version is None:
-            cu_seqlens = _from_lengths(source, batch, tokens) if name == BOUNDARIES[0] else None
-            if name != BOUNDARIES[0]:
-                cu_seqlens = _from_tokens(name, source, batch, tokens)
-            self.packing = None if cu_seqlens is None else Packing(cu_seqlens, batch * tokens)
+        source: Tensor = given[name]
+        if torch.compiler.is_compiling():  # which traces no weak references
+            return _packing(name, source, batch, tokens)
+        key = (name, None if source.is_inference() else source._version, batch, tokens)
+        if self.source is None or self.source() is not source or self.key != key or source.is_inference():
+            self.packing = _packing(name, source, batch, tokens)
             self.source, self.key = weakref.ref(source), key
         return self.packing
+
+
+def _packing(name: str, source: Tensor, batch: int, tokens: int) -> Packing | None:
+    """The packing by one of `BOUNDARIES`, or None where each row is one sequence."""
+    by_lengths = name == "cu_seq_lens_q"
+    cu_seqlens = _from_lengths(source, batch, tokens) if by_lengths else _from_tokens(name, source, batch, tokens)
+    return None if cu_seqlens is None else Packing(cu_seqlens, batch * tokens)
 
 
 def _from_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor | None:
@@ -102,19 +105,32 @@ def _from_tokens(name: str, marks: Tensor, batch: int, tokens: int) -> Tensor | 
 
 
 class Given:
-    """What a decoder layer is told of the boundaries and does not tell its mixer: kept from the layer's call to the mixer's."""
+    """What the layers around a mixer are told of the boundaries and do not tell the mixer: kept from their call to the mixer's."""
 
-    def __init__(self, boundaries: Boundaries, parameters: Sequence[str]) -> None:
-        self.boundaries, self.parameters = boundaries, tuple(parameters)
+    def __init__(self, boundaries: Boundaries, layers: Sequence[nn.Module]) -> None:
+        self.boundaries = boundaries
         self.found: dict[str, Any] = {}
+        self.hooks = [
+            layer.register_forward_pre_hook(self.keep_first if layer is layers[0] else self.keep, with_kwargs=True)
+            for layer in layers
+        ]
+
+    def keep_first(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward pre-hook of the outermost layer: what an earlier call left is forgotten."""
+        self.found = {}
+        self.keep(layer, arguments, options)
 
     def keep(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A forward pre-hook of the decoder layer."""
-        named = dict(zip(self.parameters, arguments, strict=False)) | options
-        self.found = {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
+        """A forward pre-hook of a layer around the mixer."""
+        named = options
+        if len(arguments) > 1:
+            names = list(inspect.signature(type(layer).forward).parameters)[1:]
+            named = dict(zip(names, arguments, strict=False)) | options
+        self.found |= {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
 
-    def rows(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Rows:
-        """The rows of the mixer's input `[B, T, D]`; its own options come before those of the decoder layer."""
-        found, self.found = self.found | {n: options[n] for n in BOUNDARIES if options.get(n) is not None}, {}
+    def rows(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> BatchRows:
+        """The rows of the mixer's input `[B, T, D]`; its own options come before those of the layers around it."""
+        found = self.found | {name: options[name] for name in BOUNDARIES if options.get(name) is not None}
+        self.found = {}
         batch, tokens = x.shape[0], x.shape[1]
-        return Rows(batch, tokens, self.boundaries.packing_of(found, batch, tokens, mask is not None))
+        return BatchRows(batch, tokens, self.boundaries.packing_of(found, batch, tokens, mask is not None))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashmix.hf.cached import Cached
-from flashmix.hf.rows import Rows
+from flashmix.hf.rows import BatchRows
 from flashmix.hf.told import hooks_of, masked
 from flashmix.ops.recurrence import linear_attention, linear_attention_step
 from flashmix.ops.short_conv.op import short_conv
@@ -29,7 +29,7 @@ def forward(
         if cached.steps_in_place(xbc, self.A_log):
             y = one_token(self, masked(convolved(self, xbc, cached), attention_mask), dt, cached)
         else:
-            rows: Rows = self.flashmix_given.rows(x, attention_mask, options)
+            rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
             y = tokens(self, xbc, dt, attention_mask, cached, rows)
         y = y.flatten(2)
         y = self.norm(y, gate) if getattr(self, "mamba_rms_norm", True) else y * F.silu(gate)
@@ -63,7 +63,7 @@ def one_token(mixer: Any, xbc: Tensor, dt: Tensor, cached: Cached) -> Tensor:
     return linear_attention_step(C, B, v, cached.state.mT, log_decay, scale=1.0) + skip
 
 
-def tokens(mixer: Any, xbc: Tensor, dt: Tensor, mask: Tensor | None, cached: Cached, rows: Rows) -> Tensor:
+def tokens(mixer: Any, xbc: Tensor, dt: Tensor, mask: Tensor | None, cached: Cached, rows: BatchRows) -> Tensor:
     """Output `[B, T, H, P]` of many tokens, with gradients."""
     y, _ = short_conv(
         rows.join(xbc),
