@@ -53,9 +53,7 @@ class Boundaries:
     """The packings of a model's batches: made once for all layers of a forward, by the tensor that they are read from."""
 
     def __init__(self) -> None:
-        self.source: weakref.ref[Tensor] | None = None
-        self.key: tuple[Any, ...] = ()
-        self.packing: Packing | None = None
+        self.last: tuple[weakref.ref[Tensor], tuple[Any, ...], Packing | None] | None = None
 
     def packing_of(self, given: dict[str, Any], batch: int, tokens: int, masked: bool) -> Packing | None:
         """The packing by `cu_seq_lens_q`, else by changes of `seq_idx`, else by positions that begin again at 0.
@@ -70,11 +68,12 @@ class Boundaries:
         source: Tensor = given[name]
         if torch.compiler.is_compiling():  # which traces no weak references
             return _packing(name, source, batch, tokens)
-        key = (name, None if source.is_inference() else source._version, batch, tokens)
-        if self.source is None or self.source() is not source or self.key != key or source.is_inference():
-            self.packing = _packing(name, source, batch, tokens)
-            self.source, self.key = weakref.ref(source), key
-        return self.packing
+        if source.is_inference():  # which counts no versions
+            return _packing(name, source, batch, tokens)
+        key, last = (name, source._version, batch, tokens), self.last
+        if last is None or last[0]() is not source or last[1] != key:
+            last = self.last = (weakref.ref(source), key, _packing(name, source, batch, tokens))
+        return last[2]
 
 
 def _packing(name: str, source: Tensor, batch: int, tokens: int) -> Packing | None:
