@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flashmix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAME, SAME_GRADIENTS = (
     5e-6,
     2e-5,
@@ -23,14 +24,6 @@ OWN_LEAK = {  # families whose packed rows mix outside the mixers
     "mamba2": "the model with a head drops cu_seq_lens_q and position_ids",
     "qwen4_exp": "its sparse attention takes no boundaries",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def padded() -> dict[str, Tensor]:

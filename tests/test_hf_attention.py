@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashmix.hf
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAME, SAME_GRADIENTS = 5e-6, 2e-5  # of the largest element: two float32 evaluations of one model
 LENGTHS = (20, 1, 30, 19)
 TWO = COMMON | ATTENTION | {"num_hidden_layers": 2}
@@ -27,14 +28,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         TWO | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(family: str) -> Any:

@@ -12,6 +12,7 @@ from hf_cases import error, tokens, transformers
 import flashmix.hf
 from flashmix.models import Decoder, DecoderConfig, LayerConfig, generate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAME = 5e-6  # of the largest element: the same sums in another order
 LENGTHS = (20, 1, 30, 19)
 LAYERS = [
