@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from flashmix.hf.accelerate import accelerate
 from flashmix.mechanisms.registry import functions
 from flashmix.op.checks import checks
 from flashmix.op.choose import Explanation, explain
@@ -36,6 +37,7 @@ __all__ = [
     "Explanation",
     "KVCache",
     "Packing",
+    "accelerate",
     "attention_with_cache",
     "bounded_decay",
     "checks",

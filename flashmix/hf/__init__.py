@@ -1,0 +1,22 @@
+"""Adapters to Hugging Face transformers; nothing here imports it before it is needed.
+
+`flashmix.hf.FlashmixForCausalLM` and `FlashmixConfig` do: asking for one of them also registers both with `AutoConfig` and
+`AutoModelForCausalLM`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashmix.hf.accelerate import Accelerated, accelerate
+from flashmix.hf.attention import register_attention
+
+if TYPE_CHECKING:
+    from flashmix.hf.decoder import FlashmixCache, FlashmixConfig, FlashmixForCausalLM
+
+__all__ = ["Accelerated", "FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM", "accelerate", "register_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM"):
+        return getattr(import_module("flashmix.hf.decoder"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""The sequences in a batch of transformers: where one ends and the next begins, and which state belongs to which row."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashmix.op.packing import Packing
+
+BOUNDARIES = ("cu_seq_lens_q", "seq_idx", "position_ids")  # the first that is given tells
+
+
+class BatchRows:
+    """A batch `[B, T]`, or with a packing the same tokens end to end as one row `[1, B T]` of N sequences.
+
+    Each row begins a sequence; more begin where the boundaries say so. The first sequence of a row continues the row's state in
+    a cache, and the state after the last one is what the cache keeps.
+    """
+
+    def __init__(self, batch: int, tokens: int, packing: Packing | None) -> None:
+        self.batch, self.tokens, self.packing = batch, tokens, packing
+
+    def join(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` as the ops take it: `[1, B T, ...]` if packed."""
+        return x if self.packing is None else x.reshape(1, self.batch * self.tokens, *x.shape[2:])
+
+    def part(self, x: Tensor) -> Tensor:
+        """The inverse of `join`."""
+        return x if self.packing is None else x.reshape(self.batch, self.tokens, *x.shape[2:])
+
+    def initial(self, state: Tensor | None) -> Tensor | None:
+        """The state `[B, ...]` of each row as the state `[N, ...]` of each sequence: zeros but for the first of a row."""
+        if state is None or self.packing is None:
+            return state
+        first = torch.arange(self.batch, device=state.device) * self.tokens
+        zeros = state.new_zeros(self.packing.count, *state.shape[1:])
+        return zeros.index_copy(0, self.packing.sequence[first], state)
+
+    def final(self, state: Tensor | None) -> Tensor | None:
+        """The state `[N, ...]` after each sequence as the state `[B, ...]` after each row."""
+        if state is None or self.packing is None:
+            return state
+        last = torch.arange(1, self.batch + 1, device=state.device) * self.tokens - 1
+        return state[self.packing.sequence[last]]
+
+
+class Boundaries:
+    """The packings of a model's batches: made once for all layers of a forward, by the tensor that they are read from."""
+
+    def __init__(self) -> None:
+        self.last: tuple[weakref.ref[Tensor], tuple[Any, ...], Packing | None] | None = None
+
+    def packing_of(self, given: dict[str, Any], batch: int, tokens: int, masked: bool) -> Packing | None:
+        """The packing by `cu_seq_lens_q`, else by changes of `seq_idx`, else by positions that begin again at 0.
+
+        Positions tell nothing in a batch with padding (`masked`), whose padding tokens have position 0 too.
+        """
+        if tokens == 1:
+            return None
+        name = next((name for name in BOUNDARIES if isinstance(given.get(name), Tensor)), None)
+        if name is None or (masked and name == "position_ids"):
+            return None
+        source: Tensor = given[name]
+        if torch.compiler.is_compiling():  # which traces no weak references
+            return _packing(name, source, batch, tokens)
+        if source.is_inference():  # which counts no versions
+            return _packing(name, source, batch, tokens)
+        key, last = (name, source._version, batch, tokens), self.last
+        if last is None or last[0]() is not source or last[1] != key:
+            last = self.last = (weakref.ref(source), key, _packing(name, source, batch, tokens))
+        return last[2]
+
+
+def _packing(name: str, source: Tensor, batch: int, tokens: int) -> Packing | None:
+    """The packing by one of `BOUNDARIES`, or None where each row is one sequence."""
+    by_lengths = name == "cu_seq_lens_q"
+    cu_seqlens = _from_lengths(source, batch, tokens) if by_lengths else _from_tokens(name, source, batch, tokens)
+    return None if cu_seqlens is None else Packing(cu_seqlens, batch * tokens)
+
+
+def _from_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor | None:
+    """Boundaries over all tokens, `[N + 1]`, with those of the rows added; None for one sequence."""
+    if batch > 1:
+        edges = torch.arange(batch + 1, device=cu_seqlens.device) * tokens
+        cu_seqlens = torch.cat([cu_seqlens.flatten(), edges]).unique()
+    return cu_seqlens if cu_seqlens.shape[0] > 2 else None
+
+
+def _from_tokens(name: str, marks: Tensor, batch: int, tokens: int) -> Tensor | None:
+    """Boundaries where the marks of tokens `[B, T]` or `[1, T]` begin anew; None where they never do within a row."""
+    if marks.dim() != 2 or marks.shape[-1] != tokens:
+        return None
+    marks = marks.expand(batch, tokens)
+    begins = marks[:, 1:] == 0 if name == "position_ids" else marks[:, 1:] != marks[:, :-1]
+    if not begins.any():
+        return None
+    starts = nn.functional.pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+    return nn.functional.pad(starts, (0, 1), value=batch * tokens)
+
+
+class Given:
+    """What the layers around a mixer are told of the boundaries and do not tell the mixer: kept from their call to the mixer's."""
+
+    def __init__(self, boundaries: Boundaries, layers: Sequence[nn.Module]) -> None:
+        self.boundaries = boundaries
+        self.found: dict[str, Any] = {}
+        self.hooks = [
+            layer.register_forward_pre_hook(self.keep_first if layer is layers[0] else self.keep, with_kwargs=True)
+            for layer in layers
+        ]
+
+    def keep_first(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward pre-hook of the outermost layer: what an earlier call left is forgotten."""
+        self.found = {}
+        self.keep(layer, arguments, options)
+
+    def keep(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward pre-hook of a layer around the mixer."""
+        named = options
+        if len(arguments) > 1:
+            names = list(inspect.signature(type(layer).forward).parameters)[1:]
+            named = dict(zip(names, arguments, strict=False)) | options
+        self.found |= {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
+
+    def rows(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> BatchRows:
+        """The rows of the mixer's input `[B, T, D]`; its own options come before those of the layers around it."""
+        found = self.found | {name: options[name] for name in BOUNDARIES if options.get(name) is not None}
+        self.found = {}
+        batch, tokens = x.shape[0], x.shape[1]
+        return BatchRows(batch, tokens, self.boundaries.packing_of(found, batch, tokens, mask is not None))
