@@ -244,6 +244,7 @@ class Op:
         """The outputs of a call over a shard, which exchanges with the other ranks and calls this op on what it has."""
         if self.sharded is None:
             check_whole(packing, asked)
+        choose(asked, self.implementations, call, impl)  # raises, or explains, before any collective
         return importlib.import_module(str(self.sharded)).run(call, impl, asked)
 
     def _saves(self, call: Call) -> bool:

@@ -231,4 +231,6 @@ def as_packing(cu_seqlens: Tensor | Packing | None, batch: int, tokens: int, dev
 def check_whole(cu_seqlens: Tensor | Packing | None, op: str) -> None:
     """Raises ValueError for a `Shard`: `op` has no exchange with the other ranks."""
     if isinstance(cu_seqlens, Packing) and cu_seqlens.sharded:
-        raise ValueError(f"cu_seqlens must hold whole sequences for {op}, which has no exchange between ranks, got a Shard")
+        raise ValueError(
+            f"cu_seqlens must hold whole sequences for {op}, which has no exchange between ranks, got a Shard"
+        )

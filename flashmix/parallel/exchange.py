@@ -20,7 +20,9 @@ class Route(NamedTuple):
 
     sent: list[list[tuple[int, int]]]  # own rows `(start, stop)` that each rank receives, itself none
     received: list[int]  # rows from each rank
-    found: list[tuple[bool, int, int]]  # the wanted rows: whether they are own ones, `(start, stop)` there or among the received
+    found: list[
+        tuple[bool, int, int]
+    ]  # the wanted rows: whether they are own ones, `(start, stop)` there or among the received
     silent: bool  # nobody receives anything
 
 
@@ -59,7 +61,9 @@ def route_of(shard: Shard, wants: Wants) -> Route:
     """The part of this rank in an exchange; a row that a rank wants twice is sent once."""
     me, ranks = shard.rank, range(shard.ranks)
     sent = [[] if r == me else joined(s for s in wants[r] if s.owner == me) for r in ranks]
-    places: list[list[tuple[int, int, int]]] = [[] for _ in ranks]  # of each source: own `(start, stop)`, and where they arrive
+    places: list[list[tuple[int, int, int]]] = [
+        [] for _ in ranks
+    ]  # of each source: own `(start, stop)`, and where they arrive
     received, reached = [], 0
     for source in ranks:
         before = reached
@@ -146,7 +150,7 @@ class Fetch(torch.autograd.Function):
 
 
 def halo(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None) -> Tensor | None:
-    """`[pieces, count, D]`: what precedes each piece, the caller's `initial_state` where a sequence begins and other ranks' tokens elsewhere.
+    """`[pieces, count, D]`: what precedes each piece, the caller's `initial_state` where a sequence begins, other ranks' tokens elsewhere.
 
     `inputs` are `[1, T, D_i]`, side by side in the state.
     """

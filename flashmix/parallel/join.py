@@ -45,7 +45,9 @@ def needed_backward(shard: Shard) -> Cargo:
     return cargo
 
 
-def shared(shard: Shard, cargo: Cargo, own: Mapping[str, Maps], shapes: Mapping[str, torch.Size], like: Tensor) -> dict[str, Maps]:
+def shared(
+    shard: Shard, cargo: Cargo, own: Mapping[str, Maps], shapes: Mapping[str, torch.Size], like: Tensor
+) -> dict[str, Maps]:
     """This rank's blocks and those it receives, by kind and piece."""
     outgoing = [[own[kind][link] for kind, link in row] for row in cargo[shard.rank]]
     names = [row[shard.rank] for row in cargo]

@@ -169,9 +169,7 @@ class Shard(Packing):
     def repeat(self, n: int) -> Shard:
         """The shard of the same row with `n` tokens in place of each."""
         ranges = [Range(r.owner, n * r.start, n * r.stop) for r in sorted(self.ranges, key=lambda r: r.first)]
-        return self.made(
-            ("repeat", n), lambda: Shard([n * b for b in self.boundaries], ranges, self.group, self._like)
-        )
+        return self.made(("repeat", n), lambda: Shard([n * b for b in self.boundaries], ranges, self.group, self._like))
 
     def __repr__(self) -> str:
         return f"Shard(rank={self.rank} of {self.ranks}, sequences={self.count}, tokens={self.total} of {self.row})"

@@ -13,4 +13,6 @@ from flashmix.parallel.exchange import halo
 def run(call: ShiftCall, impl: str, asked: str) -> Outputs:
     """The outputs of a call whose packing is a `Shard`."""
     shard: Any = call.packing
-    return op.SHIFT(call.but(packing=shard.local, initial_state=halo(shard, (call.x,), 1, call.initial_state)), impl, asked)
+    return op.SHIFT(
+        call.but(packing=shard.local, initial_state=halo(shard, (call.x,), 1, call.initial_state)), impl, asked
+    )
