@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import shard_cases
+import shard_extras
 import torch
 from shard_cases import CASES, JOBS, PACKINGS, RANKS, SAMPLE
 
@@ -40,12 +41,19 @@ def assert_one_process(job: tuple[int, int, str, str], found: list[dict[Any, Any
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What every rank computed for the sample, in one start of the processes."""
-    return of_all_ranks(tmp_path_factory.mktemp("ranks"), SAMPLE, extras=False)
+    return of_all_ranks(tmp_path_factory.mktemp("ranks"), SAMPLE, extras=True)
 
 
 @pytest.mark.parametrize("job", SAMPLE, ids=name_of)
 def test_ranks_are_one_process(job: tuple[int, int, str, str], found: list[dict[Any, Any]]) -> None:
     assert_one_process(job, found)
+
+
+@pytest.mark.parametrize("name", shard_extras.CHECKS)
+def test_ranks(name: str, found: list[dict[Any, Any]]) -> None:
+    """A check of shard_extras.py, which says what it is."""
+    complaints = [its["extras"][name] for its in found if name in its["extras"]]
+    assert len(complaints) >= 3 and not any(complaints), complaints
 
 
 @pytest.mark.whole

@@ -78,9 +78,9 @@ def route_of(shard: Shard, wants: Wants) -> Route:
         if not own:
             start = next(at + start - a for a, b, at in places[span.owner] if a <= start < b)
         if found and found[-1][0] == own and found[-1][2] == start:
-            found[-1] = (own, found[-1][1], start + span.count)
+            found[-1] = (own, found[-1][1], start + span.rows)
         else:
-            found.append((own, start, start + span.count))
+            found.append((own, start, start + span.rows))
     silent = all(span.owner == r for r in ranks for span in wants[r])
     return Route(sent, received, found, silent)
 
@@ -88,7 +88,7 @@ def route_of(shard: Shard, wants: Wants) -> Route:
 def joined(spans: Any) -> list[tuple[int, int]]:
     """The rows of these spans as sorted intervals `(start, stop)` that do not touch."""
     found: list[tuple[int, int]] = []
-    for start, stop in sorted((s.first, s.first + s.count) for s in spans if s.count):
+    for start, stop in sorted((s.first, s.first + s.rows) for s in spans if s.rows):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(stop, found[-1][1]))
         else:
@@ -187,7 +187,7 @@ def halo_wants(shard: Shard, count: int, given: bool) -> Wants:
             missing = count - (p.start - begin)
             if missing > 0 and given:
                 head = heads[Link(rank, index)]
-                row = shard.tokens_of(head.owner) + head.index * count + (p.start - begin)
+                row = shard.tokens_of(head.owner) + head.piece * count + (p.start - begin)
                 spans.append(Span(head.owner, row, missing))
             spans += shard.spans(max(begin, p.start - count), p.start)
         wants.append(spans)

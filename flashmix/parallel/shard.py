@@ -43,15 +43,15 @@ class Link(NamedTuple):
     """A piece of a sequence that is cut: the rank that owns it and its index there."""
 
     owner: int
-    index: int
+    piece: int
 
 
 class Span(NamedTuple):
-    """`count` rows of a rank, from its row `first` on."""
+    """`rows` rows of a rank, from its row `first` on."""
 
     owner: int
     first: int
-    count: int
+    rows: int
 
 
 class Shard(Packing):

@@ -52,7 +52,7 @@ class Joined(torch.autograd.Function):
         if call.initial_state is not None:
             starts = torch.where(shard.begins[:, None, None, None], call.initial_state, starts)
         for link, S in entering(shard, found["M"], found["N"], _dense if dense else torch.mul).items():
-            starts[link.index] = S
+            starts[link.piece] = S
         local = call.but(packing=shard.local, initial_state=starts)
         outputs, kept = op.RECURRENCE.forward(local, gradient, chosen)
         if gradient:
@@ -72,11 +72,11 @@ class Joined(torch.autograd.Function):
         zeros = torch.zeros_like(call.initial_state)
         dstate = zeros if dstate is None else torch.where(ends, dstate, zeros)
         (D,) = _backward(call, kept, (do, dstate), ("initial_state",), ctx.impl)
-        own: Maps = {link: D[link.index] for chain in shard.chains for link in chain[1:] if link.owner == shard.rank}
+        own: Maps = {link: D[link.piece] for chain in shard.chains for link in chain[1:] if link.owner == shard.rank}
         gradients = shared(shard, needed_backward(shard), {"D": own}, {"D": zeros.shape[1:]}, zeros)["D"]
         found = leaving(shard, M, gradients, _dense_transposed if ctx.dense else torch.mul)
         for link, E in found.items():
-            dstate[link.index] = E
+            dstate[link.piece] = E
         wanted = tuple(n for n, needs in zip(ctx.names, ctx.needs_input_grad[5:], strict=True) if needs)
         grads = dict(zip(wanted, _backward(call, kept, (do, dstate), wanted, ctx.impl), strict=True))
         if "initial_state" in grads:
@@ -114,12 +114,12 @@ def maps(call: RecurrenceCall, shard: Shard, impl: str) -> dict[str, Maps]:
         part = part_of(call, shard, left)
         start = None
         if call.initial_state is not None:
-            index = torch.tensor([link.index for link in left], device=call.device)
+            index = torch.tensor([link.piece for link in left], device=call.device)
             begins = shard.begins[index][:, None, None, None]
             start = torch.where(begins, call.initial_state[index], torch.zeros_like(call.initial_state[index]))
         found["N"] = dict(zip(left, states(part, start, impl), strict=True))
     if through and not call.rule.corrected:
-        found["M"] = {link: diagonal(call, shard.pieces[shard.rank][link.index]) for link in through}
+        found["M"] = {link: diagonal(call, shard.pieces[shard.rank][link.piece]) for link in through}
     elif through:
         part = part_of(call, shard, through)
         identity = torch.eye(call.K, dtype=call.state_dtype, device=call.device)
@@ -136,7 +136,7 @@ def states(part: RecurrenceCall, start: Tensor | None, impl: str) -> Tensor:
 
 def part_of(call: RecurrenceCall, shard: Shard, links: Sequence[Link]) -> RecurrenceCall:
     """The tokens of some of this rank's pieces, as a call whose outputs nobody reads."""
-    its = [shard.pieces[shard.rank][link.index] for link in links]
+    its = [shard.pieces[shard.rank][link.piece] for link in links]
     changes: dict[str, Any] = {
         name: torch.cat([x[:, p.first : p.first + p.stop - p.start] for p in its], 1)
         for name in call.names
