@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flashmix
 from flashmix.op.packing import Packing
-from flashmix.parallel.shard import Piece, Range, by_order, merged, pieces_of, placed
+from flashmix.parallel.shard import Range, ShardPiece, by_order, merged, pieces_of, placed
 
 H, HV, K, V, D = 1, 2, 4, 3, 5
 PACKINGS: dict[str, list[int]] = {
@@ -186,7 +186,7 @@ SAMPLE = [
 ]
 
 
-def evaluate(case: Case, packing: Any, seed: int, pieces: list[Piece] | None) -> dict[str, tuple[Tensor, str]]:
+def evaluate(case: Case, packing: Any, seed: int, pieces: list[ShardPiece] | None) -> dict[str, tuple[Tensor, str]]:
     """Outputs and gradients of a case by name, with their kinds: of the whole row, or of a shard, whose `pieces` are given."""
     torch.manual_seed(seed)
     T, N = (packing.total, packing.count) if pieces is None else (packing.row, len(packing.boundaries) - 1)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashmix.op.dtypes import state_dtype
-from flashmix.parallel.shard import Link, Shard, Span
+from flashmix.parallel.shard import Link, RowSpan, Shard
 
-Wants = list[list[Span]]  # the rows that each rank wants, in the order in which it wants them
+Wants = list[list[RowSpan]]  # the rows that each rank wants, in the order in which it wants them
 
 
 class Route(NamedTuple):
@@ -179,7 +179,7 @@ def halo_wants(shard: Shard, count: int, given: bool) -> Wants:
     heads = {link: chain[0] for chain in shard.chains for link in chain}
     wants: Wants = []
     for rank, own in enumerate(shard.pieces):
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         for index, p in enumerate(own):
             if p.begins:
                 continue
@@ -188,7 +188,7 @@ def halo_wants(shard: Shard, count: int, given: bool) -> Wants:
             if missing > 0 and given:
                 head = heads[Link(rank, index)]
                 row = shard.tokens_of(head.owner) + head.piece * count + (p.start - begin)
-                spans.append(Span(head.owner, row, missing))
+                spans.append(RowSpan(head.owner, row, missing))
             spans += shard.spans(max(begin, p.start - count), p.start)
         wants.append(spans)
     return wants

@@ -28,7 +28,7 @@ class Range(NamedTuple):
     first: int = 0
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """The tokens `start` to `stop` of the whole row that one range has of one sequence; `first` is the row of the first at its owner."""
 
     sequence: int
@@ -46,7 +46,7 @@ class Link(NamedTuple):
     piece: int
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """`rows` rows of a rank, from its row `first` on."""
 
     owner: int
@@ -120,14 +120,14 @@ class Shard(Packing):
                 self._made[key] = make()
         return self._made[key]
 
-    def spans(self, start: int, stop: int) -> list[Span]:
+    def spans(self, start: int, stop: int) -> list[RowSpan]:
         """Where the tokens `start` to `stop` of the whole row lie, in their order."""
         found = []
         place = bisect_right(self._starts, start) - 1
         while start < stop:
             r = self.ranges[place]
             until = min(stop, r.stop)
-            found.append(Span(r.owner, r.first + start - r.start, until - start))
+            found.append(RowSpan(r.owner, r.first + start - r.start, until - start))
             start, place = until, place + 1
         return found
 
@@ -261,9 +261,9 @@ def placed(ranges: Sequence[Range], ranks: int) -> list[Range]:
     return found
 
 
-def pieces_of(boundaries: Sequence[int], ranges: Sequence[Range], ranks: int) -> list[list[Piece]]:
+def pieces_of(boundaries: Sequence[int], ranges: Sequence[Range], ranks: int) -> list[list[ShardPiece]]:
     """The pieces of each rank, in the order of its rows. An empty sequence is a piece of the range it lies in, or of the last."""
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    pieces: list[list[ShardPiece]] = [[] for _ in range(ranks)]
     last = len(boundaries) - 1  # the number of sequences
     for r in sorted(ranges, key=lambda r: r.first):
         ends_row = r.stop == boundaries[-1]
@@ -274,13 +274,13 @@ def pieces_of(boundaries: Sequence[int], ranges: Sequence[Range], ranks: int) ->
         for n in range(max(first, 0), stop):
             begin, end = boundaries[n], boundaries[n + 1]
             start, until = max(begin, r.start), min(end, r.stop)
-            pieces[r.owner].append(Piece(n, start, until, r.first + start - r.start, begin == start, end == until))
+            pieces[r.owner].append(ShardPiece(n, start, until, r.first + start - r.start, begin == start, end == until))
     if not ranges:
-        pieces[0] = [Piece(n, 0, 0, 0, True, True) for n in range(last)]
+        pieces[0] = [ShardPiece(n, 0, 0, 0, True, True) for n in range(last)]
     return pieces
 
 
-def chains_of(pieces: Sequence[Sequence[Piece]]) -> list[tuple[Link, ...]]:
+def chains_of(pieces: Sequence[Sequence[ShardPiece]]) -> list[tuple[Link, ...]]:
     """The sequences that are cut, each as its pieces in the order of their tokens."""
     links: dict[int, list[tuple[int, Link]]] = {}
     for owner, own in enumerate(pieces):

@@ -15,7 +15,7 @@ from flashmix.op.packing import Packing
 from flashmix.ops.attention import op
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.parallel.exchange import Wants, fetch
-from flashmix.parallel.shard import Piece, Shard
+from flashmix.parallel.shard import Shard, ShardPiece
 
 
 def run(call: AttentionCall, impl: str, asked: str) -> Outputs:
@@ -41,7 +41,7 @@ def run(call: AttentionCall, impl: str, asked: str) -> Outputs:
     return op.ATTENTION(local, impl, asked)
 
 
-def visible(shard: Shard, piece: Piece, left: int | None, causal: bool) -> tuple[int, int]:
+def visible(shard: Shard, piece: ShardPiece, left: int | None, causal: bool) -> tuple[int, int]:
     """The tokens of the whole row that the queries of a piece see, `start` to `stop`."""
     begin, end = shard.boundaries[piece.sequence : piece.sequence + 2]
     if not causal:

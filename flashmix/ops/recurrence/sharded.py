@@ -21,7 +21,7 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.parallel.join import Maps, entering, leaving, needed, needed_backward, shared
-from flashmix.parallel.shard import Link, Piece, Shard
+from flashmix.parallel.shard import Link, Shard, ShardPiece
 
 
 def run(call: RecurrenceCall, impl: str, asked: str) -> Outputs:
@@ -147,7 +147,7 @@ def part_of(call: RecurrenceCall, shard: Shard, links: Sequence[Link]) -> Recurr
     return call.but(**changes, packing=packing, read_before=False)
 
 
-def diagonal(call: RecurrenceCall, piece: Piece) -> Tensor:
+def diagonal(call: RecurrenceCall, piece: ShardPiece) -> Tensor:
     """`M` of a piece of a rule without corrections, the product of its decays, in the shape `M_shape`."""
     g, tokens, shape = call.log_decay, piece.stop - piece.start, M_shape(call)
     if g is None:
