@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flashmix
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.parallel.shard import Range, ShardPiece, by_order, merged, pieces_of, placed
 
@@ -175,19 +176,42 @@ def others() -> list[Case]:
 
 
 CASES = [*recurrences(), *others()]
-JOBS = [
-    (case, ranks, order, packing)
+Job = tuple[int, int, str, str, torch.dtype]
+JOBS: list[Job] = [
+    (case, ranks, order, packing, torch.float64)
     for case, ranks, order, packing in product(range(len(CASES)), RANKS, LAYOUTS, PACKINGS)
 ]
 # Each case with each number of ranks; layouts and packings in turn.
-SAMPLE = [
-    (case, ranks, LAYOUTS[(case + ranks) % len(LAYOUTS)], list(PACKINGS)[(case // 2 + ranks) % len(PACKINGS)])
+SAMPLE: list[Job] = [
+    (
+        case,
+        ranks,
+        LAYOUTS[(case + ranks) % len(LAYOUTS)],
+        list(PACKINGS)[(case // 2 + ranks) % len(PACKINGS)],
+        torch.float64,
+    )
     for case, ranks in product(range(len(CASES)), RANKS)
+]
+# Narrower dtypes, on as many ranks as there are: every second case.
+SAMPLE += [
+    (case, max(RANKS), order, "mixed", dtype)
+    for case in range(0, len(CASES), 2)
+    for order, dtype in (("zigzag", torch.float32), ("contiguous", torch.bfloat16))
 ]
 
 
-def evaluate(case: Case, packing: Any, seed: int, pieces: list[ShardPiece] | None) -> dict[str, tuple[Tensor, str]]:
-    """Outputs and gradients of a case by name, with their kinds: of the whole row, or of a shard, whose `pieces` are given."""
+def evaluate(
+    case: Case,
+    packing: Any,
+    seed: int,
+    pieces: list[ShardPiece] | None,
+    dtype: torch.dtype = torch.float64,
+    exact: bool = False,
+) -> dict[str, tuple[Tensor, str]]:
+    """Outputs and gradients of a case by name, with their kinds: of the whole row, or of a shard, whose `pieces` are given.
+
+    Inputs are rounded to `dtype`, states of the recurrence to float32, and with `exact` computed with in float64.
+    """
     torch.manual_seed(seed)
     T, N = (packing.total, packing.count) if pieces is None else (packing.row, len(packing.boundaries) - 1)
 
@@ -197,13 +221,17 @@ def evaluate(case: Case, packing: Any, seed: int, pieces: list[ShardPiece] | Non
         return packing.take(x) if kind == "tokens" else x[[p.sequence for p in pieces]]
 
     inputs = case.inputs(T, N)
-    leaves = {name: local(x.tensor, x.kind).clone().requires_grad_() for name, x in inputs.items()}
+    leaves = {}
+    for name, x in inputs.items():
+        own = state_dtype(dtype) if x.kind == "states" and x.tensor.dim() == 4 else dtype
+        rounded = local(x.tensor, x.kind).to(own)
+        leaves[name] = (rounded.double() if exact else rounded.clone()).requires_grad_()
     outputs = case.run(leaves, packing)
     loss = torch.zeros((), dtype=torch.float64)
     for place, (out, kind) in enumerate(outputs):
         torch.manual_seed(seed + 1 + place)
         shape = (out.shape[0], T, *out.shape[2:]) if kind == "tokens" else (N, *out.shape[1:])
-        flow = local(normal(*shape), kind)
+        flow = local(normal(*shape), kind).to(dtype).to(out.dtype)
         if kind == "states" and pieces is not None:
             flow = flow * packing.ends.view(-1, *[1] * (out.dim() - 1))
         loss = loss + (out * flow).sum()
@@ -238,7 +266,7 @@ def together(parts: list[dict[str, tuple[Tensor, str]]], lengths: list[int], ran
     return found
 
 
-def work(rank: int, folder: str, jobs: list[tuple[int, int, str, str]], extras: bool) -> None:
+def work(rank: int, folder: str, jobs: list[Job], extras: bool) -> None:
     """One process: every job of a group that it is in, its results into a file."""
     import torch.distributed as dist
 
@@ -247,14 +275,14 @@ def work(rank: int, folder: str, jobs: list[tuple[int, int, str, str]], extras: 
     groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in RANKS}
     found: dict[Any, Any] = {}
     for job in jobs:
-        case, ranks, order, packing = job
+        case, ranks, order, packing, dtype = job
         if rank < ranks:
             whole = Packing.from_lengths(PACKINGS[packing])
             options: Any = {"order": order}
             if order not in ("contiguous", "zigzag"):
                 options = {"ranges": [tuple(r[:3]) for r in layout(order, whole.total, ranks)]}
             shard = whole.shard(groups[ranks], **options)
-            found[job] = evaluate(CASES[case], shard, case, shard.pieces[rank])
+            found[job] = evaluate(CASES[case], shard, case, shard.pieces[rank], dtype)
     if extras:
         import shard_extras
 

@@ -1,4 +1,4 @@
-"""What the processes of test_shard.py check besides single ops: every public function, bytes, errors, layers, a decoder, repeated bits.
+"""What the processes of test_shard.py check besides single ops: every public function, errors, layers, a decoder, repeated bits.
 
 Each check returns its complaints, a list of strings that the test expects to be empty.
 """
@@ -6,11 +6,10 @@ Each check returns its complaints, a list of strings that the test expects to be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from shard_bytes import CHECKS, check, counted, far, tensors
 from shard_cases import CASES, PACKINGS, evaluate, layout, normal
 from torch import Tensor
 
@@ -23,14 +22,7 @@ from flashmix.op.packing import Packing
 from flashmix.parallel.shard import Shard
 
 LENGTHS = [17, 0, 2, 30]
-CLOSE = 1e-11
 REFUSED = {"abc", "attention_with_cache"}
-CHECKS: dict[str, Callable[[Any], list[str]]] = {}
-
-
-def check(function: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
@@ -43,25 +35,8 @@ def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
     return found
 
 
-def tensors(results: Any) -> list[Tensor]:
-    if isinstance(results, Tensor):
-        return [results]
-    return [t for r in results or () for t in tensors(r)] if isinstance(results, tuple) else []
-
-
 def pieces(shard: Shard) -> list[int]:
     return [p.sequence for p in shard.pieces[shard.rank]]
-
-
-def far(name: str, have: Tensor, want: Tensor) -> list[str]:
-    if have.shape != want.shape:
-        return [f"{name}: shape {list(have.shape)}, wanted {list(want.shape)}"]
-    error = float((have - want).detach().abs().max()) if have.numel() else 0.0
-    return (
-        []
-        if error <= CLOSE * max(1.0, float(want.detach().abs().max()) if want.numel() else 0.0)
-        else [f"{name}: {error}"]
-    )
 
 
 def results(op: Any, call: dict[str, Any], packing: Packing, take: Any, states: Any, N: int) -> dict[str, Tensor]:
@@ -137,82 +112,6 @@ def refuses(op: Any, call: dict[str, Any], words: str = "", **options: Any) -> b
         except ValueError as error:
             return words in str(error) and not sent
     return False
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes that each collective receives from other ranks."""
-    import torch.distributed as dist
-
-    found: list[int] = []
-    plain = dist.all_to_all_single
-
-    def counting(output: Tensor, *args: Any, group: Any, **options: Any) -> Any:
-        rows = args[1][:]
-        rows[dist.get_rank(group)] = 0
-        width = output[:1].numel() if output.shape[0] else 0
-        found.append(sum(rows) * width * output.element_size())
-        return plain(output, *args, group=group, **options)
-
-    dist.all_to_all_single = counting
-    try:
-        yield found
-    finally:
-        dist.all_to_all_single = plain
-
-
-@check
-def bytes_are_those_of_the_formulas(group: Any) -> list[str]:
-    """Bytes that each rank receives, forward and backward, of one sequence over four ranks. docs/distributed.md has the formulas."""
-    T, P, HV, K, V, W, D, b = 64, 4, 2, 4, 3, 4, 5, 8
-    whole, found = Packing.from_lengths([T]), []
-
-    def leaves(shard: Shard, *shapes: tuple[int, ...]) -> list[Tensor]:
-        return [shard.take(torch.rand(1, T, *s, dtype=torch.float64)).requires_grad_() for s in shapes]
-
-    def measure(name: str, op: Any, operands: list[Tensor], forward: int, backward: int, **options: Any) -> None:
-        with counted() as sent:
-            out = op(*operands, **options)
-        with counted() as returned:
-            tensors(out)[0].sum().backward()
-        if (sum(sent), sum(returned)) != (forward, backward):
-            found.append(f"{name}: {sum(sent)}, {sum(returned)} in place of {forward}, {backward}")
-
-    for order in ("contiguous", "zigzag"):
-        shard = whole.shard(group, order=order)
-        r, zigzag = shard.rank, order == "zigzag"
-        # the places of this rank's ranges in the chain of P, or 2 P - 1 as the two in the middle are one
-        count = 2 * P - 1 if zigzag else P
-        places = sorted({r, count - 1 - r}) if zigzag else [r]
-        through = count - 2 - len([p for p in places if 0 < p < count - 1])
-        N, D_states = places[-1] - (len(places) - 1), count - 1 - places[0] - (len(places) - 1)
-        heads, tails = len([p for p in places if p > 0]), len([p for p in places if p < count - 1])
-        q, k, v, beta, g = leaves(shard, (HV, K), (HV, K), (HV, V), (HV,), (HV, K))
-        (x,) = leaves(shard, (D,))
-        state, M, diagonal, row, key = (b * n for n in (HV * K * V, HV * K * K, HV * K, D, HV * (K + V)))
-        weight = torch.rand(D, W, dtype=torch.float64)
-        halo = heads * (W - 1) * row, tails * (W - 1) * row
-        back = D_states * state
-        packed: dict[str, Any] = {"cu_seqlens": shard}
-        attend: dict[str, Any] = {**packed, "causal": True}
-        measure(f"{order} delta", flashmix.delta_rule, [q, k, v, beta, -g], N * state + through * M, back, **packed)
-        linear = N * state + through * diagonal
-        measure(f"{order} linear", flashmix.linear_attention, [q, k, v, -g], linear, back, **packed)
-        measure(f"{order} conv", flashmix.short_conv, [x, weight], *halo, **packed)
-        measure(f"{order} shift", flashmix.token_shift, [x], heads * row, tails * row, **packed)
-        window = heads * 5 * key, tails * 5 * key
-        measure(f"{order} window", flashmix.softmax_attention, [q, k, v], *window, **attend, window=(5, 0))
-        sizes = [T // (2 * P) * (2 if p == P - 1 else 1) for p in range(count)] if zigzag else [T // P] * P
-        before = sum(size for p, size in enumerate(sizes) if p < places[-1] and p not in places)
-        last = [count - 1 - o if zigzag else o for o in range(P) if o != r]  # of each other rank, its last place
-        read = sum(sizes[p] for p in places for other in last if other > p)
-        measure(f"{order} causal", flashmix.softmax_attention, [q, k, v], before * key, read * key, **attend)
-    aligned = Packing.from_lengths([T // P] * P).shard(group)
-    q, k, v, beta = leaves(aligned, (HV, K), (HV, K), (HV, V), (HV,))
-    with counted() as sent:
-        flashmix.delta_rule(q, k, v, beta, cu_seqlens=aligned)[0].sum().backward()
-        flashmix.softmax_attention(q, k, v, causal=True, cu_seqlens=aligned)
-    return found if not sent else [*found, f"sequences that are not cut send {sent}"]
 
 
 @check

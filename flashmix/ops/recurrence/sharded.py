@@ -20,7 +20,7 @@ from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
-from flashmix.parallel.join import Maps, entering, leaving, needed, needed_backward, shared
+from flashmix.parallel.join import Maps, join, join_backward
 from flashmix.parallel.shard import Link, Shard, ShardPiece
 
 
@@ -43,22 +43,19 @@ class Joined(torch.autograd.Function):
     def forward(
         ctx: Any, call: RecurrenceCall, shard: Shard, impl: str, chosen: str, gradient: bool, *tensors: Tensor
     ) -> Outputs:
-        dense, cargo = call.rule.corrected, needed(shard, gradient)
-        own = maps(call, shard, impl)
-        state = torch.empty((), dtype=call.state_dtype, device=call.device)
-        N_shape = torch.Size((call.value_heads, call.K, call.V))
-        found = shared(shard, cargo, own, {"N": N_shape, "M": M_shape(call)}, state)
-        starts = torch.zeros(shard.count, *N_shape, dtype=call.state_dtype, device=call.device)
+        own, sizes = maps(call, shard, impl), shapes(call)
+        starts = torch.zeros(shard.count, *sizes["N"], dtype=call.state_dtype, device=call.device)
+        entered, M = join(shard, own, sizes, _dense if call.rule.corrected else torch.mul, gradient, starts)
         if call.initial_state is not None:
             starts = torch.where(shard.begins[:, None, None, None], call.initial_state, starts)
-        for link, S in entering(shard, found["M"], found["N"], _dense if dense else torch.mul).items():
+        for link, S in entered.items():
             starts[link.piece] = S
         local = call.but(packing=shard.local, initial_state=starts)
         outputs, kept = op.RECURRENCE.forward(local, gradient, chosen)
         if gradient:
-            ctx.links, ctx.shard, ctx.dense, ctx.kept = list(found["M"]), shard, dense, len(kept)
+            ctx.links, ctx.shard, ctx.shapes, ctx.kept = list(M), shard, sizes, len(kept)
             ctx.names = [name for name in call.names if getattr(call, name) is not None]
-            autograd.save(op.RECURRENCE, ctx, local, outputs, (*kept, *found["M"].values()), chosen)
+            autograd.save(op.RECURRENCE, ctx, local, outputs, (*kept, *M.values()), chosen)
         return outputs
 
     @staticmethod
@@ -70,11 +67,11 @@ class Joined(torch.autograd.Function):
         M = dict(zip(ctx.links, saved[len(ctx.given) + ctx.kept :], strict=True))
         ends = shard.ends[:, None, None, None]
         zeros = torch.zeros_like(call.initial_state)
-        dstate = zeros if dstate is None else torch.where(ends, dstate, zeros)
+        dstate = zeros.clone() if dstate is None else torch.where(ends, dstate, zeros)
         (D,) = _backward(call, kept, (do, dstate), ("initial_state",), ctx.impl)
         own: Maps = {link: D[link.piece] for chain in shard.chains for link in chain[1:] if link.owner == shard.rank}
-        gradients = shared(shard, needed_backward(shard), {"D": own}, {"D": zeros.shape[1:]}, zeros)["D"]
-        found = leaving(shard, M, gradients, _dense_transposed if ctx.dense else torch.mul)
+        apply = _dense_transposed if call.rule.corrected else torch.mul
+        found = join_backward(shard, own, M, ctx.shapes, apply, zeros)
         for link, E in found.items():
             dstate[link.piece] = E
         wanted = tuple(n for n, needs in zip(ctx.names, ctx.needs_input_grad[5:], strict=True) if needs)
@@ -97,12 +94,15 @@ def _dense_transposed(M: Tensor, E: Tensor) -> Tensor:
     return M.mT @ E
 
 
-def M_shape(call: RecurrenceCall) -> torch.Size:
-    """`[HV, K, K]`; of a rule without corrections the diagonal, on the axis of the decay."""
-    if call.rule.corrected:
-        return torch.Size((call.value_heads, call.K, call.K))
-    K, V = call.K if call.decay is Decay.CHANNEL else 1, call.V if call.decay is Decay.VALUE else 1
-    return torch.Size((call.value_heads, K, V))
+def shapes(call: RecurrenceCall) -> dict[str, torch.Size]:
+    """Of the maps of a piece: `N` `[HV, K, V]`, `M` `[HV, K, K]`, without corrections its diagonal on the axis of the decay."""
+    HV, K, V, decay = call.value_heads, call.K, call.V, call.decay
+    M = (
+        (HV, K, K)
+        if call.rule.corrected
+        else (HV, K if decay is Decay.CHANNEL else 1, V if decay is Decay.VALUE else 1)
+    )
+    return {"N": torch.Size((HV, K, V)), "M": torch.Size(M)}
 
 
 def maps(call: RecurrenceCall, shard: Shard, impl: str) -> dict[str, Maps]:
@@ -148,8 +148,8 @@ def part_of(call: RecurrenceCall, shard: Shard, links: Sequence[Link]) -> Recurr
 
 
 def diagonal(call: RecurrenceCall, piece: ShardPiece) -> Tensor:
-    """`M` of a piece of a rule without corrections, the product of its decays, in the shape `M_shape`."""
-    g, tokens, shape = call.log_decay, piece.stop - piece.start, M_shape(call)
+    """`M` of a piece of a rule without corrections, the product of its decays, in the shape that `shapes` gives."""
+    g, tokens, shape = call.log_decay, piece.stop - piece.start, shapes(call)["M"]
     if g is None:
         return torch.ones(shape, dtype=call.state_dtype, device=call.device)
     g = g.to(call.state_dtype)
