@@ -185,6 +185,14 @@ class Packing:
             TypeError: `group` is neither, or a range does not hold three integers.
             ValueError: the boundaries are on a device only, `order` is unknown, or ranges overlap, leave a gap or name an owner that
                 is not in the group.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> shard = Packing.from_lengths([3, 2]).shard(dist.group.WORLD, ranges=[(0, 4, 5), (0, 0, 4)])
+            >>> shard, shard.positions.tolist(), shard.begins.tolist()
+            (Shard(rank=0 of 1, sequences=3, tokens=5 of 5), [1, 0, 1, 2, 0], [False, True, True])
+            >>> dist.destroy_process_group()
         """
         from flashmix.parallel.shard import shard_of
 
