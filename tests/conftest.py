@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="runs in a process of its own, see tests/test_interpreted.py"))
         elif item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("whole") is not None and "whole" not in item.config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="runs with -m whole"))
 
 
 @pytest.fixture(autouse=True)

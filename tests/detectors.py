@@ -30,7 +30,7 @@ DUPLICATE_LINES = 6
 # Tuples of an operator's inputs. An element of them is read by its name, not by a number.
 OPERANDS = r"(tensors|inputs|operands|features|given|near_\w+)"
 
-OP_FILES = {"__init__", "definition", "op", "call", "portable", "triton_gpu", "gluon_hopper", "native"}
+OP_FILES = {"__init__", "definition", "op", "call", "sharded", "portable", "triton_gpu", "gluon_hopper", "native"}
 # What an op's folder holds besides: files, and folders that are ops themselves.
 OP_EXTRAS = {
     "recurrence": {"segments", "step"},

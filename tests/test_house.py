@@ -26,7 +26,17 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 BACK_ENDS = {"portable", "native", "triton_gpu", "gluon_hopper"}
 
 # A file may import from its own floor and the floors below.
-FLOORS = {"op": 0, "gpu": 0, "ops": 1, "modules": 2, "layer": 3, "mechanisms": 4, "layers": 5, "models": 6}
+FLOORS = {
+    "op": 0,
+    "gpu": 0,
+    "parallel": 0,
+    "ops": 1,
+    "modules": 2,
+    "layer": 3,
+    "mechanisms": 4,
+    "layers": 5,
+    "models": 6,
+}
 TOP = 7  # train, doctor, selftest, hf, compat
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flashmix.layer.cache import LayerCache, RecurrentCache
 from flashmix.layer.padding import Padding, padding_of
 from flashmix.op.checks import check_shape, dims
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing, as_packing, check_whole
 
 Cache = TypeVar("Cache", bound=LayerCache)
 
@@ -82,6 +82,7 @@ class Mixer(nn.Module, Generic[Cache]):
             packing = padding.packing
             x = padding.remove(x)
         if cache is not None:
+            check_whole(packing, "a cache")
             self._check_cache(cache, B if packing is None else packing.count, x)
         return x, packing, padding
 

@@ -15,7 +15,7 @@ from flashmix.mechanisms.slots import SlotMixer, by_slots, check_slots, slot_sta
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
+from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
@@ -56,6 +56,7 @@ def abc(
         >>> o.shape, z.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
     """
+    check_whole(cu_seqlens, "abc")
     packing = check_slots(q, k, v, s, cu_seqlens)
     shapes = slot_states(q, v, s, packing)
     normaliser = (shapes[1][0], *s.shape[2:])

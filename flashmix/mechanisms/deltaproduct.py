@@ -15,7 +15,6 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import check_range, check_shape, dims
 from flashmix.op.options import hands_on
-from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
@@ -59,7 +58,7 @@ def deltaproduct(
     first_k, first_v, first_beta = (x[:, :, 0] for x in (k, v, beta))
     state, packing = options.get("initial_state"), options.get("cu_seqlens")
     packing = check_operands(q, first_v, {"k": first_k}, first_beta, log_decay, state, packing)
-    options["cu_seqlens"] = None if packing is None else Packing(packing.cu_seqlens * n, T * n)
+    options["cu_seqlens"] = None if packing is None else packing.repeat(n)
     log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
     q, (k, v, beta) = _at_step(q, n, n - 1), (x.flatten(1, 2) for x in (k, v, beta))
     o, state = delta_rule(q, k, v, beta, log_decay, **options)

@@ -15,7 +15,7 @@ from flashmix.models.cache import ModelCache
 from flashmix.models.config import DecoderConfig, LayerConfig
 from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing, as_packing, check_whole
 
 
 class Block(nn.Module):
@@ -197,6 +197,7 @@ class Decoder(nn.Module):
         packing = as_packing(cu_seqlens, B, T, tokens.device)
         padding = padding_of(attention_mask, cu_seqlens, B, T)
         if cache is not None:
+            check_whole(packing, "a cache")
             cache.record(tokens, rolls_back=packing is None and padding is None)
         if padding is not None:
             tokens, packing = padding.remove(tokens), padding.packing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flashmix.op.packing import check_whole
 from flashmix.ops.losses.op import linear_cross_entropy
 
 
@@ -70,6 +71,7 @@ def next_token_targets(tokens: Tensor, cu_seqlens: Tensor | None = None, ignore_
         >>> next_token_targets(torch.tensor([[5, 6, 7, 8]]), torch.tensor([0, 2, 4])).tolist()
         [[6, -100, 8, -100]]
     """
+    check_whole(cu_seqlens, "next_token_targets")
     targets = torch.roll(tokens, -1, dims=1)
     targets[:, -1:] = ignore_index
     if cu_seqlens is not None:

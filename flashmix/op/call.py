@@ -7,6 +7,7 @@ by name, so no file keeps an order of operands. docs/architecture.md carries one
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,7 @@ from torch.nn import Parameter
 from flashmix.gpu import device as gpu
 from flashmix.op import autograd
 from flashmix.op.choose import Implementation, choose
-from flashmix.op.packing import Packing
+from flashmix.op.packing import Packing, check_whole
 
 LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
 SCHEMA: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "SymInt", str: "str"}
@@ -140,6 +141,7 @@ class Op:
         shares: `{name: source}`: the gradient of field `name` is that of `source` in its own dtype.
         passes: `{name: index}`: the gradient of field `name` is that of output `index`, to which it is added; `backward` is not asked.
         keeps_outputs: indices of outputs that the backward reads.
+        sharded: module with `run(call, impl, asked) -> outputs` for a call whose packing is a `Shard`; without one that raises.
     """
 
     def __init__(
@@ -154,7 +156,9 @@ class Op:
         shares: Mapping[str, str] | None = None,
         passes: Mapping[str, int] | None = None,
         keeps_outputs: Sequence[int] = (),
+        sharded: str | None = None,
     ) -> None:
+        self.sharded = sharded
         self.name, self.call, self.implementations = name, call, tuple(implementations)
         self.formula, self.adjoint = formula, adjoint
         self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
@@ -209,6 +213,10 @@ class Op:
 
     def __call__(self, call: Any, impl: str = "auto", asked: str | None = None) -> Outputs:
         """The outputs of a checked call; `asked` is the public function that `explain` and errors name."""
+        for name in self.call.packings:
+            packing = getattr(call, name)
+            if packing is not None and packing.sharded:
+                return self._over_ranks(packing, call, impl, asked or self.name)
         implementation = choose(asked or self.name, self.implementations, call, impl)
         if implementation.formula is not None:
             outputs = implementation.formula(call)
@@ -231,6 +239,13 @@ class Op:
         if self.writes:
             autograd.bump_versions(*(getattr(call, name) for name in call.written))
         return outputs
+
+    def _over_ranks(self, packing: Packing, call: Call, impl: str, asked: str) -> Outputs:
+        """The outputs of a call over a shard, which exchanges with the other ranks and calls this op on what it has."""
+        if self.sharded is None:
+            check_whole(packing, asked)
+        choose(asked, self.implementations, call, impl)  # raises, or explains, before any collective
+        return importlib.import_module(str(self.sharded)).run(call, impl, asked)
 
     def _saves(self, call: Call) -> bool:
         """Whether autograd will ask for a gradient."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from flashmix.parallel.shard import Shard
 
 Table = TypeVar("Table")
 
@@ -33,6 +39,8 @@ class Packing:
         ([0, 3, 3, 5], [0, 1, 2, 0, 1])
     """
 
+    sharded: ClassVar[bool] = False  # whether it is a `Shard`, whose sequences go on at other ranks
+
     def __init__(self, cu_seqlens: Tensor, total: int) -> None:
         check_tensor("cu_seqlens", cu_seqlens)
         check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
@@ -45,6 +53,7 @@ class Packing:
         self._sequence: Tensor | None = None
         self._positions: Tensor | None = None
         self._tables: dict[Any, Any] = {}
+        self._host: tuple[int, ...] | None = None  # the boundaries, where they were made of numbers on the host
         self._version = -1  # of the boundaries that were checked and that the tables were made of
         if not self._is_current() and contents_are_checked(cu_seqlens):
             check_boundaries(cu_seqlens.tolist(), total)
@@ -59,7 +68,10 @@ class Packing:
         if contents_are_checked(counts) and bool((counts < 0).any()):
             raise ValueError(f"lengths must be non-negative, got {counts.tolist()}")
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        return cls(cu_seqlens, int(cu_seqlens[-1]))
+        packing = cls(cu_seqlens, int(cu_seqlens[-1]))
+        if not isinstance(lengths, Tensor) or (lengths.is_cpu and not torch.compiler.is_compiling()):
+            packing._host = (0, *accumulate(lengths.tolist() if isinstance(lengths, Tensor) else lengths))
+        return packing
 
     @classmethod
     def unchecked(cls, cu_seqlens: Tensor, total: int) -> Packing:
@@ -67,7 +79,7 @@ class Packing:
         packing = object.__new__(cls)
         packing.cu_seqlens, packing.total = cu_seqlens, total
         packing._sequence = packing._positions = None
-        packing._tables, packing._version = {}, 0
+        packing._tables, packing._version, packing._host = {}, 0, None
         return packing
 
     def check(self) -> None:
@@ -84,7 +96,7 @@ class Packing:
         )  # tensors of inference mode count none
         if version == self._version:
             return True
-        self._sequence = self._positions = None
+        self._sequence = self._positions = self._host = None
         self._tables, self._version = {}, version
         return False
 
@@ -137,6 +149,55 @@ class Packing:
             self._positions = tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
         return self._positions
 
+    def on_host(self) -> list[int]:
+        """The boundaries as numbers on the host. Raises ValueError where they are on a device only: reading them would wait for it."""
+        if self.cu_seqlens.is_cpu:
+            return self.cu_seqlens.tolist()
+        if not self._is_current() or self._host is None:
+            raise ValueError("lengths must be on the host (Packing.from_lengths of numbers), got a tensor on a device")
+        return list(self._host)
+
+    def repeat(self, n: int) -> Packing:
+        """The packing of the same sequences with `n` tokens in place of each."""
+        return Packing(self.cu_seqlens * n, self.total * n)
+
+    def shard(
+        self,
+        group: ProcessGroup | DeviceMesh,
+        *,
+        order: str = "contiguous",
+        ranges: Sequence[tuple[int, int, int]] | None = None,
+    ) -> Shard:
+        """This rank's tokens of the row, over which every op computes with the other ranks of `group`.
+
+        Every rank calls it with the same arguments. `flashmix.checks(True)` compares them between the ranks.
+
+        Args:
+            group: a process group or a mesh of one dimension.
+            order: "contiguous": one range a rank; "zigzag": two, so that causal attention is the same work for all.
+            ranges: instead of `order`, `(owner, start, stop)` of the row's tokens, any number a rank, which cover the row once; a
+                rank's tokens lie in the order of its ranges.
+
+        Returns:
+            A `Shard`, to be passed as `cu_seqlens`.
+
+        Raises:
+            TypeError: `group` is neither, or a range does not hold three integers.
+            ValueError: the boundaries are on a device only, `order` is unknown, or ranges overlap, leave a gap or name an owner that
+                is not in the group.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> shard = Packing.from_lengths([3, 2]).shard(dist.group.WORLD, ranges=[(0, 4, 5), (0, 0, 4)])
+            >>> shard, shard.positions.tolist(), shard.begins.tolist()
+            (Shard(rank=0 of 1, sequences=3, tokens=5 of 5), [1, 0, 1, 2, 0], [False, True, True])
+            >>> dist.destroy_process_group()
+        """
+        from flashmix.parallel.shard import shard_of
+
+        return shard_of(self, group, order, ranges)
+
     def __repr__(self) -> str:
         return f"Packing(sequences={self.count}, tokens={self.total})"
 
@@ -166,8 +227,18 @@ def as_packing(cu_seqlens: Tensor | Packing | None, batch: int, tokens: int, dev
         packing.check()
     else:
         packing = Packing(cu_seqlens, tokens)
+    if packing.sharded and packing.total != tokens:
+        raise ValueError(f"tokens must be the shard's {packing.total} (shard.take of a whole row), got {tokens}")
     if packing.total != tokens:
         raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {packing.total}")
     if packing.cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on {device} like the inputs, got {packing.cu_seqlens.device}")
     return packing
+
+
+def check_whole(cu_seqlens: Tensor | Packing | None, op: str) -> None:
+    """Raises ValueError for a `Shard`: `op` has no exchange with the other ranks."""
+    if isinstance(cu_seqlens, Packing) and cu_seqlens.sharded:
+        raise ValueError(
+            f"cu_seqlens must hold whole sequences for {op}, which has no exchange between ranks, got a Shard"
+        )

@@ -21,7 +21,8 @@ IMPLEMENTATIONS = (
     Implementation("sdpa", "flashmix.ops.attention.sdpa", sdpa_supports, sdpa.formula),
     Implementation("portable", "flashmix.ops.attention.portable", always),
 )
-ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,))
+SHARDED = "flashmix.ops.attention.sharded"
+ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,), sharded=SHARDED)
 
 
 @public

@@ -18,7 +18,7 @@ from flashmix.op.checks import (
     check_tensor,
     dims,
 )
-from flashmix.op.packing import Packing, as_packing
+from flashmix.op.packing import Packing, as_packing, check_whole
 from flashmix.op.public import public
 from flashmix.ops.attention.op import check_features, check_softcap, check_window
 from flashmix.ops.attention_cache.call import AttentionCacheCall
@@ -191,6 +191,7 @@ def attention_with_cache(
 def _check(
     q: Tensor, cache: KVCache, k: Tensor | None, v: Tensor | None, cu_seqlens: Tensor | Packing | None
 ) -> Packing | None:
+    check_whole(cu_seqlens, "attention_with_cache")
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     batch, tokens, heads_q, dim_qk = dims("q", q, "B T HQ K")

@@ -59,7 +59,7 @@ IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
     Implementation("native", "flashmix.ops.recurrence.native", _native_supports),
     Implementation("portable", "flashmix.ops.recurrence.portable", always),
 )
-RECURRENCE = Op("recurrence", RecurrenceCall, IMPLEMENTATIONS)
+RECURRENCE = Op("recurrence", RecurrenceCall, IMPLEMENTATIONS, sharded="flashmix.ops.recurrence.sharded")
 
 
 @public

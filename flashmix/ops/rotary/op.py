@@ -37,8 +37,9 @@ def _turned_back(call: RotaryCall, grads: Sequence[Tensor | None], wanted: Seque
 
 
 IMPLEMENTATIONS = implementations("rotary", triton_supports)
-ROTARY = Op("rotary", RotaryCall, IMPLEMENTATIONS, formula=formula, adjoint=_turned_back)
-ROTARY_IN_PLACE = Op("rotary_in_place", RotaryInPlaceCall, IMPLEMENTATIONS, outputs=0)
+SHARDED = "flashmix.ops.rotary.sharded"
+ROTARY = Op("rotary", RotaryCall, IMPLEMENTATIONS, formula=formula, adjoint=_turned_back, sharded=SHARDED)
+ROTARY_IN_PLACE = Op("rotary_in_place", RotaryInPlaceCall, IMPLEMENTATIONS, outputs=0, sharded=SHARDED)
 
 
 @public

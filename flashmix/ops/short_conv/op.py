@@ -13,8 +13,9 @@ from flashmix.ops.short_conv.call import ShortConvCall, ShortConvQKVCall, triton
 from flashmix.ops.short_conv.portable import formula
 
 IMPLEMENTATIONS = implementations("short_conv", triton_supports)
-SHORT_CONV = Op("short_conv", ShortConvCall, IMPLEMENTATIONS, formula=formula, passes={"residual": 0})
-SHORT_CONV_QKV = Op("short_conv_qkv", ShortConvQKVCall, IMPLEMENTATIONS, formula=formula)
+SHARDED = "flashmix.ops.short_conv.sharded"
+SHORT_CONV = Op("short_conv", ShortConvCall, IMPLEMENTATIONS, formula=formula, passes={"residual": 0}, sharded=SHARDED)
+SHORT_CONV_QKV = Op("short_conv_qkv", ShortConvQKVCall, IMPLEMENTATIONS, formula=formula, sharded=SHARDED)
 
 
 @public

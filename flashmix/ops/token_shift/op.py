@@ -27,7 +27,8 @@ def _shifted_back(call: ShiftCall, grads: Sequence[Tensor | None], wanted: Seque
 
 
 IMPLEMENTATIONS = implementations("token_shift", formula=formula)
-SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back)
+SHARDED = "flashmix.ops.token_shift.sharded"
+SHIFT = Op("token_shift", ShiftCall, IMPLEMENTATIONS, formula=formula, adjoint=_shifted_back, sharded=SHARDED)
 
 
 @public

@@ -1,0 +1,18 @@
+"""Convolutions over a shard: the inputs before each piece come from the ranks that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashmix.op.call import Outputs
+from flashmix.ops.short_conv import op
+from flashmix.ops.short_conv.call import Convolutions, ShortConvCall
+from flashmix.parallel.exchange import halo
+
+
+def run(call: Convolutions, impl: str, asked: str) -> Outputs:
+    """The outputs of a call whose packing is a `Shard`."""
+    shard: Any = call.packing
+    state = halo(shard, call.inputs, call.width - 1, call.initial_state)
+    local = call.but(packing=shard.local, initial_state=state)
+    return (op.SHORT_CONV if isinstance(call, ShortConvCall) else op.SHORT_CONV_QKV)(local, impl, asked)

@@ -1,0 +1,204 @@
+"""Exchanges between the ranks of a shard: rows of other ranks (`fetch`), what precedes a piece (`halo`), and blocks of states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashmix.op.dtypes import state_dtype
+from flashmix.parallel.shard import Link, RowSpan, Shard
+
+Wants = list[list[RowSpan]]  # the rows that each rank wants, in the order in which it wants them
+
+
+class Route(NamedTuple):
+    """A rank's part of an exchange of rows."""
+
+    sent: list[list[tuple[int, int]]]  # own rows `(start, stop)` that each rank receives, itself none
+    received: list[int]  # rows from each rank
+    found: list[
+        tuple[bool, int, int]
+    ]  # the wanted rows: whether they are own ones, `(start, stop)` there or among the received
+    silent: bool  # nobody receives anything
+
+
+def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], shard: Shard) -> Tensor:
+    """`received[r]` rows of each rank r, from `sent[r]` rows to each: the one collective of the library."""
+    import torch.distributed as dist
+
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=shard.group)
+    return found
+
+
+def blocks(
+    shard: Shard, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[torch.Size]], like: Tensor
+) -> list[list[Tensor]]:
+    """The blocks of each rank, of the shapes `incoming`, from those that go out to each; all in the dtype of `like`."""
+    flat = torch.cat([like.new_empty(0), *(block.flatten() for row in outgoing for block in row)])
+    sent = [sum(block.numel() for block in row) for row in outgoing]
+    sizes = [[shape.numel() for shape in row] for row in incoming]
+    found = all_to_all(flat, sent, [sum(row) for row in sizes], shard).split([n for row in sizes for n in row])
+    rest = iter(found)
+    return [[next(rest).view(shape) for shape in row] for row in incoming]
+
+
+def fetch(shard: Shard, key: Hashable, wants: Callable[[], Wants], *rows: Tensor) -> tuple[Tensor, ...]:
+    """Of each tensor `[rows, D]` the rows that this rank wants, its own and others', by one uneven all-to-all of exactly those.
+
+    `wants()` is the same on every rank and is asked once under this `key`. Differentiable: rows that several ranks wanted receive the
+    sum of their gradients in the order of ranks, in float32 or float64.
+    """
+    route = shard.made(("route", key), lambda: route_of(shard, wants()))
+    return Fetch.apply(shard, route, *rows)
+
+
+def route_of(shard: Shard, wants: Wants) -> Route:
+    """The part of this rank in an exchange; a row that a rank wants twice is sent once."""
+    me, ranks = shard.rank, range(shard.ranks)
+    sent = [[] if r == me else joined(s for s in wants[r] if s.owner == me) for r in ranks]
+    places: list[list[tuple[int, int, int]]] = [
+        [] for _ in ranks
+    ]  # of each source: own `(start, stop)`, and where they arrive
+    received, reached = [], 0
+    for source in ranks:
+        before = reached
+        if source != me:
+            for start, stop in joined(s for s in wants[me] if s.owner == source):
+                places[source].append((start, stop, reached))
+                reached += stop - start
+        received.append(reached - before)
+    found: list[tuple[bool, int, int]] = []
+    for span in wants[me]:
+        own, start = span.owner == me, span.first
+        if not own:
+            start = next(at + start - a for a, b, at in places[span.owner] if a <= start < b)
+        if found and found[-1][0] == own and found[-1][2] == start:
+            found[-1] = (own, found[-1][1], start + span.rows)
+        else:
+            found.append((own, start, start + span.rows))
+    silent = all(span.owner == r for r in ranks for span in wants[r])
+    return Route(sent, received, found, silent)
+
+
+def joined(spans: Any) -> list[tuple[int, int]]:
+    """The rows of these spans as sorted intervals `(start, stop)` that do not touch."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted((s.first, s.first + s.rows) for s in spans if s.rows):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def as_bytes(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors side by side as one message."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+
+
+def from_bytes(message: Tensor, likes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """The tensors of a message, from their channels and dtypes."""
+    widths = [channels * dtype.itemsize for channels, dtype in likes]
+    parts = message.split(widths, 1)
+    return [part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, likes, strict=True)]
+
+
+class Fetch(torch.autograd.Function):
+    """See `fetch`."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Shard, route: Route, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.route = shard, route
+        ctx.likes = [(x.shape[1], x.dtype) for x in rows]
+        ctx.rows, ctx.device = rows[0].shape[0], rows[0].device
+        arrived = [x[:0] for x in rows]
+        if not route.silent:
+            sent = [sum(b - a for a, b in spans) for spans in route.sent]
+            parts = [torch.cat([x[:0], *(x[a:b] for spans in route.sent for a, b in spans)]) for x in rows]
+            arrived = from_bytes(all_to_all(as_bytes(parts), sent, route.received, shard), ctx.likes)
+        pairs = zip(rows, arrived, strict=True)
+        return tuple(torch.cat([x[:0], *((x if own else y)[a:b] for own, a, b in route.found)]) for x, y in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        route, shard = ctx.route, ctx.shard
+        wide = [(channels, state_dtype(dtype)) for channels, dtype in ctx.likes]
+        own = [torch.zeros(ctx.rows, D, dtype=dtype, device=ctx.device) for D, dtype in wide]
+        others = [torch.zeros(sum(route.received), D, dtype=dtype, device=ctx.device) for D, dtype in wide]
+        for mine, theirs, grad in zip(own, others, grads, strict=True):
+            reached = 0
+            for is_own, a, b in route.found:
+                if grad is not None:
+                    (mine if is_own else theirs)[a:b] += grad[reached : reached + b - a]
+                reached += b - a
+        if not route.silent:
+            returned = [sum(b - a for a, b in spans) for spans in route.sent]
+            back = from_bytes(all_to_all(as_bytes(others), route.received, returned, shard), wide)
+            for mine, grad in zip(own, back, strict=True):
+                reached = 0
+                for spans in route.sent:  # in the order of ranks
+                    for a, b in spans:
+                        mine[a:b] += grad[reached : reached + b - a]
+                        reached += b - a
+        return None, None, *(x.to(dtype) for x, (_, dtype) in zip(own, ctx.likes, strict=True))
+
+
+def halo(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None) -> Tensor | None:
+    """`[pieces, count, D]`: what precedes each piece, the caller's `initial_state` where a sequence begins, other ranks' tokens elsewhere.
+
+    `inputs` are `[1, T, D_i]`, side by side in the state.
+    """
+    if count == 0 or not shard.chains:
+        return initial_state
+    rows, given = [x[0] for x in inputs], initial_state is not None
+    start = initial_state
+    if start is None:
+        start = rows[0].new_zeros(shard.count, count, sum(x.shape[1] for x in rows))
+    elif shard.made(("short", count), lambda: reaches_before(shard, count)):
+        states = start.flatten(0, 1).split([x.shape[1] for x in rows], 1)
+        rows = [torch.cat(both) for both in zip(rows, states, strict=True)]
+    found = fetch(shard, ("halo", count, given), lambda: halo_wants(shard, count, given), *rows)
+    index = shard.made(("halo places", count, given), lambda: halo_places(shard, count, given).to(start.device))
+    return start.flatten(0, 1).index_copy(0, index, torch.cat(found, 1)).view(start.shape)
+
+
+def reaches_before(shard: Shard, count: int) -> bool:
+    """Whether the tokens before a piece begin in the initial state of its sequence, so near to its beginning is a cut."""
+    pieces = (p for own in shard.pieces for p in own if not p.begins)
+    return any(p.start - shard.boundaries[p.sequence] < count for p in pieces)
+
+
+def halo_wants(shard: Shard, count: int, given: bool) -> Wants:
+    """The `count` rows before each piece that continues a sequence; initial states lie behind the tokens of their rank."""
+    heads = {link: chain[0] for chain in shard.chains for link in chain}
+    wants: Wants = []
+    for rank, own in enumerate(shard.pieces):
+        spans: list[RowSpan] = []
+        for index, p in enumerate(own):
+            if p.begins:
+                continue
+            begin = shard.boundaries[p.sequence]
+            missing = count - (p.start - begin)
+            if missing > 0 and given:
+                head = heads[Link(rank, index)]
+                row = shard.tokens_of(head.owner) + head.piece * count + (p.start - begin)
+                spans.append(RowSpan(head.owner, row, missing))
+            spans += shard.spans(max(begin, p.start - count), p.start)
+        wants.append(spans)
+    return wants
+
+
+def halo_places(shard: Shard, count: int, given: bool) -> Tensor:
+    """The rows of the flattened state `[pieces * count, D]` that are fetched."""
+    places: list[int] = []
+    for index, p in enumerate(shard.pieces[shard.rank]):
+        if not p.begins:
+            known = count if given else min(count, p.start - shard.boundaries[p.sequence])
+            places += range((index + 1) * count - known, (index + 1) * count)
+    return torch.tensor(places, dtype=torch.int64)

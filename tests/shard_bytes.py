@@ -1,0 +1,169 @@
+"""Checks of the processes of test_shard.py: the bytes that ranks receive, and the join by heads.
+
+Each check returns its complaints, a list of strings that the test expects to be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from shard_cases import PACKINGS, evaluate, layout, normal, recurrences
+from torch import Tensor
+
+import flashmix
+from flashmix.op.packing import Packing
+from flashmix.parallel import join
+from flashmix.parallel.shard import Shard
+
+CLOSE = 1e-11
+CHECKS: dict[str, Callable[[Any], list[str]]] = {}
+
+
+def check(function: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def tensors(results: Any) -> list[Tensor]:
+    if isinstance(results, Tensor):
+        return [results]
+    return [t for r in results or () for t in tensors(r)] if isinstance(results, tuple) else []
+
+
+def far(name: str, have: Tensor, want: Tensor) -> list[str]:
+    if have.shape != want.shape:
+        return [f"{name}: shape {list(have.shape)}, wanted {list(want.shape)}"]
+    error = float((have - want).detach().abs().max()) if have.numel() else 0.0
+    return (
+        []
+        if error <= CLOSE * max(1.0, float(want.detach().abs().max()) if want.numel() else 0.0)
+        else [f"{name}: {error}"]
+    )
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that each collective receives from other ranks."""
+    import torch.distributed as dist
+
+    found: list[int] = []
+    plain = dist.all_to_all_single
+
+    def counting(output: Tensor, *args: Any, group: Any, **options: Any) -> Any:
+        rows = args[1][:]
+        rows[dist.get_rank(group)] = 0
+        width = output[:1].numel() if output.shape[0] else 0
+        found.append(sum(rows) * width * output.element_size())
+        return plain(output, *args, group=group, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        yield found
+    finally:
+        dist.all_to_all_single = plain
+
+
+@check
+def bytes_are_those_of_the_formulas(group: Any) -> list[str]:
+    """Bytes that each rank receives, forward and backward, of one sequence over four ranks. docs/distributed.md has the formulas."""
+    T, P, HV, K, V, W, D, b = 64, 4, 2, 4, 3, 4, 5, 8
+    whole, found = Packing.from_lengths([T]), []
+
+    def leaves(shard: Shard, *shapes: tuple[int, ...]) -> list[Tensor]:
+        return [shard.take(torch.rand(1, T, *s, dtype=torch.float64)).requires_grad_() for s in shapes]
+
+    def measure(name: str, op: Any, operands: list[Tensor], forward: int, backward: int, **options: Any) -> None:
+        with counted() as sent:
+            out = op(*operands, **options)
+        with counted() as returned:
+            tensors(out)[0].sum().backward()
+        if (sum(sent), sum(returned)) != (forward, backward):
+            found.append(f"{name}: {sum(sent)}, {sum(returned)} in place of {forward}, {backward}")
+
+    for order in ("contiguous", "zigzag"):
+        shard = whole.shard(group, order=order)
+        r, zigzag = shard.rank, order == "zigzag"
+        # the places of this rank's ranges in the chain of P, or 2 P - 1 as the two in the middle are one
+        count = 2 * P - 1 if zigzag else P
+        places = sorted({r, count - 1 - r}) if zigzag else [r]
+        through = count - 2 - len([p for p in places if 0 < p < count - 1])
+        N, D_states = places[-1] - (len(places) - 1), count - 1 - places[0] - (len(places) - 1)
+        heads, tails = len([p for p in places if p > 0]), len([p for p in places if p < count - 1])
+        q, k, v, beta, g = leaves(shard, (HV, K), (HV, K), (HV, V), (HV,), (HV, K))
+        (x,) = leaves(shard, (D,))
+        state, M, diagonal, row, key = (b * n for n in (HV * K * V, HV * K * K, HV * K, D, HV * (K + V)))
+        weight = torch.rand(D, W, dtype=torch.float64)
+        halo = heads * (W - 1) * row, tails * (W - 1) * row
+        back = D_states * state
+        packed: dict[str, Any] = {"cu_seqlens": shard}
+        attend: dict[str, Any] = {**packed, "causal": True}
+        measure(f"{order} delta", flashmix.delta_rule, [q, k, v, beta, -g], N * state + through * M, back, **packed)
+        linear = N * state + through * diagonal
+        measure(f"{order} linear", flashmix.linear_attention, [q, k, v, -g], linear, back, **packed)
+        measure(f"{order} conv", flashmix.short_conv, [x, weight], *halo, **packed)
+        measure(f"{order} shift", flashmix.token_shift, [x], heads * row, tails * row, **packed)
+        window = heads * 5 * key, tails * 5 * key
+        measure(f"{order} window", flashmix.softmax_attention, [q, k, v], *window, **attend, window=(5, 0))
+        sizes = [T // (2 * P) * (2 if p == P - 1 else 1) for p in range(count)] if zigzag else [T // P] * P
+        before = sum(size for p, size in enumerate(sizes) if p < places[-1] and p not in places)
+        last = [count - 1 - o if zigzag else o for o in range(P) if o != r]  # of each other rank, its last place
+        read = sum(sizes[p] for p in places for other in last if other > p)
+        measure(f"{order} causal", flashmix.softmax_attention, [q, k, v], before * key, read * key, **attend)
+    aligned = Packing.from_lengths([T // P] * P).shard(group)
+    q, k, v, beta = leaves(aligned, (HV, K), (HV, K), (HV, V), (HV,))
+    with counted() as sent:
+        flashmix.delta_rule(q, k, v, beta, cu_seqlens=aligned)[0].sum().backward()
+        flashmix.softmax_attention(q, k, v, causal=True, cu_seqlens=aligned)
+    return found if not sent else [*found, f"sequences that are not cut send {sent}"]
+
+
+@contextmanager
+def joined_by_heads() -> Iterator[None]:
+    """The join by heads, whatever the number of ranks."""
+    plain = join.by_heads
+    join.by_heads = lambda shard, shapes, gradient: True
+    try:
+        yield
+    finally:
+        join.by_heads = plain
+
+
+@check
+def bytes_of_the_join_by_heads(group: Any) -> list[str]:
+    """By heads a rank receives its heads of every map and the state that enters it, and the gradients likewise."""
+    P, HV, K, V, b, T = 4, 4, 4, 3, 8, 32
+    shard = Packing.from_lengths([T]).shard(group)
+    q, v, beta = (normal(1, shard.total, *s).requires_grad_() for s in ((HV, K), (HV, V), (HV,)))
+    state, M, r = HV * K * V * b, HV * K * K * b, shard.rank
+    maps = sum(state + (M if other > 0 else 0) for other in range(P - 1) if other != r)
+    gradients = sum(state for other in range(1, P) if other != r)
+    elsewhere = state * (P - 1) // P
+    with joined_by_heads():
+        with counted() as sent:
+            o = flashmix.delta_rule(q, q, v, beta, cu_seqlens=shard)[0]
+        with counted() as returned:
+            o.sum().backward()
+    want = [maps // P, elsewhere if r > 0 else 0], [gradients // P, elsewhere if r < P - 1 else 0]
+    return [] if (sent, returned) == want else [f"{sent}, {returned} in place of {want}"]
+
+
+@check
+def joins_are_equal(group: Any) -> list[str]:
+    """The join by heads gives what the direct one gives, and no gradient reaches the states of pieces that do not begin."""
+    found = []
+    for layout_name, packing in (("arbitrary", "mixed"), ("zigzag", "one")):
+        whole = Packing.from_lengths(PACKINGS[packing])
+        ranges = [tuple(r[:3]) for r in layout(layout_name, whole.total, 3)]
+        shard = whole.shard(group, ranges=ranges)  # type: ignore[arg-type]
+        for case in recurrences():
+            direct = evaluate(case, shard, 0, shard.pieces[shard.rank])
+            with joined_by_heads():
+                other = evaluate(case, shard, 0, shard.pieces[shard.rank])
+            for name, (t, kind) in direct.items():
+                found += far(f"{case.name} {name}", other[name][0], t)
+                if kind == "states" and name.startswith("gradient") and t[~shard.begins].any():
+                    found.append(f"{case.name}: {name} of pieces that do not begin")
+    return found

@@ -1,0 +1,253 @@
+"""What the processes of test_shard.py check besides single ops: every public function, errors, layers, a decoder, repeated bits.
+
+Each check returns its complaints, a list of strings that the test expects to be empty.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from shard_bytes import CHECKS, check, counted, far, tensors
+from shard_cases import CASES, PACKINGS, evaluate, layout, normal
+from torch import Tensor
+
+import flashmix
+from flashmix.capabilities import public_ops, tiny_call
+from flashmix.mechanisms.registry import MECHANISMS, Size
+from flashmix.models import Decoder, DecoderConfig, LayerConfig
+from flashmix.modules.losses import next_token_targets
+from flashmix.op.packing import Packing
+from flashmix.parallel.shard import Shard
+
+LENGTHS = [17, 0, 2, 30]
+REFUSED = {"abc", "attention_with_cache"}
+
+
+def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
+    """The complaints of each check, by the ranks of the group of three, and of four for the bytes."""
+    found = {}
+    for name, its in CHECKS.items():
+        ranks = 4 if name.startswith("bytes") else 3
+        if rank < ranks:
+            found[name] = its(groups[ranks])
+    return found
+
+
+def pieces(shard: Shard) -> list[int]:
+    return [p.sequence for p in shard.pieces[shard.rank]]
+
+
+def results(op: Any, call: dict[str, Any], packing: Packing, take: Any, states: Any, N: int) -> dict[str, Tensor]:
+    """Results and gradients by name. `take` cuts tensors of tokens, `states` those of sequences; a weight is drawn for each entry."""
+    names, T = inspect.signature(op).parameters, sum(LENGTHS)
+    options: dict[str, Any] = {"cu_seqlens": packing, **({"causal": True} if "causal" in names else {})}
+    options |= {"return_state": True} if "return_state" in names else {}
+    leaves = {n: t.clone().requires_grad_() for n, t in call.items() if isinstance(t, Tensor)}
+    generator, loss = torch.Generator().manual_seed(3), torch.zeros((), dtype=torch.float64)
+    found = {}
+    for place, t in enumerate(tensors(op(**{**call, **leaves}, **options))):
+        tokens = t.shape[0] == 1 and t.dim() > 2 and t.shape[1] == packing.total and place < 3 and t.shape[0] != N
+        shape = (1, T, *t.shape[2:]) if tokens else (N, *t.shape[1:])
+        flow = torch.randn(shape, generator=generator, dtype=torch.float64)
+        loss = loss + (t * (take(flow) if tokens else states(flow, "ends"))).sum()
+        found[f"{'tokens' if tokens else 'states'} {place}"] = t.detach()
+    loss.backward()
+    return found | {f"gradient {n}": t.grad for n, t in leaves.items() if t.grad is not None}
+
+
+@check
+def every_public_function(group: Any) -> list[str]:
+    """Every public function with `cu_seqlens` honours a shard, outputs, states and gradients, or raises ValueError."""
+    found, T, N = [], sum(LENGTHS), len(LENGTHS)
+    whole = Packing.from_lengths(LENGTHS)
+    shard = whole.shard(group, order="zigzag")
+    names = [n for n, op in public_ops().items() if "cu_seqlens" in inspect.signature(op).parameters]
+    for name in names:
+        op = getattr(flashmix, name)
+        call, short = (tiny_call(name, torch.float64, tokens=t, sizes={"P": 64}) for t in (T, T - 1))
+        cut = {n for n, t in call.items() if isinstance(t, Tensor) and t.shape != short[n].shape}
+        local = {n: shard.take(t) if n in cut else t for n, t in call.items()}
+        if name in REFUSED:
+            found += [] if refuses(op, local, cu_seqlens=shard) else [f"{name} must refuse a Shard"]
+            continue
+
+        def states(x: Tensor, edge: str) -> Tensor:
+            return x[pieces(shard)] * getattr(shard, edge).view(-1, *[1] * (x.dim() - 1))
+
+        have = results(op, local, shard, shard.take, states, N)
+        want = results(op, call, whole, lambda x: x, lambda x, edge: x, N)
+        for key, t in want.items():
+            mine = have[key]
+            if key.startswith("states"):
+                mine, t = states_of(mine, shard), t[pieces(shard)][shard.ends]
+            elif key.startswith("tokens") or key.removeprefix("gradient ") in cut:
+                t = shard.take(t)
+            else:
+                mine = shard.sum(mine)
+            found += far(f"{name} {key}", mine, t)
+        if {"initial_state", "return_state"} <= set(inspect.signature(op).parameters):
+            given = op(**local, cu_seqlens=shard, return_state=True)[-1]
+            more = (
+                tuple(torch.cat([t, t[:1]]) for t in given)
+                if isinstance(given, tuple)
+                else torch.cat([given, given[:1]])
+            )
+            if not refuses(op, local, cu_seqlens=shard, initial_state=more):
+                found.append(f"{name} must refuse states of another number of pieces")
+    return found if len(names) > 20 else [f"only {names} have cu_seqlens"]
+
+
+def states_of(x: Tensor, shard: Shard) -> Tensor:
+    return x[shard.ends]
+
+
+def refuses(op: Any, call: dict[str, Any], words: str = "", **options: Any) -> bool:
+    """Whether the call raises ValueError with these words, and sends nothing."""
+    with counted() as sent:
+        try:
+            with torch.no_grad():
+                op(**call, **options)
+        except ValueError as error:
+            return words in str(error) and not sent
+    return False
+
+
+@check
+def errors(group: Any) -> list[str]:
+    """Bad input raises ValueError or TypeError with its reason, before anything is sent."""
+    whole = Packing.from_lengths(LENGTHS)
+    shard = whole.shard(group)
+    T, found = sum(LENGTHS), []
+    q = torch.rand(1, shard.total, 2, 4, dtype=torch.float64)
+    everything = torch.rand(1, T, 2, 4, dtype=torch.float64)
+    attend: Any = flashmix.softmax_attention
+    local: dict[str, Any] = {"q": q, "k": q, "v": q, "cu_seqlens": shard}
+    layer = MECHANISMS["gla"].layer
+    assert layer is not None
+    mixer = layer(8, heads=2).double()
+    x = torch.rand(1, shard.total, 8, dtype=torch.float64)
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("order must be one of", whole.shard, {"group": group, "order": "ring"}),
+        ("an overlap between 20 and 19", whole.shard, {"group": group, "ranges": [(0, 0, 20), (1, 19, T)]}),
+        ("a gap between 20 and 21", whole.shard, {"group": group, "ranges": [(0, 0, 20), (1, 21, T)]}),
+        ("a gap from 20 on", whole.shard, {"group": group, "ranges": [(0, 0, 20)]}),
+        ("owners between 0 and 2, got 3", whole.shard, {"group": group, "ranges": [(3, 0, T)]}),
+        ("within the row's", whole.shard, {"group": group, "ranges": [(0, 0, T + 1)]}),
+        ("shard.take", flashmix.linear_attention, {**dict.fromkeys("qkv", everything), "cu_seqlens": shard}),
+        ("window must come with causal", attend, {**local, "window": (3, 3)}),
+        ("dropout_p must be 0", attend, {**local, "dropout_p": 0.5}),
+        ("cu_seqlens_k must be the Shard", attend, {**local, "cu_seqlens_k": shard.local}),
+        ("alibi_slopes must come with causal", attend, {**local, "alibi_slopes": torch.ones(2, dtype=torch.float64)}),
+        ("impl='native' cannot run this", flashmix.linear_attention, {**local, "impl": "native"}),
+        ("a cache, which has no exchange", mixer, {"x": x, "cu_seqlens": shard, "cache": mixer.new_cache()}),
+        ("next_token_targets", next_token_targets, {"tokens": x[:, :, 0].long(), "cu_seqlens": shard}),
+        ("batch size 1", flashmix.token_shift, {"x": x.expand(2, -1, -1), "cu_seqlens": shard}),
+        ("the row's 49 tokens", shard.take, {"x": x[:, :1]}),
+    ]
+    for words, call, arguments in wrong:
+        if not refuses(call, arguments, words):
+            found.append(f"no error {words!r}")
+    try:
+        whole.shard("gloo")  # type: ignore[arg-type]
+        found.append("a group must be one")
+    except TypeError:
+        pass
+    with flashmix.checks(True):
+        try:
+            Packing.from_lengths([T] if shard.rank != 2 else [T - 1, 1]).shard(group)
+            found.append("lengths of other ranks must be compared")
+        except ValueError as error:
+            found += [] if "others on rank 2" in str(error) else [str(error)]
+    return found
+
+
+@check
+def layers(group: Any) -> list[str]:
+    """Every layer that does not refuse a shard gives the outputs and gradients of one process."""
+    found, T = [], sum(LENGTHS)
+    whole = Packing.from_lengths(LENGTHS)
+    shard = whole.shard(group)
+    size = Size(width=16, depth=2, head_dim=8, window=5)
+    for name, entry in MECHANISMS.items():
+        if entry.layer is None or entry.preset is None or name in REFUSED:
+            continue
+        for options in {str(o): o for o in entry.preset(size) if not o.get("value_residual")}.values():
+            torch.manual_seed(0)
+            layer = entry.layer(16, **options).double()
+            x, flow = torch.randn(2, 1, T, 16, dtype=torch.float64)
+            have, want = shard.take(x).requires_grad_(), x.clone().requires_grad_()
+            ys = layer(have, cu_seqlens=shard), layer(want, cu_seqlens=whole)
+            (ys[0] * shard.take(flow)).sum().backward()
+            (ys[1] * flow).sum().backward()
+            assert have.grad is not None and want.grad is not None
+            found += far(f"{name} {options}", ys[0], shard.take(ys[1]))
+            found += far(f"{name} {options} gradient", have.grad, shard.take(want.grad))
+    return found
+
+
+@check
+def decoder(group: Any) -> list[str]:
+    """A hybrid decoder, called as the documentation says: the loss and every parameter's gradient."""
+    found, T = [], sum(LENGTHS)
+    whole = Packing.from_lengths(LENGTHS)
+    attention, window = {"heads": 2}, {"heads": 2, "window": 6}
+    mixers = [("gated_deltanet", {"heads": 2}), ("kda", {"heads": 2}), ("attention", attention), ("attention", window)]
+    config = DecoderConfig(vocab_size=11, width=16, layers=[LayerConfig(name, options) for name, options in mixers])
+    torch.manual_seed(0)
+    model = Decoder(config).double()
+    tokens, targets = torch.randint(11, (2, 1, T))
+    targets[0, ::5] = -100
+    counted_targets = (targets != -100).sum()
+    model(tokens, cu_seqlens=whole, targets=targets).backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    for order, recomputed in (("contiguous", False), ("zigzag", False), ("zigzag", True)):
+        model.checkpoint_activations = recomputed
+        model.zero_grad(set_to_none=True)
+        shard = whole.shard(group, order=order)
+        own = shard.take(targets)
+        loss = model(shard.take(tokens), cu_seqlens=shard, targets=own, reduction="sum") / shard.sum(
+            (own != -100).sum()
+        )
+        loss.backward()
+        if int(shard.sum((own != -100).sum())) != int(counted_targets):
+            found.append("the number of counted targets")
+        for name, p in model.named_parameters():
+            expected = want[name]
+            assert p.grad is not None and expected is not None
+            found += far(f"{order} {name}, checkpoints {recomputed}", shard.sum(p.grad), expected)
+    return found
+
+
+@check
+def repeated(group: Any) -> list[str]:
+    """The same call twice gives the same bits."""
+    found = []
+    whole = Packing.from_lengths(PACKINGS["mixed"])
+    ranges = [tuple(r[:3]) for r in layout("arbitrary", whole.total, 3)]
+    for case in CASES:
+        both = []
+        for _ in range(2):
+            shard = whole.shard(group, ranges=ranges)  # type: ignore[arg-type]
+            both.append(evaluate(case, shard, 0, shard.pieces[shard.rank]))
+        for name, (t, _) in both[0].items():
+            if not torch.equal(t, both[1][name][0]):
+                found.append(f"{case.name}: {name}")
+    return found
+
+
+@check
+def whole_tensors(group: Any) -> list[str]:
+    """`gather` inverts `take` on any axis, and its gradient is the sum over ranks; `positions` are global."""
+    torch.manual_seed(0)
+    whole, found = Packing.from_lengths(LENGTHS), []
+    shard = whole.shard(group, order="zigzag")
+    for x, dim in ((normal(sum(LENGTHS)), 0), (normal(2, 3, sum(LENGTHS)), -1), (whole.positions[None], 1)):
+        found += [] if torch.equal(shard.gather(shard.take(x, dim), dim), x) else [f"gather on axis {dim}"]
+    found += [] if torch.equal(shard.positions, shard.take(whole.positions, 0)) else ["positions"]
+    x = shard.take(normal(1, sum(LENGTHS), 3)).requires_grad_()
+    flow = normal(1, sum(LENGTHS), 3) * (1 + shard.rank)
+    (shard.gather(x) * flow).sum().backward()
+    assert x.grad is not None
+    return found + far("gradient of gather", x.grad, shard.take(shard.sum(flow)))

@@ -1,0 +1,87 @@
+"""Ops over a shard: gloo processes on the CPU, in float64, whose results together are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import shard_cases
+import shard_extras
+import torch
+from budget import assert_within_budget
+from shard_cases import CASES, JOBS, PACKINGS, RANKS, SAMPLE, Job
+
+from flashmix.op.packing import Packing
+from flashmix.parallel.join import by_heads
+from flashmix.parallel.shard import Link
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CLOSE = 1e-12  # of the largest entry: float64 rounds at 1e-16, and these rows have at most 89 tokens
+
+
+def name_of(job: Job) -> str:
+    case, ranks, order, packing, dtype = job
+    narrow = "" if dtype == torch.float64 else f", {str(dtype).removeprefix('torch.')}"
+    return f"{CASES[case].name}, {ranks} ranks, {order}, {packing}{narrow}"
+
+
+def of_all_ranks(folder: Path, jobs: list[Job], extras: bool) -> list[dict[Any, Any]]:
+    torch.multiprocessing.spawn(shard_cases.work, (str(folder), jobs, extras), nprocs=max(RANKS))
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(max(RANKS))]
+
+
+def assert_one_process(job: Job, found: list[dict[Any, Any]]) -> None:
+    case, ranks, order, packing, dtype = job
+    lengths = PACKINGS[packing]
+    whole = Packing.from_lengths(lengths)
+    ranges = shard_cases.layout(order, whole.total, ranks)
+    have = shard_cases.together([found[rank][job] for rank in range(ranks)], lengths, ranges)
+    want = shard_cases.evaluate(CASES[case], whole, case, None, dtype, exact=True)
+    if dtype == torch.float64:
+        for name, (expected, _) in want.items():
+            most = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+            error = float((have[name] - expected).abs().max()) if expected.numel() else 0.0
+            assert error <= CLOSE * most, (name, error)
+        return
+    baseline = shard_cases.evaluate(CASES[case], whole, case, None, dtype)
+    for name, (expected, _) in want.items():
+        assert_within_budget(name, have[name], expected, baseline[name][0], dtype)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What every rank computed for the sample, in one start of the processes."""
+    return of_all_ranks(tmp_path_factory.mktemp("ranks"), SAMPLE, extras=True)
+
+
+@pytest.mark.parametrize("job", SAMPLE, ids=name_of)
+def test_ranks_are_one_process(job: Job, found: list[dict[Any, Any]]) -> None:
+    assert_one_process(job, found)
+
+
+@pytest.mark.parametrize("name", shard_extras.CHECKS)
+def test_ranks(name: str, found: list[dict[Any, Any]]) -> None:
+    """A check of shard_extras.py, which says what it is."""
+    complaints = [its["extras"][name] for its in found if name in its["extras"]]
+    assert len(complaints) >= 3 and not any(complaints), complaints
+
+
+@pytest.mark.whole
+def test_the_whole_product(tmp_path: Path) -> None:
+    found = of_all_ranks(tmp_path, JOBS, extras=False)
+    for job in JOBS:
+        assert_one_process(job, found)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 64])
+def test_the_join_goes_by_heads_where_that_is_less(ranks: int) -> None:
+    """One sequence over more than four ranks; not sequences that end at the next rank."""
+    shapes = {"N": torch.Size((16, 128, 128)), "M": torch.Size((16, 128, 128))}
+    long = [tuple(Link(rank, 0) for rank in range(ranks))]
+    short = [(Link(rank, 1), Link(rank + 1, 0)) for rank in range(ranks - 1)]
+    for chains, wanted in ((long, ranks > 4), (short, False)):
+        shard: Any = SimpleNamespace(ranks=ranks, chains=chains, made=lambda key, make: make())
+        assert by_heads(shard, shapes, gradient=True) == wanted
+        assert by_heads(shard, shapes, gradient=False) == wanted
