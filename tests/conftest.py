@@ -30,6 +30,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="runs in a process of its own, see tests/test_interpreted.py"))
         elif item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("fuzz") is not None and item.config.getoption("markexpr") != "fuzz":
+            item.add_marker(pytest.mark.skip(reason="takes minutes; run it with -m fuzz, or make fuzz"))
 
 
 @pytest.fixture(autouse=True)

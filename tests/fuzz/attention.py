@@ -105,16 +105,12 @@ def _attend(options: dict[str, Any], x: Tensors) -> tuple[Tensor, Tensor]:
     scale = options.get("scale", x["q"].shape[-1] ** -0.5)
     x = dict(x)
     if "log_decay" in x:
-        x["log_decay"] = x["log_decay"].clamp(min=WALL)
+        x["log_decay"] = x["log_decay"].clamp(min=max(WALL, torch.finfo(x["log_decay"].dtype).min))
     return softmax_attention(**x, **{**options, "scale": scale})
 
 
 def _means(
-    options: dict[str, Any],
-    lengths: tuple[int, ...] | None,
-    lengths_k: tuple[int, ...] | None,
-    lse: bool,
-    x: Tensors,
+    options: dict[str, Any], lengths: tuple[int, ...] | None, lengths_k: tuple[int, ...] | None, lse: bool, x: Tensors
 ) -> list[Tensor]:
     if lengths is None or lengths_k is None:
         return list(_attend(options, x))[: 2 if lse else 1]
@@ -133,7 +129,9 @@ class CacheCase(Sample):
     """The cache's tensors are arguments by name, and put together for the call."""
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
-        call = super().arguments({n: t for n, t in tensors.items() if not n.startswith(("cache_", "cos", "sin"))})
+        call = super().arguments(
+            {n: t for n, t in tensors.items() if not n.startswith("cache_") and n not in ("cos", "sin")}
+        )
         parts = (tensors[f"cache_{name}"] for name in ("keys", "values", "page_table", "lengths"))
         call["cache"] = flashmix.KVCache(*parts)
         return call | ({"rotary": (tensors["cos"], tensors["sin"])} if "cos" in tensors else {})
@@ -167,7 +165,10 @@ def drawn_cache(draw: Draw) -> Sample:
     if turned and K > 1:
         angles = draw.normal(max(held) + 1, max(1, K // (2 * draw.pick((1, 2)))))
         x |= {"cos": angles.cos(), "sin": angles.sin()}
-        x = {n: t.to(torch.float64 if dtype == torch.float64 else torch.float32) if n in ("cos", "sin") else t for n, t in x.items()}
+        x = {
+            n: t.to(torch.float64 if dtype == torch.float64 else torch.float32) if n in ("cos", "sin") else t
+            for n, t in x.items()
+        }
     lse = draw.chance(0.5)
     options = shared_options(draw) | ({"interleaved": True} if draw.chance(0.3) else {})
     return CacheCase(
@@ -225,5 +226,3 @@ def _cached(options: dict[str, Any], new: tuple[int, ...], packed: bool, lse: bo
     o = torch.cat([o for o, _ in found], 1 if packed else 0)
     rows = torch.cat([r[0] for _, r in found], 1) if packed else torch.cat([r for _, r in found])
     return [o, *([rows] if lse else []), *((keys, values, lengths) if "k" in x else ())]
-
-

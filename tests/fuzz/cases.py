@@ -10,9 +10,11 @@ from paper_loops import MECHANISMS
 
 from . import attention, laws, losses, mechanisms, recurrence, rowwise, wrong
 from .check import Finding, differential
-from .draw import Draw
+from .draw import Draw, Layout
 from .sample import OPS, Sample
 
+INDICES = ("state_indices", "cache_lengths", "cache_page_table")
+KEYS = ("k", "a", "b", "p", "kk", "erase", "write", "v", "q")  # of a rule that corrects: v of Oja's, q of QDelta's
 KINDS = {"differential": 55, "law": 35, "wrong": 10}
 STRUCTURES = 3  # of each op on a GPU
 NAMES = sorted(OPS)
@@ -59,8 +61,12 @@ def sample_of(draw: Draw, op: str) -> Sample:
     sample = _sample_of(draw, op)
     for name in sorted(sample.tensors):
         layout = draw.layout(written=name in sample.written)
-        if name == "state_indices":  # each slot once
+        if name in INDICES:  # each entry is of its own sequence
             continue
+        if (
+            layout.kind == "expanded" and name in KEYS and recurrence.corrects(sample.tensors) and not draw.correlated
+        ):  # one key for all tokens
+            layout = Layout()
         sample.layouts[name] = layout
         sample.tensors[name] = layout.values(sample.tensors[name])
     return sample
@@ -120,7 +126,9 @@ def described(sample: Sample) -> str:
     parts = []
     for name, t in sample.tensors.items():
         layout = sample.layouts.get(name)
-        mark = "" if layout is None or layout.kind == "contiguous" else f" {layout.kind} {layout.axis % max(1, t.dim())}"
+        mark = (
+            "" if layout is None or layout.kind == "contiguous" else f" {layout.kind} {layout.axis % max(1, t.dim())}"
+        )
         parts.append(f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}{mark}")
     packed = "" if sample.lengths is None else f"; lengths {list(sample.lengths)}"
     return f"{', '.join(parts)}; {sample.options}{packed}"

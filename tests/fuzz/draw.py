@@ -69,10 +69,17 @@ class Draw:
     # ---- how much of it
 
     def tokens(self, most: int = 200) -> int:
-        drawn: str = self.free.choices(["few", "some", "edges", "more", "none", "one", "long"], [30, 36, 10, 9, 3, 9, 2])[0]
-        low, high = {"few": (2, 8), "some": (9, 30), "more": (31, 70), "none": (0, 0), "one": (1, 1), "long": (71, 200)}.get(
-            drawn, (0, 0)
-        )
+        drawn: str = self.free.choices(
+            ["few", "some", "edges", "more", "none", "one", "long"], [30, 36, 10, 9, 3, 9, 2]
+        )[0]
+        low, high = {
+            "few": (2, 8),
+            "some": (9, 30),
+            "more": (31, 70),
+            "none": (0, 0),
+            "one": (1, 1),
+            "long": (71, 200),
+        }.get(drawn, (0, 0))
         size = self.free.choice((31, 32, 33, 63, 64, 65)) if drawn == "edges" else self.free.randint(low, high)
         return min(size, most)
 
@@ -117,7 +124,9 @@ class Draw:
 
     def decay(self, *shape: int) -> Tensor:
         """Log decays from 0 to -inf."""
-        kind = self.free.choice(("mild", "mild", "mild", "weak", "none", "strong", "stronger", "-inf", "resets", "mixed"))
+        kind = self.free.choice(
+            ("mild", "mild", "mild", "weak", "none", "strong", "stronger", "-inf", "resets", "mixed")
+        )
         mild = -self.uniform(*shape)
         if kind == "resets":
             return mild.masked_fill(self.uniform(*shape) < 0.1, -torch.inf)

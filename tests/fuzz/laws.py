@@ -17,23 +17,34 @@ from .check import Finding, bits, compare, differential, evaluate, implementatio
 from .draw import Draw
 from .sample import Sample, Tensors
 
-# The implementations whose bits the laws are about, besides "repeat", which holds for all.
-EXACT = ("portable", "native")
+EXACT = (
+    "portable",
+    "native",
+)  # the implementations whose bits the laws are about, besides "repeat", which holds for all
 Law = Callable[[Sample, Draw, str], Iterator[Finding]]
+
+
+def exact(sample: Sample, law: str, *others: Sample, device: str = "cpu", wants: tuple[str, ...] = ()) -> list[str]:
+    """The implementations that keep a law bit for bit, and run all the calls."""
+    names = EXACT if law not in sample.loose else EXACT[1:]
+    taken = [implementations(one, device, wants) for one in (sample, *others)]
+    return [impl for impl in names if all(impl in own for own in taken)]
 
 
 def same(impl: str, what: str, got: Tensor, want: Tensor) -> Iterator[Finding]:
     """A finding if the bits differ."""
     if got.shape != want.shape:
         yield Finding(impl, f"{what}: shape {list(got.shape)}, not {list(want.shape)}")
-    elif not torch.equal(bits(got + 0.0 if got.is_floating_point() else got), bits(want + 0.0 if want.is_floating_point() else want)):
+    elif not torch.equal(
+        bits(got + 0.0 if got.is_floating_point() else got), bits(want + 0.0 if want.is_floating_point() else want)
+    ):
         share = (got != want).double().mean().item()
         largest = (got.double() - want.double()).abs().max().item()
         yield Finding(impl, f"{what}: {share:.0%} of the numbers have other bits, by up to {largest:.1e}")
 
 
 def results(sample: Sample, impl: str, device: str, contiguous: bool = False, gradient: bool = False) -> Tensors:
-    placed, _ = sample.place(device, contiguous)
+    placed, _ = sample.place(device, contiguous or "layout" in sample.loose)
     wants = leaves(sample) if gradient else ()
     return evaluate(lambda tensors: sample.run(tensors, impl), sample, placed, wants)
 
@@ -48,11 +59,10 @@ def repeat(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
 
 def layout(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
     """Strides change no bit."""
-    for impl in implementations(sample, device):
-        if impl in EXACT:
-            plain = results(sample, impl, device, contiguous=True)
-            for name, value in results(sample, impl, device).items():
-                yield from same(impl, f"strided, {name}", value, plain[name])
+    for impl in exact(sample, "layout", device=device):
+        plain = results(sample, impl, device, contiguous=True)
+        for name, value in results(sample, impl, device).items():
+            yield from same(impl, f"strided, {name}", value, plain[name])
     yield from differential(sample, device, gradient=False)
 
 
@@ -61,18 +71,17 @@ def row(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
     B = next(t.shape[0] for n, t in sample.tensors.items() if n in sample.per_row)
     n = draw.free.randrange(B)
     alone = sample.cut(slice(n, n + 1), states=slice(n, n + 1))
-    for impl in implementations(sample, device):
-        if impl in EXACT and impl in implementations(alone, device):
-            together = results(sample, impl, device)
-            for name, value in results(alone, impl, device).items():
-                yield from same(impl, f"row {n} alone, {name}", value, together[name][n : n + 1])
+    for impl in exact(sample, "batch", alone, device=device):
+        together = results(sample, impl, device)
+        for name, value in results(alone, impl, device).items():
+            yield from same(impl, f"row {n} alone, {name}", value, together[name][n : n + 1])
     yield from differential(alone, device, gradient=False)
 
 
 def packed(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
     """Packed sequences are the same as one by one; one of a single token alone is packed too, as it would be a step."""
     assert sample.lengths is not None
-    for impl in set(implementations(sample, device)) & set(EXACT):
+    for impl in exact(sample, "packed", device=device):
         together = results(sample, impl, device)
         for n, (first, last) in enumerate(pairwise(accumulate((0, *sample.lengths)))):
             if first == last:
@@ -96,12 +105,10 @@ def prefix(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
     part = sample.cut(tokens=slice(0, upto))
     token = [place for place, axis in enumerate(sample.axes) if axis == "token"]
     wants = tuple(n for n in leaves(sample) if n in sample.per_token)
-    for impl in implementations(sample, device, wants):
-        if impl not in EXACT or impl not in implementations(part, device, wants):
-            continue
+    for impl in exact(sample, "prefix", part, device=device, wants=wants):
         found = []
         for one in (sample, part):
-            placed, _ = one.place(device)
+            placed, _ = one.place(device, contiguous="layout" in sample.loose)
 
             def first_tokens(tensors: Tensors, one: Sample = one, impl: str = impl) -> list[Tensor]:
                 got = one.run(tensors, impl)
@@ -126,6 +133,7 @@ def split(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
             part = sample.cut(tokens=slice(first, last))
             if states is not None:
                 part.tensors |= dict(zip(sample.states, states, strict=True))
+                part.layouts = {n: at for n, at in sample.layouts.items() if n not in sample.states}
             if impl not in implementations(part, device):
                 break
             placed, _ = part.place(device)
@@ -141,7 +149,14 @@ def split(sample: Sample, draw: Draw, device: str) -> Iterator[Finding]:
                 yield Finding(impl, f"cut at {cuts[1:-1]}: {text}")
 
 
-LAWS: dict[str, Law] = {"repeat": repeat, "layout": layout, "batch": row, "packed": packed, "prefix": prefix, "split": split}
+LAWS: dict[str, Law] = {
+    "repeat": repeat,
+    "layout": layout,
+    "batch": row,
+    "packed": packed,
+    "prefix": prefix,
+    "split": split,
+}
 
 
 def applicable(sample: Sample) -> list[str]:

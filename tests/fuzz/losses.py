@@ -36,7 +36,9 @@ def drawn(draw: Draw, op: str) -> Sample:
             options["chunk"] = draw.pick((1, 3, 16))
     maker = {"linear_kl_divergence": _divergence, "linear_grpo": _policy}.get(op, _entropy)
     fixed, means = maker(draw, x, options, (B, T, M), dtype)
-    own = frozenset(n for n, t in x.items() if tuple(t.shape[:2]) == (B, T) and n not in ("weight", "bias", "teacher_weight"))
+    own = frozenset(
+        n for n, t in x.items() if tuple(t.shape[:2]) == (B, T) and n not in ("weight", "bias", "teacher_weight")
+    )
     each = reduction == "none"
     return Sample(
         op=op,
@@ -49,7 +51,8 @@ def drawn(draw: Draw, op: str) -> Sample:
         per_row=own | ({"advantages"} if grpo else set()),
         fixed=frozenset(fixed),
         steps=KERNEL_STEPS,
-        laws=frozenset({"repeat", "batch", "prefix", "layout"}) if each else frozenset({"repeat"}),
+        laws=frozenset({"repeat", "batch", "prefix", "layout"}) if each else frozenset({"repeat", "layout"}),
+        loose=frozenset({"batch", "prefix", "layout"}),  # products, and sums over a vocabulary
     )
 
 
@@ -78,7 +81,9 @@ def _logits(x: Tensors, mark: str = "") -> Tensor:
     return z if f"{mark}bias" not in x else z + x[f"{mark}bias"]
 
 
-def _divergence(draw: Draw, x: Tensors, options: dict[str, Any], shape: tuple[int, int, int], dtype: torch.dtype) -> Any:
+def _divergence(
+    draw: Draw, x: Tensors, options: dict[str, Any], shape: tuple[int, int, int], dtype: torch.dtype
+) -> Any:
     B, T, M = shape
     E, kind = draw.channels(), other(draw, dtype)
     x |= {"teacher_hidden": draw.normal(B, T, E).to(kind), "teacher_weight": (draw.normal(M, E) / E**0.5).to(kind)}
@@ -94,7 +99,9 @@ def _divergence(draw: Draw, x: Tensors, options: dict[str, Any], shape: tuple[in
 
 def _divergence_means(options: dict[str, Any], x: Tensors) -> list[Tensor]:
     temperature = options.get("temperature", 1.0)
-    losses = definition.kl_divergence(_logits(x), _logits(x, "teacher_").to(x["hidden"].dtype), temperature, options["reverse"])
+    losses = definition.kl_divergence(
+        _logits(x), _logits(x, "teacher_").to(x["hidden"].dtype), temperature, options["reverse"]
+    )
     return [_reduced(losses, x.get("mask"), options["reduction"])]
 
 

@@ -11,13 +11,24 @@ from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
 from .draw import Draw
-from .recurrence import LAWS, wide
+from .recurrence import LAWS, LOOSE, bound, wide
 from .sample import OPS, Sample, Tensors, flattened
 
 STAGES = 5  # those of the recurrence, and an operand of the engine that a mechanism makes
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 # float32 whatever the dtype of the rest, as models have them
-WIDE = ("beta", "log_decay", "log_forget", "dt", "A_log", "D", "bonus", "curvature_beta", "curvature_log_decay", "log_scale")
+WIDE = (
+    "beta",
+    "log_decay",
+    "log_forget",
+    "dt",
+    "A_log",
+    "D",
+    "bonus",
+    "curvature_beta",
+    "curvature_log_decay",
+    "log_scale",
+)
 
 
 def drawn(draw: Draw, op: str) -> Sample:
@@ -63,7 +74,9 @@ def drawn(draw: Draw, op: str) -> Sample:
         lengths=lengths,
         plain_dtype=torch.float32,
         steps=STAGES,
+        bound=bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
         laws=LAWS,
+        loose=LOOSE,
     )
 
 

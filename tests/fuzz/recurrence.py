@@ -16,6 +16,21 @@ from .sample import Sample, Tensors
 
 CHUNKED, STEPPED = 4, 2  # between how many stages an implementation rounds more than the token loop
 LAWS = frozenset({"repeat", "batch", "packed", "prefix", "layout"})
+LOOSE = frozenset({"batch", "packed"})  # products of batches: torch's bits depend on how many there are
+
+
+PARALLEL = 3.0  # how many budgets where keys are (nearly) parallel: six times the token loop's error
+FEW_CHANNELS = 4  # with so few channels they always are
+
+
+def bound(draw: Draw, x: Tensors, channels: int) -> float:
+    """How many budgets a call may spend: more where it corrects under keys that are parallel."""
+    return PARALLEL if corrects(x) and (draw.correlated or channels <= FEW_CHANNELS) else 1.0
+
+
+def corrects(x: Tensors) -> bool:
+    """Whether the rule reads what it writes over."""
+    return any(name in x for name in ("beta", "kk", "erase", "b", "erase_gate"))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -31,7 +46,11 @@ def narrow(draw: Draw, dtype: torch.dtype) -> torch.dtype:
 def operands(draw: Draw, rule: str, sizes: dict[str, int], dtype: torch.dtype) -> Tensors:
     """The tensors of a rule without its state; keys have length 1, so that no state grows."""
     B, T, H, HV, K, V = (sizes[axis] for axis in ("B", "T", "H", "HV", "K", "V"))
-    x = {"q": draw.normal(B, T, H, K).to(dtype), "k": draw.unit(B, T, H, K).to(dtype), "v": draw.normal(B, T, HV, V).to(dtype)}
+    x = {
+        "q": draw.normal(B, T, H, K).to(dtype),
+        "k": draw.unit(B, T, H, K).to(dtype),
+        "v": draw.normal(B, T, HV, V).to(dtype),
+    }
     if rule == "delta_rule":
         x["beta"] = draw.strength(B, T, HV).to(narrow(draw, dtype))
         untied = draw.weighted({"none": 6, "erase": 1, "write": 1, "both": 2})
@@ -57,7 +76,9 @@ def operands(draw: Draw, rule: str, sizes: dict[str, int], dtype: torch.dtype) -
 def loop(rule: str, options: dict[str, Any], x: Tensors, state: str = "initial_state") -> tuple[Tensor, Tensor]:
     """The token loop of a rule on the arguments of its public op."""
     q, k, v, g, S = x["q"], x["k"], x["v"], x.get("log_decay"), x.get(state)
-    options = {name: value for name, value in options.items() if name == "scale" or (name == "read_before" and rule != "dplr")}
+    options = {
+        name: value for name, value in options.items() if name == "scale" or (name == "read_before" and rule != "dplr")
+    }
     if rule == "linear_attention":
         return definition.linear_attention(
             q, k, v, g, initial_state=S, value_log_decay=x.get("value_log_decay"), **options
@@ -116,8 +137,10 @@ def drawn_rule(draw: Draw, rule: str) -> Sample:
         lengths=lengths,
         plain_dtype=torch.float32,
         steps=CHUNKED,
+        bound=bound(draw, x, sizes["K"]),
         own_dtype="erase" not in x and "write" not in x,
         laws=LAWS,
+        loose=LOOSE,
     )
 
 

@@ -22,6 +22,7 @@ from .draw import FLOATS, Draw
 from .sample import Sample, Tensors
 
 LAWS = frozenset({"repeat", "batch", "packed", "prefix", "layout"})
+LOOSE = frozenset({"layout"})  # of norms: sums over channels that do not lie side by side
 Means = Callable[[Tensors], Any]
 
 
@@ -29,7 +30,12 @@ def rows(draw: Draw, channels: int) -> tuple[int, ...]:
     """The shape of the rows of an op that takes `[..., D]`."""
     kind = draw.weighted({"B T D": 6, "B T H D": 2, "D": 0.5, "N D": 1})
     B, T = draw.batch(), draw.tokens()
-    return {"B T D": (B, T, channels), "B T H D": (B, T, draw.pick((1, 2, 3)), channels), "D": (channels,), "N D": (T, channels)}[kind]
+    return {
+        "B T D": (B, T, channels),
+        "B T H D": (B, T, draw.pick((1, 2, 3)), channels),
+        "D": (channels,),
+        "N D": (T, channels),
+    }[kind]
 
 
 def wide_row(draw: Draw) -> int:
@@ -47,9 +53,19 @@ def other(draw: Draw, dtype: torch.dtype) -> torch.dtype:
 def by_rows(op: str, x: Tensors, means: Means, dtype: torch.dtype, first: str, **more: Any) -> Sample:
     """A sample whose result has the axes of the argument `first`; all arguments of its shape are per token."""
     shape = x[first].shape
-    own = frozenset(n for n, t in x.items() if t.shape[: len(shape) - 1] == shape[:-1]) if len(shape) > 2 else frozenset()
+    own = (
+        frozenset(n for n, t in x.items() if t.shape[: len(shape) - 1] == shape[:-1]) if len(shape) > 2 else frozenset()
+    )
     return Sample(
-        op=op, dtype=dtype, tensors=x, means=means, axes=more.pop("axes", ("token",)), per_token=own, per_row=own, laws=LAWS, **more
+        op=op,
+        dtype=dtype,
+        tensors=x,
+        means=means,
+        axes=more.pop("axes", ("token",)),
+        per_token=own,
+        per_row=own,
+        laws=LAWS,
+        **more,
     )
 
 
@@ -73,7 +89,7 @@ def drawn_norm(draw: Draw, op: str) -> Sample:
     both = op != "l2_norm" and draw.chance(0.3)
     shown = options | ({"return_residual": True} if both else {})
     means = partial(_norm, op, options, both)
-    return by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=2)
+    return by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=2, loose=LOOSE)
 
 
 def _norm(op: str, options: dict[str, Any], both: bool, x: Tensors) -> list[Tensor]:
@@ -81,7 +97,11 @@ def _norm(op: str, options: dict[str, Any], both: bool, x: Tensors) -> list[Tens
         return [norms.l2_norm(x["x"], **options)]
     h = x["x"] + x["residual"] if "residual" in x else x["x"]
     eps = options.get("eps", 1e-6 if op == "rms_norm" else 1e-5)
-    norm = norms.layer_norm if op == "layer_norm" or (op == "group_norm" and options.get("center", True)) else norms.rms_norm
+    norm = (
+        norms.layer_norm
+        if op == "layer_norm" or (op == "group_norm" and options.get("center", True))
+        else norms.rms_norm
+    )
     y = torch.cat([norm(block, eps=eps) for block in h.chunk(options.get("groups", 1), dim=-1)], dim=-1)
     y = y if "weight" not in x else y * x["weight"]
     y = y if "bias" not in x else y + x["bias"]
@@ -197,13 +217,15 @@ def drawn_rotary(draw: Draw, op: str) -> Sample:
     lengths = draw.lengths(T) if kind == "packed" else None
     own = frozenset((*names, "positions") if "positions" in x else names)
     return Sample(
-        op=op, dtype=dtype, tensors=x, means=partial(_turned, names, options, lengths), axes=("token",) * len(names), options=options,
-        per_token=own, per_row=own, lengths=lengths, packs=True, gradient=not in_place, written=names if in_place else (), fixed=frozenset(("cos", "sin")),
-        steps=2, laws=LAWS - {"packed", "prefix"} if kind != "given" else LAWS - {"packed"},
+        op=op, dtype=dtype, tensors=x, means=partial(_turned, names, options, lengths), axes=("token",) * len(names),
+        options=options, per_token=own, per_row=own, lengths=lengths, packs=True, gradient=not in_place,
+        written=names if in_place else (), fixed=frozenset(("cos", "sin")), steps=2, laws=LAWS - {"packed"} - ({"prefix"} if kind != "given" else set()),
     )  # fmt: skip
 
 
-def _turned(names: tuple[str, ...], options: dict[str, Any], lengths: tuple[int, ...] | None, x: Tensors) -> list[Tensor]:
+def _turned(
+    names: tuple[str, ...], options: dict[str, Any], lengths: tuple[int, ...] | None, x: Tensors
+) -> list[Tensor]:
     B, T = x[names[0]].shape[:2]
     at = options.get("positions", 0) + torch.arange(T).expand(B, T)
     if lengths is not None:
@@ -248,7 +270,11 @@ def drawn_layer_step(draw: Draw) -> Sample:
         x["conv_bias"] = draw.normal(C).to(wide)
     if draw.chance(0.7):
         inner = (HV, K) if by_channel else (HV,)
-        x |= {"decay": draw.normal(B, *inner).to(other(draw, dtype)), "A_log": draw.normal(HV).to(wide), "dt_bias": draw.normal(*inner).to(wide)}
+        x |= {
+            "decay": draw.normal(B, *inner).to(other(draw, dtype)),
+            "A_log": draw.normal(HV).to(wide),
+            "dt_bias": draw.normal(*inner).to(wide),
+        }
         options |= {"lower": draw.pick((-5.0, -1.0))} if draw.chance(0.4) else {}
     if draw.chance(0.6):
         x["norm_weight"] = draw.normal(V).to(other(draw, dtype))

@@ -47,7 +47,15 @@ def work(space: Space, worker: int, plan: tuple[int, int, int | None, float], at
             break
         at.value = index
         outcome = run_case(space, index)
-        found.put((index, outcome.op, outcome.kind, [(f.impl, f.text) for f in outcome.findings], outcome.text if outcome.findings else ""))
+        found.put(
+            (
+                index,
+                outcome.op,
+                outcome.kind,
+                [(f.impl, f.text) for f in outcome.findings],
+                outcome.text if outcome.findings else "",
+            )
+        )
     at.value = -1
     found.put(None)
 
@@ -121,7 +129,8 @@ def together(space: Space, tally: Tally, plan: tuple[int, int, int | None, float
     found: Any = context.Queue()
     places = [context.Value("q", -1) for _ in range(plan[1])]
     processes = [
-        context.Process(target=work, args=(space, worker, plan, places[worker], found), daemon=True) for worker in range(plan[1])
+        context.Process(target=work, args=(space, worker, plan, places[worker], found), daemon=True)
+        for worker in range(plan[1])
     ]
     for process in processes:
         process.start()

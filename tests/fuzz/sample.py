@@ -48,6 +48,8 @@ class Sample:
     own_dtype: bool = False  # the budget of a result is by the result's dtype, not by the call's
     causal: bool = True  # later tokens do not reach earlier ones
     laws: frozenset[str] = frozenset()  # those that hold bit for bit in plain PyTorch and C
+    loose: frozenset[str] = frozenset()  # of these laws, those that plain PyTorch keeps within the budget only
+    bound: float = 1.0  # how many budgets an error may be
     packs: bool = False  # `means` takes packed sequences as they are
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
@@ -116,7 +118,10 @@ def by_sequence(
         own = {name: t[:, first:last] if name in per_token else t for name, t in tensors.items()}
         own |= {name: tensors[name][n : n + 1] for name in states if name in tensors}
         parts.append(means(own))
-    return [torch.cat(list(found), 1 if axis == "token" else 0) for axis, found in zip(axes, zip(*parts, strict=True), strict=True)]
+    return [
+        torch.cat(list(found), 1 if axis == "token" else 0)
+        for axis, found in zip(axes, zip(*parts, strict=True), strict=True)
+    ]
 
 
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:

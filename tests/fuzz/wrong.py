@@ -13,7 +13,6 @@ from test_errors import ANY_AXES, FREE, full_call
 from test_options import NOT_FINITE, OTHERS, SPOILT
 from torch import Tensor
 
-
 from .check import Finding, bits
 from .draw import Draw
 from .sample import OPS, Sample
@@ -71,7 +70,9 @@ def another_dtype(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     """Integers, complex numbers or booleans for floating ones, and the reverse."""
     name = draw.free.choice(tensors_of(call))
     floating = call[name].is_floating_point()
-    dtype = draw.free.choice((torch.int32, torch.complex64, torch.bool, torch.uint8) if floating else (torch.float32, torch.int8))
+    dtype = draw.free.choice(
+        (torch.int32, torch.complex64, torch.bool, torch.uint8) if floating else (torch.float32, torch.int8)
+    )
     return Spoilt(call | {name: call[name].to(dtype)}, name, (TypeError,), f"{name} in {dtype}")
 
 
@@ -123,7 +124,7 @@ def boundaries(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     if sample.op == "attention_with_cache" and sample.lengths is None:
         return None
     shapes = [t.shape for n, t in sample.tensors.items() if n in sample.per_token or n in ("q", "x")]
-    B, T = shapes[0][:2]
+    T = shapes[0][1]
     ends = {
         "unsorted": [0, T + 1, T],
         "short": [0, T - 1] if T else [0, -1],
@@ -151,7 +152,9 @@ def a_state(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     if not isinstance(state, Tensor):
         return None
     if draw.free.random() < 0.5:
-        more = torch.cat([state, torch.zeros_like(state[:1])]) if state.shape[0] else state.new_zeros(1, *state.shape[1:])
+        more = (
+            torch.cat([state, torch.zeros_like(state[:1])]) if state.shape[0] else state.new_zeros(1, *state.shape[1:])
+        )
         return Spoilt(call | {"initial_state": more}, "initial_state", (ValueError,), "a state more")
     dtype = torch.float16 if state.dtype != torch.float16 else torch.float64
     return Spoilt(call | {"initial_state": state.to(dtype)}, "initial_state", (TypeError,), f"states in {dtype}")
@@ -159,7 +162,11 @@ def a_state(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
 
 def a_mixture(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     """Keys or values in another dtype than queries."""
-    names = [n for n in ("k", "v") if isinstance(call.get(n), Tensor) and n in sample.tensors and next(iter(sample.tensors)) != n]
+    names = [
+        n
+        for n in ("k", "v")
+        if isinstance(call.get(n), Tensor) and n in sample.tensors and next(iter(sample.tensors)) != n
+    ]
     if not names:
         return None
     name = draw.free.choice(names)
@@ -213,12 +220,14 @@ def refused(sample: Sample, spoilt: Spoilt) -> Iterator[Finding]:
     except spoilt.errors as error:
         text = str(error)
         names = [spoilt.begins] if spoilt.begins else [*parameters(sample.op)]
-        begin = r"^(the number of heads of |the head dim of |the width of |the number of )?(" + "|".join(map(re.escape, names)) + r")\b"
+        begin = (
+            r"^(the number of heads of |the head dim of |the width of |the number of )?("
+            + "|".join(map(re.escape, names))
+            + r")\b"
+        )
         if not re.search(begin, text):
             yield Finding("auto", f"{spoilt.what}: the text names no argument: {text[:200]}")
     except Exception as error:
         yield Finding("auto", f"{spoilt.what}: {type(error).__name__} instead: {str(error)[:200]}")
     else:
         yield Finding("auto", f"{spoilt.what}: was taken")
-
-
