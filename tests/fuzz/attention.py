@@ -95,6 +95,7 @@ def drawn(draw: Draw) -> Sample:
         packs=True,
         steps=2,
         causal=causal and not other_keys,
+        loose=frozenset({"batch", "packed", "prefix"}) if min(K, V) == 1 else frozenset(),  # products with a vector
         laws=frozenset({"repeat", "batch", "layout", "prefix"} | ({"packed"} if not other_keys else set())),
     )
     case.lengths_k = lengths_k if other_keys else None

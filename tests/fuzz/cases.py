@@ -43,7 +43,9 @@ class Space:
 
     def draw(self, index: int) -> Draw:
         few = self.few or self.device != "cpu"
-        return Draw(self.seed, index, index % self.slots if few else None, few, self.correlated)
+        return Draw(
+            self.seed, index, index % self.slots if few else None, few, self.correlated, few and self.device == "cpu"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .sample import OPS, Sample, Tensors, cast
 NEIGHBOURS = 8  # calls beside a suspect one that say how much such a call may err
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 CANCELLED = 0.1  # a result so much smaller than the call's largest is what is left of larger numbers
+TERMS = 8  # and may err by the roundings of so many of them
 Errors = dict[str, tuple[float, float]]
 
 
@@ -155,7 +156,10 @@ def cancelled(have: Tensor, want: Tensor, exact: Tensors, budget: float) -> bool
         default=0.0,
     )
     scale = max(scale, 1.0)  # that of what flows back
-    return want.abs().max().item() <= CANCELLED * scale and (have.double() - want).abs().max().item() <= budget * scale
+    return (
+        want.abs().max().item() <= CANCELLED * scale
+        and (have.double() - want).abs().max().item() <= TERMS * budget * scale
+    )
 
 
 def finite_part(sample: Sample, name: str, have: Tensor, want: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:

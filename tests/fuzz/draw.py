@@ -28,6 +28,7 @@ class Draw:
     structure: int | None = None
     on_gpu: bool = False
     correlated: bool = False  # keys may be parallel
+    interpreted: bool = False  # kernels run in Triton's interpreter, which does not know bfloat16
     fixed: random.Random = field(init=False)
     free: random.Random = field(init=False)
     generator: torch.Generator = field(init=False)
@@ -51,7 +52,8 @@ class Draw:
 
     def dtype(self) -> torch.dtype:
         if self.on_gpu:
-            return self.weighted({torch.bfloat16: 5, torch.float32: 3, torch.float16: 2})
+            half = torch.float16 if self.interpreted else torch.bfloat16
+            return self.weighted({half: 5, torch.float32: 3, torch.float16: 2})
         return self.weighted({torch.float32: 4, torch.bfloat16: 2, torch.float16: 1, torch.float64: 2})
 
     def channels(self) -> int:

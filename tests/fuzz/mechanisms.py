@@ -11,7 +11,7 @@ from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
 from .draw import Draw
-from .recurrence import LAWS, LOOSE, bound, wide
+from .recurrence import LAWS, bound, loose, wide
 from .sample import OPS, Sample, Tensors, flattened
 
 STAGES = 5  # those of the recurrence, and an operand of the engine that a mechanism makes
@@ -76,7 +76,7 @@ def drawn(draw: Draw, op: str) -> Sample:
         steps=STAGES,
         bound=bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
         laws=LAWS,
-        loose=LOOSE,
+        loose=loose(K, V),
     )
 
 

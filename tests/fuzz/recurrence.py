@@ -28,6 +28,11 @@ def bound(draw: Draw, x: Tensors, channels: int) -> float:
     return PARALLEL if corrects(x) and (draw.correlated or channels <= FEW_CHANNELS) else 1.0
 
 
+def loose(K: int, V: int) -> frozenset[str]:
+    """The laws of whole sequences that plain PyTorch keeps within the budget only: products with a vector are another path of torch."""
+    return LOOSE | ({"prefix"} if min(K, V) == 1 else set())
+
+
 def corrects(x: Tensors) -> bool:
     """Whether the rule reads what it writes over."""
     return any(name in x for name in ("beta", "kk", "erase", "b", "erase_gate"))
@@ -140,7 +145,7 @@ def drawn_rule(draw: Draw, rule: str) -> Sample:
         bound=bound(draw, x, sizes["K"]),
         own_dtype="erase" not in x and "write" not in x,
         laws=LAWS,
-        loose=LOOSE,
+        loose=loose(sizes["K"], sizes["V"]),
     )
 
 

@@ -89,7 +89,7 @@ def drawn_norm(draw: Draw, op: str) -> Sample:
     both = op != "l2_norm" and draw.chance(0.3)
     shown = options | ({"return_residual": True} if both else {})
     means = partial(_norm, op, options, both)
-    return by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=2, loose=LOOSE)
+    return by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=3, loose=LOOSE)
 
 
 def _norm(op: str, options: dict[str, Any], both: bool, x: Tensors) -> list[Tensor]:
@@ -174,9 +174,19 @@ def drawn_conv(draw: Draw, op: str) -> Sample:
     means = partial(_convolved, op, options.get("activation"))
     own = frozenset(per_token)
     return Sample(
-        op=op, dtype=dtype, tensors=x, means=means, axes=axes, options=options, per_token=own, per_row=own,
-        states=("initial_state",), lengths=lengths, steps=2, laws=LAWS,
-    )  # fmt: skip
+        op=op,
+        dtype=dtype,
+        tensors=x,
+        means=means,
+        axes=axes,
+        options=options,
+        per_token=own,
+        per_row=own,
+        states=("initial_state",),
+        lengths=lengths,
+        steps=2,
+        laws=LAWS,
+    )
 
 
 def _convolved(op: str, activation: str | None, x: Tensors) -> tuple[Tensor, ...]:
@@ -217,10 +227,22 @@ def drawn_rotary(draw: Draw, op: str) -> Sample:
     lengths = draw.lengths(T) if kind == "packed" else None
     own = frozenset((*names, "positions") if "positions" in x else names)
     return Sample(
-        op=op, dtype=dtype, tensors=x, means=partial(_turned, names, options, lengths), axes=("token",) * len(names),
-        options=options, per_token=own, per_row=own, lengths=lengths, packs=True, gradient=not in_place,
-        written=names if in_place else (), fixed=frozenset(("cos", "sin")), steps=2, laws=LAWS - {"packed"} - ({"prefix"} if kind != "given" else set()),
-    )  # fmt: skip
+        op=op,
+        dtype=dtype,
+        tensors=x,
+        means=partial(_turned, names, options, lengths),
+        axes=("token",) * len(names),
+        options=options,
+        per_token=own,
+        per_row=own,
+        lengths=lengths,
+        packs=True,
+        gradient=not in_place,
+        written=names if in_place else (),
+        fixed=frozenset(("cos", "sin")),
+        steps=2,
+        laws=LAWS - {"packed"} - ({"prefix"} if kind != "given" else set()),
+    )
 
 
 def _turned(
@@ -286,9 +308,18 @@ def drawn_layer_step(draw: Draw) -> Sample:
         places = [slot if draw.free.random() < 0.8 else -1 for slot in (*order, *[-1] * (B - len(order)))]
         x["state_indices"] = torch.tensor(places, dtype=draw.pick((torch.int32, torch.int64)))
     return Sample(
-        op="delta_net_step", dtype=dtype, tensors=x, means=partial(_layer_step, options), axes=("row", "whole", "whole"), options=options,
-        gradient=False, written=("state", "conv_state"), plain_dtype=torch.float32, steps=6, laws=frozenset({"repeat", "layout"}),
-    )  # fmt: skip
+        op="delta_net_step",
+        dtype=dtype,
+        tensors=x,
+        means=partial(_layer_step, options),
+        axes=("row", "whole", "whole"),
+        options=options,
+        gradient=False,
+        written=("state", "conv_state"),
+        plain_dtype=torch.float32,
+        steps=6,
+        laws=frozenset({"repeat", "layout"}),
+    )
 
 
 def _layer_step(options: dict[str, Any], x: Tensors) -> list[Tensor]:

@@ -180,7 +180,7 @@ def an_entry(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     if not names or call[names[0]].is_cuda or ("mask" in call and names[0] == "target"):
         return None
     name = names[0]
-    t = call[name].clone()
+    t = call[name].contiguous().clone()
     most = {"target": 2**31, "positions": 10**6, "state_indices": 10**6}[name]
     t.view(-1)[draw.free.randrange(t.numel())] = draw.free.choice((most, -7))
     return Spoilt(call | {name: t}, name, (ValueError,), f"{name} out of range")
@@ -193,9 +193,20 @@ def a_keyword(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
 
 
 SPOILS: tuple[Spoil, ...] = (
-    an_option, an_option, no_tensor, another_dtype, another_kind, another_device, a_shape, a_shape, boundaries, a_state, a_mixture,
-    an_entry, a_keyword,
-)  # fmt: skip
+    an_option,
+    an_option,
+    no_tensor,
+    another_dtype,
+    another_kind,
+    another_device,
+    a_shape,
+    a_shape,
+    boundaries,
+    a_state,
+    a_mixture,
+    an_entry,
+    a_keyword,
+)
 
 
 def check(sample: Sample, draw: Draw, device: str) -> tuple[str, list[Finding]]:
