@@ -23,13 +23,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--few", action="store_true", help="few structures, as on a GPU")
     parser.add_argument("--correlated", action="store_true", help="keys may be parallel")
     parser.add_argument("--ops", default="", help="only these ops, separated by commas")
+    parser.add_argument(
+        "--impl", default="", help="only this implementation, as compute-sanitizer needs no plain PyTorch"
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     options = parsed()
     only = tuple(name for name in options.ops.split(",") if name)
-    space = Space(options.seed, options.device, options.correlated, options.few, only)
+    space = Space(options.seed, options.device, options.correlated, options.few, only, options.impl)
     if options.index is not None:
         outcome = run_case(space, options.index)
         print(f"{outcome.op}, {outcome.kind}\n{outcome.text}")

@@ -18,7 +18,6 @@ KEYS = ("k", "a", "b", "p", "kk", "erase", "write", "v", "q")  # of a rule that 
 KINDS = {"differential": 55, "law": 35, "wrong": 10}
 STRUCTURES = 3  # of each op on a GPU
 NAMES = sorted(OPS)
-RULES = ("linear_attention", "delta_rule", "dplr")
 NORMS = ("rms_norm", "layer_norm", "group_norm", "l2_norm")
 
 
@@ -31,6 +30,7 @@ class Space:
     correlated: bool = False
     few: bool = False  # few structures, as on a GPU, on the CPU: for kernels in the interpreter
     only: tuple[str, ...] = ()  # ops
+    impl: str = ""  # the only implementation
 
     @property
     def names(self) -> list[str]:
@@ -69,6 +69,12 @@ def sample_of(draw: Draw, op: str) -> Sample:
             layout.kind == "expanded" and name in KEYS and recurrence.corrects(sample.tensors) and not draw.correlated
         ):  # one key for all tokens
             layout = Layout()
+        if (
+            layout.kind == "expanded"
+            and op in NORMS
+            and layout.axis % sample.tensors[name].dim() == sample.tensors[name].dim() - 1
+        ):
+            layout = Layout()  # a row of equal channels has its own roundings, all in one direction
         sample.layouts[name] = layout
         sample.tensors[name] = layout.values(sample.tensors[name])
     return sample
@@ -77,7 +83,7 @@ def sample_of(draw: Draw, op: str) -> Sample:
 def _sample_of(draw: Draw, op: str) -> Sample:
     if op in MECHANISMS:
         return mechanisms.drawn(draw, op)
-    if op in RULES:
+    if op in laws.RULES:
         return recurrence.drawn_rule(draw, op)
     if op == "delta_net_step":
         return rowwise.drawn_layer_step(draw)
@@ -106,6 +112,7 @@ def run_case(space: Space, index: int) -> Outcome:
     text = ""
     try:
         sample = sample_of(draw, op)
+        sample.impl = space.impl
         text = described(sample)
         with torch.random.fork_rng(devices=[]):
             if kind == "wrong":

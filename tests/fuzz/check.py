@@ -32,7 +32,7 @@ def implementations(sample: Sample, device: str, wants: tuple[str, ...] = ()) ->
     """Those that run the call."""
     placed, _ = sample.place(device)
     reasons = explain(OPS[sample.op], **sample.arguments(asking(placed, wants))).reasons
-    return [impl for impl, reason in reasons.items() if reason is None]
+    return [impl for impl, reason in reasons.items() if reason is None and sample.impl in ("", impl)]
 
 
 def asking(tensors: Tensors, wants: tuple[str, ...]) -> Tensors:

@@ -64,6 +64,7 @@ def replay(space: Space, index: int) -> str:
     """The command that runs one case again."""
     more = "" if space.device == "cpu" else f" --device {space.device}"
     more += (" --few" if space.few else "") + (" --correlated" if space.correlated else "")
+    more += f" --impl {space.impl}" if space.impl else ""
     more += f" --ops {','.join(space.only)}" if space.only else ""
     return f"python -m fuzz --seed {space.seed} --index {index}{more}"
 

@@ -50,6 +50,7 @@ class Sample:
     laws: frozenset[str] = frozenset()  # those that hold bit for bit in plain PyTorch and C
     loose: frozenset[str] = frozenset()  # of these laws, those that plain PyTorch keeps within the budget only
     bound: float = 1.0  # how many budgets an error may be
+    impl: str = ""  # the one implementation that is looked at; all of them by default
     packs: bool = False  # `means` takes packed sequences as they are
 
     def arguments(self, tensors: Tensors) -> dict[str, Any]:
