@@ -12,7 +12,7 @@ import torch
 
 from .cases import Outcome, Space, run_case
 
-GRACE = 120.0  # seconds after the end in which a worker finishes its case
+GRACE = 40.0  # seconds after the end in which a worker finishes its case
 SHOWN = 200  # defects that are printed
 
 
