@@ -3,6 +3,7 @@
 #   make test      runs the tests
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
+#   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
 # For another torch: make train TORCH="torch==2.9.1"
 # Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
 PYTHON ?= python3
@@ -12,7 +13,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test lint counts clean
+MINUTES ?= 10
+SEED ?= 1
+DEVICE ?= cpu
+WORKERS ?= 2
+
+.PHONY: train test lint counts fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/has-train
@@ -28,6 +34,10 @@ lint: $(VENV)/has-dev
 
 counts: $(VENV)/has-dev
 	$(BIN)/python tests/counts.py
+
+fuzz: $(VENV)/has-dev
+	cd tests && $(abspath $(BIN))/python -W ignore -m fuzz --seed $(SEED) --device $(DEVICE) \
+		$(if $(INDEX),--index $(INDEX),--workers $(WORKERS) $(if $(SECONDS),--seconds $(SECONDS),--minutes $(MINUTES))) $(ARGS)
 
 $(VENV)/has-torch: Makefile
 	$(PYTHON) -m venv $(VENV)

@@ -365,3 +365,26 @@ def test_compiled_is_eager(case: Case) -> None:
     found = torch.autograd.grad(compiled(tensors), list(tensors.values()))
     for got, want in zip(found, wanted, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("strided", ["k", "v", "k and v"])
+def test_few_queries_and_keys_whose_channels_lie_apart(strided: str) -> None:
+    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 37, 2, 8), torch.randn(1, 37, 2, 8)
+    wanted, _ = softmax_attention(q, k, v, causal=True, impl="portable")
+    apart = {
+        n: t.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0) if n in strided else t
+        for n, t in (("k", k), ("v", v))
+    }
+    got, _ = softmax_attention(q, **apart, causal=True, impl="portable")
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_of_0_or_less(scale: float, causal: bool) -> None:
+    """Torch's own attention scales its causal mask too: -inf would become NaN or inf."""
+    q, k, v = torch.randn(3, 2, 30, 2, 8)
+    wanted, _ = definition.softmax_attention(*(t.double() for t in (q, k, v)), scale=scale, causal=causal)
+    baseline, _ = definition.softmax_attention(q, k, v, scale=scale, causal=causal)
+    got, _ = softmax_attention(q, k, v, scale=scale, causal=causal)
+    assert_within_budget("o", got, wanted, baseline)

@@ -75,3 +75,11 @@ def test_gates_refuse(arguments: tuple[Tensor, Tensor, Tensor], error: type[Exce
 def test_a_bound_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lower must be between -5\.0 and -1e-06, got 1"):
         bounded_decay(X, HEADS, HEADS, lower=1)
+
+
+def test_float64_decays_of_large_inputs() -> None:
+    """Where e^-z is still a number beside z in float64, though not in float32."""
+    z = torch.linspace(15, 45, 40, dtype=torch.float64).view(20, 2)
+    assert_matches(
+        softplus_decay, definitions.softplus_decay, z, random(2, dtype=z.dtype), random(2, dtype=z.dtype, seed=1)
+    )

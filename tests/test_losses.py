@@ -8,6 +8,7 @@ from typing import Any
 import definitions
 import pytest
 import torch
+from budget import assert_within_budget
 from rowwise_cases import DTYPES, assert_compiles, assert_matches, assert_same_bits, assert_sound_operator, random
 from torch import Tensor
 
@@ -230,3 +231,30 @@ REFUSED = [
 def test_losses_refuse(op, arguments: dict, error: type[Exception], text: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=text):
         op(**{**(KL if op is linear_kl_divergence else GRPO), **arguments})
+
+
+def test_grpo_rounds_no_bias_by_its_temperature() -> None:
+    """A float16 bias beside float32 logits is exact; over a temperature it would be rounded again."""
+    hidden, weight, bias = random(2, 5, 8), random(11, 8, seed=1), random(11, seed=2).half()
+    advantages = torch.tensor([1.0, -2.0])
+
+    def op(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_grpo(h, w, TARGET, advantages, bias=b.half(), mask=MASK, temperature=0.7, reduction="none")
+
+    def definition(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        z = torch.log_softmax((h @ w.T + b) / 0.7, dim=-1)
+        chosen = z.gather(-1, TARGET.where(MASK, 0).unsqueeze(-1)).squeeze(-1)
+        return -advantages.to(h.dtype)[:, None] * torch.exp(chosen - chosen.detach()) * MASK
+
+    got, want = op(hidden, weight, bias.float()), definition(hidden.double(), weight.double(), bias.double())
+    assert_within_budget("loss", got, want, definition(hidden, weight, bias.float()))
+    h, h64 = hidden.requires_grad_(), hidden.detach().double().requires_grad_()
+    (d_h,) = torch.autograd.grad(op(h, weight, bias.float()).sum(), h)
+    (want,) = torch.autograd.grad(definition(h64, weight.double(), bias.double()).sum(), h64)
+    (base,) = torch.autograd.grad(definition(h, weight, bias.float()).sum(), h)
+    assert_within_budget("gradient", d_h, want, base)
+
+
+def test_grpo_refuses_targets_elsewhere_beside_a_mask() -> None:
+    with pytest.raises(ValueError, match="target must be on cpu like hidden, got meta"):
+        linear_grpo(random(2, 5, 8), random(11, 8), TARGET.to("meta"), torch.ones(2), mask=MASK)

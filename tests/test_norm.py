@@ -226,3 +226,14 @@ def test_norms_refuse_what_is_no_row() -> None:
             op(torch.tensor(1.0))
         with pytest.raises(TypeError, match="x must have a floating dtype, got int64"):
             op(torch.ones(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_layer_norm_of_one_and_of_two_channels(channels: int) -> None:
+    """A channel alone is its own mean: nothing of it is left, and its weight gets no gradient."""
+    x, weight, bias = 30 * random(40, channels), random(channels, seed=1), random(channels, seed=2)
+    assert_matches(layer_norm, definitions.layer_norm, x, weight, bias)
+    if channels == 1:
+        leaves = [t.requires_grad_() for t in (x, weight, bias)]
+        d_x, d_weight, _ = torch.autograd.grad(layer_norm(*leaves).square().sum(), leaves)
+        assert not d_x.any() and not d_weight.any()

@@ -205,3 +205,9 @@ def test_no_sequence_of_one_token(op: str, impl: str) -> None:
     result = OPS[op](**call, impl=impl)
     o = result if isinstance(result, Tensor) else result[0]
     assert o.shape[0] == 0
+
+
+def test_no_sequence_and_a_history_of_none() -> None:
+    """Tensors without numbers share the address 0, and no memory."""
+    q, v, beta, state = torch.randn(0, 2, 2, 8), torch.randn(0, 2, 2, 8), torch.rand(0, 2, 2), torch.zeros(0, 2, 8, 8)
+    assert flashmix.delta_rule_step(q, q, v, beta, state, history=torch.zeros(0, 1, 2, 8, 8)).shape == (0, 2, 2, 8)

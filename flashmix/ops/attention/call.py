@@ -130,6 +130,8 @@ def sdpa_supports(call: AttentionCall) -> str | None:
         return f"torch holds [Tq, Tk] scores when the head dims differ, got {dim_qk} and {dim_v}"
     if call.right == 0 and call.tokens_q not in (1, call.tokens_k):
         return "torch aligns the causal mask to the first key, not to the last"
+    if call.right == 0 and not call.scale > 0:
+        return "torch multiplies the causal mask by the scale as well, and one of 0 or less takes it away"
     if min(call.batch, call.tokens_q, call.tokens_k) == 0:
         return "the inputs are empty"
     if device != "cpu" and call.gradient:

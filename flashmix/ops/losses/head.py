@@ -92,6 +92,8 @@ def check_grpo(call: GRPOCall) -> GRPOCall:
     check_positive("temperature", call.temperature)
     check_positive("chunk", call.chunk)
     check_choice("reduction", call.reduction, "sequence", "mean", "sum", "none")
+    check_tensor("target", call.target)
+    check_like("target", call.target, "hidden", hidden, dtype=False)
     target = call.target if call.mask is None else call.target.masked_fill(~call.mask, -100)
     check_target(target, hidden.shape[:-1], "hidden", hidden, vocabulary, -100)
     return call.but(target=target)

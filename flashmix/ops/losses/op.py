@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_pair, check_shape, check_tensor
 from flashmix.op.choose import choose
-from flashmix.op.dtypes import compute_dtype
+from flashmix.op.dtypes import at_least_float32, compute_dtype
 from flashmix.op.public import check_number, public
 from flashmix.ops.losses.call import (
     CrossEntropyCall,
@@ -372,7 +372,7 @@ def log_probs(call: GRPOCall, impl: str) -> Tensor:
     """The log-probability `[B, T]` of each target under the scaled logits; 0 where it is masked."""
     hidden, bias = call.hidden, call.bias
     if call.temperature != 1.0:
-        hidden, bias = hidden / call.temperature, None if bias is None else bias / call.temperature
+        hidden, bias = hidden / call.temperature, None if bias is None else at_least_float32(bias) / call.temperature
     head = head_fields(hidden, call.weight, bias, call.chunk)
     options = row_options(-100, 0.0, 0.0, None, "none")
     plain = LinearCrossEntropyCall(target=call.target.flatten(), summed=False, **head, **options)

@@ -83,8 +83,8 @@ def own_formula(call: NormCall) -> Outputs | None:
 
 
 def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:
-    """Whether torch's own layer norm computes it, which is as good in memory and faster."""
-    if not call.center or not call.mean or call.groups > 1 or call.gate is not None:
+    """Whether torch's own layer norm computes it, which is as good in memory and faster; of one channel its zeros are not zeros."""
+    if h.shape[-1] <= 2 or not call.center or not call.mean or call.groups > 1 or call.gate is not None:
         return False
     return all(t is None or t.dtype == call.y_dtype for t in (h, call.weight, call.bias))
 

@@ -139,11 +139,11 @@ def _same_elements(blocks: Tensor, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def to_keys(x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """The part of `[B, Tk, H, D]` in scratch memory `[pairs, Tk padded to ROWS, D]`; for a few queries of one sequence an unpadded view."""
+    """The part of `[B, Tk, H, D]` in scratch memory `[pairs, Tk padded to ROWS, D]`; for a few queries of one sequence as it is."""
     x = part.at_keys(x)
     sequences, tokens, heads, dim = x.shape
-    if sequences == 1 and part.rows == FEW_ROWS and x.dtype == dtype and x.stride(3) == 1:
-        return x[0].transpose(0, 1)
+    if sequences == 1 and part.rows == FEW_ROWS and x.dtype == dtype:
+        return (x[0] if x.stride(3) == 1 else x[0].contiguous()).transpose(0, 1)
     padded = scratch.tile(x.new_empty(0, dtype=dtype), sequences, heads, round_up(tokens, ROWS), dim)
     padded[:, :, :tokens] = x.transpose(1, 2)
     padded[:, :, tokens:] = 0

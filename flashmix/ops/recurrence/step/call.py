@@ -104,5 +104,9 @@ def check_history(history: Tensor | None, state: Tensor, q: Tensor, tokens: int)
         raise ValueError(f"history must hold between 1 and {tokens} tokens, those of the call, got {kept}")
     check_like("history", history, "state", state)
     check_written("history", history)
-    if have_addresses(history, state) and history.untyped_storage().data_ptr() == state.untyped_storage().data_ptr():
+    if (
+        history.numel()
+        and have_addresses(history, state)
+        and history.untyped_storage().data_ptr() == state.untyped_storage().data_ptr()
+    ):
         raise ValueError("history must not be in the memory of state, got a view of it")
