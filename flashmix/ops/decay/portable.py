@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.softplus import softplus, softplus_backward
 from flashmix.ops.decay.call import GateCall
 from flashmix.ops.gated_product.portable import in_whole_vectors
 
@@ -26,7 +26,7 @@ def formula(call: GateCall) -> Outputs:
         return (s if call.factor == 1 else call.factor * s,)
     rate, z = _rate(call.A_log, call.dt_bias), x + call.dt_bias
     if call.kind == "softplus_decay":
-        return (_even(F.softplus, z) * -rate,)
+        return (_even(softplus, z) * -rate,)
     return (call.factor * _even(torch.sigmoid, rate * z),)
 
 
@@ -50,8 +50,8 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
         return {"x": d_x.to(call.x.dtype).contiguous()}
     rate, z = _rate(call.A_log, call.dt_bias), x + call.dt_bias
     if call.kind == "softplus_decay":
-        along, times_rate = grad * _even(F.softplus, z), grad * -rate
-        d_z = _even(lambda dy, z: torch.ops.aten.softplus_backward(dy, z, 1.0, 20.0), times_rate, z)
+        along, times_rate = grad * _even(softplus, z), grad * -rate
+        d_z = _even(softplus_backward, times_rate, z)
         d_rate = -along.sum_to_size(rate.shape)
     else:
         s = _even(torch.sigmoid, rate * z)

@@ -83,8 +83,11 @@ def own_formula(call: NormCall) -> Outputs | None:
 
 
 def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:
-    """Whether torch's own layer norm computes it, which is as good in memory and faster."""
-    if not call.center or not call.mean or call.groups > 1 or call.gate is not None:
+    """Whether torch's own layer norm computes it, which is as good in memory and faster.
+
+    Of one channel `h - mean` is exactly 0, but not torch's: its gradient of the weight is `dy (h scale - mean scale)`, rounded.
+    """
+    if not call.center or not call.mean or call.groups > 1 or call.gate is not None or h.shape[-1] == 1:
         return False
     return all(t is None or t.dtype == call.y_dtype for t in (h, call.weight, call.bias))
 
