@@ -19,6 +19,7 @@ from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.op import RECURRENCE
 from flashmix.ops.recurrence.segments import scan, transition
 
+CORRELATED = 6  # times the token loop's error, and no rounding steps: the budget of float32 for keys that are not random
 STAGES = 4  # scores, transform, state, output: a chunked implementation rounds after each, the token loop once a token
 
 IMPLS = ["native", "portable"]  # what runs on a CPU; the kernels run all of the cases in test_recurrence_gpu.py
@@ -74,8 +75,9 @@ def test_float32_is_within_budget(case, impl):
     inputs = make_inputs(case, torch.float32)
     skip_what_is_refused(case, inputs, impl)
     exact, plain = references(case, inputs)
+    budget = {"steps": STAGES} if case.keys == "random" else {"steps": 0, "times": CORRELATED}
     for name, got in evaluate(run_op, case, inputs, impl).items():
-        assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name])
+        within_budget(f"{case.name} {name}", got, exact[name], plain[name], **budget)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -1,4 +1,4 @@
-"""`softplus(z) = log(1 + e^z)` in float64 as precise as float64 is: torch takes it to be `z` from 20 on, which is 1e-10 of it too little."""
+"""`softplus(z) = log(1 + e^z)`, in float64 too to the last digit: from 20 on torch takes it to be `z`, which is 1e-10 too little there."""
 
 from __future__ import annotations
 
