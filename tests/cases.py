@@ -77,9 +77,8 @@ def _cases() -> list[Case]:
             for beta in (1.999, 2.0, None):
                 strength = "uniform" if beta is None else f"{beta:g}"
                 found += [replace(small, name=f"{rule}-none-{keys}-beta{strength}", keys=keys, beta=beta)]
-        for gate in ("token", "channel"):
-            name = f"{rule}-{gate}-nearly_parallel-beta2"
-            found += [replace(small, name=name, gate=gate, decay="-1e-3", keys="nearly_parallel", beta=2.0)]
+        name = f"{rule}-channel-nearly_parallel-beta2"
+        found += [replace(small, name=name, gate="channel", decay="-1e-3", keys="nearly_parallel", beta=2.0)]
     for rule in ("delta", "untied"):
         for beta in (0.0, 1.0, 2.0):
             found += [Case(f"{rule}-token-beta{beta:g}", rule, "token", beta=beta)]

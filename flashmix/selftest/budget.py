@@ -49,12 +49,7 @@ class Spent:
 
 
 def spend(
-    got: Tensor,
-    reference: Tensor,
-    baseline: Tensor,
-    dtype: torch.dtype | None = None,
-    steps: int = 1,
-    times: int = 2,
+    got: Tensor, reference: Tensor, baseline: Tensor, dtype: torch.dtype | None = None, steps: int = 1, times: int = 2
 ) -> list[Spent]:
     """The errors of `got` beside the budget `times baseline + steps eps`, where eps is the rounding step of `dtype` (default: got's)."""
     step = steps * torch.finfo(dtype or got.dtype).eps
