@@ -19,7 +19,9 @@ setup(
         Extension(
             NATIVE.replace("/", ".") + ".librecurrence",
             [f"{NATIVE}/recurrence.c"],
-            depends=[f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "chunk")],
+            depends=[
+                f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")
+            ],
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
             extra_link_args=["-pthread", "-lm"],
             optional=True,

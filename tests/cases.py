@@ -36,6 +36,7 @@ class Case:
     lengths: tuple[int, ...] | None = None  # packed
     decay: str = "mild"  # mild, zero, or a number, or "resets": mild with single -inf among them
     beta: float | None = None  # None: random in (0, 2)
+    keys: str = "random"  # how the keys of one head lie to one another: see `correlated`
     states: bool = True
 
     @property
@@ -70,6 +71,14 @@ def _cases() -> list[Case]:
             for d in ("zero", "-20", "-1e4", "-inf", "resets")
             if gate != "none"
         ]
+    for rule in ("delta", "untied", "dplr"):
+        small = Case("", rule, "none", B=1, T=100, H=1, HV=2)
+        for keys in ("parallel", "nearly_parallel", "repeated", "orthogonal"):
+            for beta in (1.999, 2.0, None):
+                strength = "uniform" if beta is None else f"{beta:g}"
+                found += [replace(small, name=f"{rule}-none-{keys}-beta{strength}", keys=keys, beta=beta)]
+        name = f"{rule}-channel-nearly_parallel-beta2"
+        found += [replace(small, name=name, gate="channel", decay="-1e-3", keys="nearly_parallel", beta=2.0)]
     for rule in ("delta", "untied"):
         for beta in (0.0, 1.0, 2.0):
             found += [Case(f"{rule}-token-beta{beta:g}", rule, "token", beta=beta)]
@@ -94,26 +103,45 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tens
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
+    def keys(*shape: int) -> Tensor:
+        return unit(*shape) if case.keys == "random" else correlated(case.keys, *shape, normal=normal)
+
+    most = 1 if case.keys == "random" else 2
+
     x = {"q": normal(B, T, H, K).to(dtype), "v": normal(B, T, HV, V).to(dtype)}
     rule = case.rule.removesuffix("_before")
     if rule != "untied":
-        x["k"] = unit(B, T, H, K).to(dtype)
+        x["k"] = (keys if rule == "delta" else unit)(B, T, H, K).to(dtype)
     if rule == "delta":
         beta = 2 * uniform(B, T, HV) if case.beta is None else torch.full((B, T, HV), case.beta)
         x["beta"] = beta.to(wide)
     if rule == "untied":
-        strength = uniform(B, T, HV, 1) if case.beta is None else case.beta
-        write = unit(B, T, HV, K)
+        strength = most * uniform(B, T, HV, 1) if case.beta is None else case.beta
+        write = keys(B, T, HV, K)
         x |= {"erase": (strength * write).to(dtype), "write": write.to(dtype)}
     if rule == "dplr":
-        removal = unit(B, T, HV, K)
-        x |= {"a": -removal.to(dtype), "b": (uniform(B, T, HV, 1) * removal).to(dtype)}
+        strength = most * uniform(B, T, HV, 1) if case.beta is None else case.beta
+        removal = keys(B, T, HV, K)
+        x |= {"a": -removal.to(dtype), "b": (strength * removal).to(dtype)}
     if case.gate != "none":
         shape = {"head": (HV,), "token": (B, T, HV), "channel": (B, T, HV, K), "value": (B, T, HV, V)}[case.gate]
         x["log_decay"] = _decay(case.decay, shape, uniform).to(wide)
     if case.states:
         x["initial_state"] = normal(case.sequences, HV, K, V).to(wide)
     return x
+
+
+def correlated(kind: str, B: int, T: int, H: int, K: int, normal) -> Tensor:  # type: ignore[no-untyped-def]
+    """Keys of length 1, as trained models have them: parallel or nearly parallel, the same four again and again, or an orthogonal basis."""
+    if kind == "parallel":
+        found = torch.ones(B, T, H, K, dtype=torch.float64) * normal(B, T, H, 1)
+    elif kind == "nearly_parallel":
+        found = 1 + 0.1 * normal(B, T, H, K)
+    elif kind == "repeated":
+        found = normal(B, 4, H, K)[:, torch.arange(T) % 4]
+    else:
+        found = torch.linalg.qr(normal(B, H, K, K))[0][:, :, torch.arange(T) % K].transpose(1, 2)
+    return torch.nn.functional.normalize(found, dim=-1)
 
 
 def _decay(kind: str, shape: tuple[int, ...], uniform) -> Tensor:  # type: ignore[no-untyped-def]

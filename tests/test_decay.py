@@ -38,6 +38,17 @@ def test_gates_are_float32_and_stay_in_their_bounds() -> None:
     assert write_strength(x, negative_eigenvalues=True).flatten().tolist() == pytest.approx([0, 0, 1, 2, 2])
 
 
+def test_float64_is_as_precise_as_float64() -> None:
+    """Where torch's own softplus is cut off: z between 20 and 40."""
+    x = torch.linspace(-40, 60, 2001, dtype=torch.float64)[:, None]
+    leaves = [t.requires_grad_() for t in (x, torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))]
+    found, exact = softplus_decay(*leaves), definitions.softplus_decay(*leaves)
+    step = torch.finfo(torch.float64).eps
+    assert ((found - exact) / exact).abs().max() <= 4 * step
+    for got, expected in zip(*(torch.autograd.grad(g.sum(), leaves) for g in (found, exact)), strict=True):
+        assert ((got - expected) / expected).abs().max() <= 4 * step
+
+
 def test_laws() -> None:
     x, A_log, dt_bias = (random(*s, dtype=torch.float64, seed=1).requires_grad_() for s in ((2, 3, 2, 4), (2,), (2, 4)))
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):

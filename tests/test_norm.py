@@ -31,6 +31,14 @@ def test_rms_norm_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) 
     assert_matches(lambda x, w, g: rms_norm(x, w, gate=g), definitions.rms_norm, x, weight, gate)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_one_channel_less_its_mean_is_exactly_0(dtype: torch.dtype) -> None:
+    x, weight = random(7, 1, dtype=dtype) * 3 + 100, torch.ones(1, dtype=dtype).requires_grad_()
+    wide, weights = random(7, 3, dtype=dtype) * 3 + 100, torch.ones(3, dtype=dtype).requires_grad_()
+    for y, w in ((layer_norm(x, weight), weight), (group_norm(wide, 3, weights), weights)):
+        assert not y.any() and not torch.autograd.grad(y.sum(), w)[0].any()
+
+
 def test_rms_norm_with_a_sigmoid_gate() -> None:
     x, gate = random(3, 8, seed=1), random(3, 8, seed=2)
     assert_matches(

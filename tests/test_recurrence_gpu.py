@@ -9,9 +9,12 @@ import pytest
 import torch
 from budget import assert_within_budget
 from cases import CASES, Case, make_inputs, run_op
-from test_recurrence import BASE, STAGES, evaluate, named, references, same_bits
+from test_recurrence import BASE, CORRELATED, STAGES, evaluate, named, references, same_bits
 
-HALF_CASES = [case for case in CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
+# Strengths near 2 under correlated keys: the float32 kernels are up to 90 times a token loop's error off (docs/numerics.md).
+STRONG = [case for case in CASES if case.keys not in ("random", "orthogonal") and case.beta is not None]
+KERNEL_CASES = [case for case in CASES if case not in STRONG]
+HALF_CASES = [case for case in KERNEL_CASES if case in BASE or case.name.endswith(("resets", "packed", "grouped"))]
 WIDE = {
     "": {},
     "-T2": {"T": 2},
@@ -37,6 +40,7 @@ HOPPER_CASES = [
 ]
 INTERPRETED = (
     *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
+    "delta-none-nearly_parallel-betauniform",
     *("linear-value-grouped", "read_before-value-decayresets"),
 )
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -51,7 +55,8 @@ def assert_kernels_within_budget(case, dtype, impl="triton"):
     for name, got in evaluate(run_op, case, {n: t.to(DEVICE) for n, t in inputs.items()}, impl).items():
         steps = 2 * STAGES if name.startswith("d") else STAGES
         baseline = plain[name].to(got.dtype)
-        assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], baseline, dtype, steps)
+        times = 2 if case.keys == "random" else CORRELATED
+        assert_within_budget(f"{case.name} {name}", got.cpu(), exact[name], baseline, dtype, steps, times)
 
 
 @pytest.mark.gpu
@@ -73,6 +78,12 @@ def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("they need compute capability 9.0")
     assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+
+
+@pytest.mark.gpu
+@named([case for case in CASES if case.keys != "random"])
+def test_correlated_keys_in_bfloat16(case):
+    assert_kernels_within_budget(case, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -120,6 +131,13 @@ def test_segments_are_within_budget(rule, gate, K, V, dtype):
 @pytest.mark.interpreted
 @named([case for case in CASES if case.name in INTERPRETED])
 def test_kernels_in_the_interpreter(case):
+    assert_kernels_within_budget(case, torch.float32)
+
+
+@pytest.mark.interpreted
+@named([case for case in CASES if case.name == "delta-none-nearly_parallel-beta1.999"])
+@pytest.mark.xfail(strict=True, reason="float32 kernels round A_ab and T to float32 (docs/numerics.md)")
+def test_float32_kernels_of_correlated_keys(case):
     assert_kernels_within_budget(case, torch.float32)
 
 

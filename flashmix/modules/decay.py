@@ -9,10 +9,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
 from flashmix.op.checks import check_range
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.softplus import softplus
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
 RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % per token

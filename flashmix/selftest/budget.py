@@ -49,12 +49,12 @@ class Spent:
 
 
 def spend(
-    got: Tensor, reference: Tensor, baseline: Tensor, dtype: torch.dtype | None = None, steps: int = 1
+    got: Tensor, reference: Tensor, baseline: Tensor, dtype: torch.dtype | None = None, steps: int = 1, times: int = 2
 ) -> list[Spent]:
-    """The errors of `got` beside the budget `2 baseline + steps eps`, where eps is the rounding step of `dtype` (default: got's)."""
+    """The errors of `got` beside the budget `times baseline + steps eps`, where eps is the rounding step of `dtype` (default: got's)."""
     step = steps * torch.finfo(dtype or got.dtype).eps
     have, allowed = relative_errors(got, reference), relative_errors(baseline, reference)
     return [
-        Spent(kind, error, 2 * base + step, base)
+        Spent(kind, error, times * base + step, base)
         for kind, error, base in zip(("RMS", "max"), have, allowed, strict=True)
     ]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.softplus import softplus, softplus_backward
 from flashmix.ops.decay.call import GateCall
 from flashmix.ops.gated_product.portable import in_whole_vectors
-
-LINEAR_FROM = {torch.float32: 20.0, torch.float64: 40.0}  # there softplus z is z: e^-z is less than a rounding step
 
 
 def forward(call: GateCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -28,7 +26,7 @@ def formula(call: GateCall) -> Outputs:
         return (s if call.factor == 1 else call.factor * s,)
     rate, z = _rate(call.A_log, call.dt_bias), x + call.dt_bias
     if call.kind == "softplus_decay":
-        return (_even(_softplus, z) * -rate,)
+        return (_even(softplus, z) * -rate,)
     return (call.factor * _even(torch.sigmoid, rate * z),)
 
 
@@ -52,8 +50,8 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
         return {"x": d_x.to(call.x.dtype).contiguous()}
     rate, z = _rate(call.A_log, call.dt_bias), x + call.dt_bias
     if call.kind == "softplus_decay":
-        along, times_rate = grad * _even(_softplus, z), grad * -rate
-        d_z = _even(_softplus_backward, times_rate, z)
+        along, times_rate = grad * _even(softplus, z), grad * -rate
+        d_z = _even(softplus_backward, times_rate, z)
         d_rate = -along.sum_to_size(rate.shape)
     else:
         s = _even(torch.sigmoid, rate * z)
@@ -63,14 +61,6 @@ def backward(call: GateCall, kept: Outputs, grads: Sequence[Tensor | None], want
     d_A = (d_rate.to(rate.dtype) * rate).reshape(call.A_log.shape)
     found = {"x": d_z, "A_log": d_A, "dt_bias": d_z.sum_to_size(call.dt_bias.shape) if "dt_bias" in wanted else d_z}
     return {name: found[name].to(getattr(call, name).dtype).contiguous() for name in wanted}
-
-
-def _softplus(z: Tensor) -> Tensor:
-    return F.softplus(z, threshold=LINEAR_FROM[z.dtype])
-
-
-def _softplus_backward(grad: Tensor, z: Tensor) -> Tensor:
-    return torch.ops.aten.softplus_backward(grad, z, 1.0, LINEAR_FROM[z.dtype])
 
 
 def _rate(A_log: Tensor, dt_bias: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from flashmix.op.call import Outputs
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.softplus import softplus
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.norm.op import l2_norm, rms_norm
 from flashmix.ops.recurrence.call import RecurrenceCall

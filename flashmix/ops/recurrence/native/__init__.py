@@ -1,6 +1,6 @@
 """The recurrence in C, on a CPU: in float32, chunk after chunk with every tile in cache, one sequence and head per thread at a time.
 
-The phases are those of docs/chunk_algorithm.md, in `chunk.h`, `pairs.h` and `gradients.h`, over the products of `tiles.h`;
+The phases are those of docs/chunk_algorithm.md, in `chunk.h`, `pairs.h`, `correlated.h` and `gradients.h`, over the products of `tiles.h`;
 `recurrence.c` compiles them for each set of vector instructions and takes the best that the machine has. They are built when the
 package is installed, if there is a C compiler.
 """

@@ -69,7 +69,7 @@ static void NAME(forward)(const Call *call, int64_t sequence, int64_t head, floa
                 NAME(load)(c->n, p->V, v, values, 1, nu, p->Vp);
             NAME(product)(c->n, p->Vp, p->K, c->rows[1], p->Kp, 1, S, p->Vp, nu, p->Vp, 1);
             if (p->raw) NAME(triangle)(c->n, c->A[1][0], c->W[0], p->Vp, nu, 0);
-            NAME(solve)(c->n, p->Vp, c->A[1][p->columns - 1], nu, 0);
+            NAME(correct)(p, c, first, nu, 0);
             if (call->nu) NAME(store)(c->n, p->V, nu, p->Vp, 1, call->nu + begin + first * values, values);
         }
         NAME(product)(c->n, p->Vp, p->K, c->rows[0], p->Kp, 1, S, p->Vp, Z, p->Vp, 0); /* [1.8], [1.9] */
@@ -111,7 +111,7 @@ static void NAME(backward)(const Call *call, int64_t sequence, int64_t head, flo
             NAME(triangle)(n, c->A[0][s], dZ[0], Vp, dW[s], 1);
         }
         if (p->corrected) { /* dR of [5.5], then dZ of [5.6] */
-            NAME(solve)(n, Vp, c->A[1][last], dW[last], 1);
+            NAME(correct)(p, c, first, dW[last], 1);
             memcpy(dZ[1], dW[last], sizeof(float) * n * Vp);
             if (p->raw) NAME(triangle)(n, c->A[1][0], dZ[1], Vp, dW[0], 1);
         }

@@ -8,6 +8,7 @@ typedef struct {
     float *total;                              /* [K]: e^{G_C} */
     float *E, *prefix;                         /* one decay per token: e^{G_i - G_j}, e^{G_i} */
     float *d, *F, *in, *Yb[2][BLOCKS];         /* one per channel: e^g, and see channel_pairs */
+    double *A_long;                            /* the rows of A_ab that are made in float64, see correlated.h */
 } NAME(Chunk);
 
 static NAME(Chunk) NAME(chunk_of)(const Problem *p, float **memory) {
@@ -20,6 +21,7 @@ static NAME(Chunk) NAME(chunk_of)(const Problem *p, float **memory) {
     }
     c.total = take(memory, p->Kp), c.E = take(memory, CHUNK * CHUNK), c.prefix = take(memory, CHUNK);
     c.d = take(memory, CHUNK * p->Kp), c.F = take(memory, CHUNK * p->Kp), c.in = take(memory, CHUNK * p->Kp);
+    c.A_long = (double *)take(memory, 2 * CHUNK * CHUNK);
     for (int s = 0; s < 2; s++) {
         for (int b = 0; b < BLOCKS - 1; b++) c.Yb[s][b] = take(memory, CHUNK * p->Kp);
         c.Yb[s][BLOCKS - 1] = c.columns[s];

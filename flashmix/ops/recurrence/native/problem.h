@@ -2,7 +2,7 @@
 
 #define BLOCKS (CHUNK / LANES)
 /* Numbers of scratch memory: what chunk_of and the backward take of tiles of keys, values, pairs and states. */
-#define SCRATCH(C, K, V) ((15 + 2 * BLOCKS) * C * K + 7 * C * V + 9 * C * C + 3 * K * V + 2 * K + C)
+#define SCRATCH(C, K, V) ((15 + 2 * BLOCKS) * C * K + 7 * C * V + 11 * C * C + 3 * K * V + 2 * K + C)
 
 typedef struct {
     const float *from; /* of the first token */

@@ -62,6 +62,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "tiles.h"
 #include "pairs.h"
 #include "gradients.h"
+#include "correlated.h"
 #include "chunk.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -84,6 +85,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "tiles.h"
 #include "pairs.h"
 #include "gradients.h"
+#include "correlated.h"
 #include "chunk.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -101,6 +103,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "tiles.h"
 #include "pairs.h"
 #include "gradients.h"
+#include "correlated.h"
 #include "chunk.h"
 #undef NAME
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.scratch import scratch
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
+from flashmix.ops.recurrence.portable.correlated import long_rows, long_rows_of_transform, rows_left_out
 from flashmix.ops.recurrence.portable.decay.base import NoDecay, SlabDecay, matmul
 from flashmix.ops.recurrence.portable.decay.channel import ChannelDecay
 from flashmix.ops.recurrence.portable.decay.token import TokenDecay, token_factors
@@ -45,7 +46,8 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 
 def _kept_shapes(call: RecurrenceCall) -> dict[str, tuple[int, ...]]:
-    """The state each chunk starts from and the scores; of corrected rules `W` and `T`; with one decay per token its factors."""
+    """The state each chunk starts from and the scores; of corrected rules `W` and `T`, without its long rows; with one decay per token
+    its factors."""
     chunks, C, K, V = chunk_bound(call), chunk_size(call), call.K, call.V
     R, S = 2 if call.rule.corrected else 1, 2 if call.rule is Rule.DPLR else 1
     shapes: dict[str, tuple[int, ...]] = {"states": (chunks, K, V), "A": (chunks, R * C, S * C)}
@@ -87,11 +89,14 @@ def _forward_slab(
     W = kept["W"] if "W" in kept else scratch.tile(S, slab.count, C, V)
     if rule.raw:
         layout.load(call.v, slab, W[:, :C])
-    R = None  # (4.1): the target, or with raw writes A_ak V
+    R = T_long = None  # (4.1): the target, or with raw writes A_ak V
     if T is not None:
         transform_forward(A[:, C:, -C:], T)
+        T_long = long_rows_of_transform(call, layout, slab, T, long_rows(A[:, C:, -C:]))
         R = matmul(A[:, C:, :C], W[:, :C]) if rule.raw else layout.load(call.v, slab, scratch.tile(S, slab.count, C, V))
-    Z = state_forward(layout, slab, S, decay.total, rows, columns, T=T, R=R, W=decay.written(W), states=states)
+    Z = state_forward(
+        layout, slab, S, decay.total, rows, columns, T=T, T_long=T_long, R=R, W=decay.written(W), states=states
+    )
     layout.store(decay.output(Z[:, :C], A[:, :C], W, call.scale), slab, o)
 
 
@@ -131,8 +136,9 @@ def _backward_slab(
     W = kept["W"] if "W" in kept else layout.load(call.v, slab, scratch.tile(A, slab.count, C, call.V))
     dW = decay.within_backward(A[:, :C], W, dZ[:, :C])
     dread = decay.read_backward(dZ, rows, states)
+    T_long = None if T is None else long_rows_of_transform(call, layout, slab, T, rows_left_out(T))
     drows, dcolumns = state_backward(
-        layout, slab, dS, decay, rows, columns, T=T, states=states, W=decay.written(W), dZ=dread, dW=dW
+        layout, slab, dS, decay, rows, columns, T=T, T_long=T_long, states=states, W=decay.written(W), dZ=dread, dW=dW
     )
     X, Y = tiles.X, tiles.Y
     dX, dY = decay.keys_backward(rows.view_as(X), drows.view_as(X), columns.view_as(Y), dcolumns.view_as(Y))

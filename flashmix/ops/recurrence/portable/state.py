@@ -19,23 +19,24 @@ from flashmix.ops.recurrence.portable.layout import Layout, Slab
 
 def state_forward(
     layout: Layout, slab: Slab, S: Tensor, total: Tensor | None, rows: Tensor, columns: Tensor, T: Tensor | None,
-    R: Tensor | None, W: Tensor, states: Tensor | None,
+    T_long: Tensor | None, R: Tensor | None, W: Tensor, states: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Advances `S` over a slab and returns `Z`; with a `T` it fills the last `C` rows of `W` with `nu`.
 
-    `R` is the target of the correction. `states`, if given, is filled with the state that each chunk starts from.
+    `R` is the target of the correction, `T_long` the rows in float64 that `T` leaves out.
+    `states`, if given, is filled with the state that each chunk starts from.
     """
     C = layout.C
     Z = scratch.tile(W, *rows.shape[:2], W.shape[2])
-    tiles = (total, rows, columns.mT, T, R, Z, Z[:, -C:], W, W[:, -C:], states)
+    tiles = (total, rows, columns.mT, T, T_long, R, Z, Z[:, -C:], W, W[:, -C:], states)
     depths = zip(*(layout.depths(t, slab) for t in tiles), strict=True)
-    for decay, row, column, T_now, R_now, Z_now, U, W_now, nu, start in depths:
+    for decay, row, column, T_now, long_now, R_now, Z_now, U, W_now, nu, start in depths:
         S_now = S[: Z_now.shape[0]]
         if start is not None:
             start.copy_(S_now)
         torch.bmm(row, S_now, out=Z_now)
         if T_now is not None:
-            _product(T_now, U.add_(R_now), nu)
+            _product(T_now, long_now, U.add_(R_now), nu)
         if decay is not None:
             S_now *= decay
         S_now.baddbmm_(column, W_now)
@@ -44,7 +45,7 @@ def state_forward(
 
 def state_backward(
     layout: Layout, slab: Slab, dS: Tensor, decay: SlabDecay, rows: Tensor, columns: Tensor, T: Tensor | None,
-    states: Tensor, W: Tensor, dZ: Tensor, dW: Tensor,
+    T_long: Tensor | None, states: Tensor, W: Tensor, dZ: Tensor, dW: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Takes `dS` back over a slab; returns `d~X` and `d^Y`, adds the state's part to `dW`, and gives `decay` the gradient of its total.
 
@@ -53,14 +54,29 @@ def state_backward(
     C, axis = layout.C, decay.shared
     drows, dcolumns = scratch.tile(rows, *rows.shape), scratch.tile(columns, *columns.shape)
     kept, product = scratch.tile(states, slab.count, states.shape[3 - axis]), scratch.tile(dS, *dS.shape)
-    Tt = None if T is None else T.mT
-    tiles = (decay.total, rows.mT, columns, Tt, states, W, dZ, dZ[:, -C:], dW, dW[:, -C:], drows, dcolumns, kept)
+    Tt, Tt_long = (None if t is None else t.mT for t in (T, T_long))
+    tiles = (
+        decay.total,
+        rows.mT,
+        columns,
+        Tt,
+        Tt_long,
+        states,
+        W,
+        dZ,
+        dZ[:, -C:],
+        dW,
+        dW[:, -C:],
+        drows,
+        dcolumns,
+        kept,
+    )
     depths = zip(*(reversed(layout.depths(t, slab)) for t in tiles), strict=True)
-    for total, row, column, T_now, S, W_now, dZ_now, dR, dW_now, dnu, drow, dcolumn, kept_now in depths:
+    for total, row, column, T_now, long_now, S, W_now, dZ_now, dR, dW_now, dnu, drow, dcolumn, kept_now in depths:
         dS_now = dS[: S.shape[0]]
         dW_now.baddbmm_(column, dS_now)
         if T_now is not None:
-            _product(T_now, dnu, dR)
+            _product(T_now, long_now, dnu, dR)
         torch.bmm(W_now, dS_now.mT, out=dcolumn)
         torch.bmm(dZ_now, S.mT, out=drow)
         if total is not None:
@@ -71,9 +87,11 @@ def state_backward(
     return drows, dcolumns
 
 
-def _product(x: Tensor, y: Tensor, out: Tensor) -> None:
-    """`x @ y` into `out`; written to a part of a stacked tile, torch would make the products one by one."""
-    if out.is_contiguous():
+def _product(x: Tensor, exact: Tensor | None, y: Tensor, out: Tensor) -> None:
+    """`x @ y` into `out`, plus `exact @ y` in float64; written to a part of a stacked tile, torch would make the products one by one."""
+    if exact is None and out.is_contiguous():
         torch.bmm(x, y, out=out)
-    else:
+    elif exact is None:
         out.copy_(torch.bmm(x, y))
+    else:
+        torch.add(torch.bmm(x, y), torch.bmm(exact, y.double()), out=out)
