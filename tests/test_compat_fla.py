@@ -399,6 +399,17 @@ same(
 )
 
 
+def first_slots(x: Inputs) -> tuple[Tensor, Tensor]:
+    return x["S"][..., :4], x["S"][:, :, :4]
+
+
+same(  # the states do not fade before the first token
+    SLOTS,
+    lambda f, x: f(*names(x, "q k v s"), initial_state=first_slots(x), **ON),
+    lambda x: loops.slots(*names(x, "q k v"), *loops.additive_gate(x["s"])[:2], states=first_slots(x)),
+)
+
+
 def one_key_head(x: Inputs) -> Inputs:
     return {**x, **{n: x[n][:, :, :1] for n in ("k", "v", "s", "g_s")}}
 
