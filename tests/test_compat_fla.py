@@ -241,6 +241,8 @@ same(
         use_gate_in_kernel=True,
         A_log=x["A_log"],
         log_atk_scale=x["dt_bias"],
+        x=3.0,
+        eps=0.1,
     ),
     lambda x: (
         loops.preconditioned(
@@ -249,6 +251,8 @@ same(
             -x["A_log"].exp()[:, None] * softplus(x["raw_gk"]),
             *(x[n] for n in ("g_atk", "beta_atk", "beta")),
             x["dt_bias"][:, None],
+            x=3.0,
+            eps=0.1,
         )[0],
         None,
         None,
@@ -618,9 +622,9 @@ def test_lightnet_and_abc_go_on_from_a_state() -> None:
             "output_att",
         ),
         (
-            lambda x: fla.chunk_precond_kda(*names(x, "q k v gk g_atk beta_atk beta"), x=2.0),
+            lambda x: fla.chunk_precond_kda(*names(x, "q k v gk g_atk beta_atk beta"), cp_context=1),
             NotImplementedError,
-            "no x",
+            "no cp_context",
         ),
         (lambda x: fla.chunk_mesa_net(*names(x, "q k v")), AttributeError, "MesaNet"),
         (lambda x: fla.chunk_nothing, AttributeError, "chunk_nothing"),
