@@ -90,15 +90,15 @@ def dplr(q, k, v, a, b, gk=None, *, scale=None, S=None):
     return scanned(q, v, step, scale, S)
 
 
-def preconditioned(q, k, v, g, g_atk, beta_atk, beta, centre, *, scale=None, S=None, A=None):
+def preconditioned(q, k, v, g, g_atk, beta_atk, beta, centre, *, scale=None, S=None, A=None, x=1.5, eps=1e-6):
     A = torch.zeros_like(k[:, 0]) if A is None else A
     kept = [A]
 
     def step(S: Tensor, t: int) -> Tensor:
         A = g_atk[:, t, :, None].exp() * kept.pop() + beta_atk[:, t, :, None] * k[:, t] ** 2
         kept.append(A)
-        r = (A + 1e-6).log() - centre
-        write = k[:, t] * 1.5 ** (-r / (1 + r.abs()))
+        r = (A + eps).log() - centre
+        write = k[:, t] * x ** (-r / (1 + r.abs()))
         S = faded(S, g[:, t])
         return S + outer(write, beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
 

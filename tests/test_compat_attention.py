@@ -199,6 +199,14 @@ def test_kvcache_without_new_tokens(options: dict[str, Any], leftpad: Tensor | N
         check(o[n : n + 1], lambda *x, row=row: loops.attention(*x, **row), *parts)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_kvcache_leaves_lengths_to_the_caller(causal: bool) -> None:
+    q, k, v = qkv(1)
+    lengths = torch.tensor([3, 5])
+    two.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=lengths, causal=causal)
+    assert lengths.tolist() == [3, 5]
+
+
 def test_kvcache_of_one_length_and_of_none() -> None:
     q, k, v = qkv(1)
     assert torch.equal(two.flash_attn_with_kvcache(q, k, v), two.flash_attn_with_kvcache(q, k, v, cache_seqlens=TK))

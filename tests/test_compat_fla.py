@@ -241,6 +241,8 @@ same(
         use_gate_in_kernel=True,
         A_log=x["A_log"],
         log_atk_scale=x["dt_bias"],
+        x=3.0,
+        eps=0.1,
     ),
     lambda x: (
         loops.preconditioned(
@@ -249,6 +251,8 @@ same(
             -x["A_log"].exp()[:, None] * softplus(x["raw_gk"]),
             *(x[n] for n in ("g_atk", "beta_atk", "beta")),
             x["dt_bias"][:, None],
+            x=3.0,
+            eps=0.1,
         )[0],
         None,
         None,
@@ -396,6 +400,17 @@ same(
     SLOTS,
     lambda f, x: f(*names(x, "q k v s"), scale=0.4),
     lambda x: (loops.slots(*names(x, "q k v"), *loops.additive_gate(x["s"])[:2], scale=0.4)[0], None),
+)
+
+
+def first_slots(x: Inputs) -> tuple[Tensor, Tensor]:
+    return x["S"][..., :4], x["S"][:, :, :4]
+
+
+same(  # the states do not fade before the first token
+    SLOTS,
+    lambda f, x: f(*names(x, "q k v s"), initial_state=first_slots(x), **ON),
+    lambda x: loops.slots(*names(x, "q k v"), *loops.additive_gate(x["s"])[:2], states=first_slots(x)),
 )
 
 
@@ -607,9 +622,9 @@ def test_lightnet_and_abc_go_on_from_a_state() -> None:
             "output_att",
         ),
         (
-            lambda x: fla.chunk_precond_kda(*names(x, "q k v gk g_atk beta_atk beta"), x=2.0),
+            lambda x: fla.chunk_precond_kda(*names(x, "q k v gk g_atk beta_atk beta"), cp_context=1),
             NotImplementedError,
-            "no x",
+            "no cp_context",
         ),
         (lambda x: fla.chunk_mesa_net(*names(x, "q k v")), AttributeError, "MesaNet"),
         (lambda x: fla.chunk_nothing, AttributeError, "chunk_nothing"),

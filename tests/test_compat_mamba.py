@@ -120,6 +120,18 @@ def test_state_update_is_one_token_in_place(indices: Tensor | None, full: bool) 
         assert torch.equal(pool[1], kept[1])
 
 
+@pytest.mark.parametrize("indices", [None, torch.tensor([2, 0])], ids=["rows", "slots"])
+def test_state_update_of_a_half_precision_pool(indices: Tensor | None) -> None:
+    """A float16 state, which the step itself does not take, is rounded once per token."""
+    x = inputs()
+    state = torch.randn(B if indices is None else 3, H, P, N).half()
+    token = x["x"][:, 0], x["dt"][:, 0, :, None].expand(B, H, P), x["A"][:, None, None].expand(H, P, N)
+    wide = state.float()
+    wanted = mamba_ssm.selective_state_update(wide, *token, x["B"][:, 0], x["C"][:, 0], state_batch_indices=indices)
+    y = mamba_ssm.selective_state_update(state, *token, x["B"][:, 0], x["C"][:, 0], state_batch_indices=indices)
+    assert torch.equal(y, wanted) and torch.equal(state, wide.half())
+
+
 def test_state_update_refuses_the_first_mamba() -> None:
     x = inputs()
     state, token, A = x["state"], x["x"][:, 0], x["A"][:, None, None].expand(H, P, N)

@@ -182,6 +182,7 @@ def test_short_convolution_of_fla(bias: bool, final: bool) -> None:
     past = torch.randn(B, D, W)
     y, state = layer(x["x"], x["residual"], cache=past, output_final_state=True)
     torch.testing.assert_close(y, convolved(x["x"], taps, extra, past) + x["residual"])
+    torch.testing.assert_close(layer(x["x"], cache=past)[0], convolved(x["x"], taps, extra, past))
     short, state = layer(x["x"][:, :1], cache=past, output_final_state=True)
     torch.testing.assert_close(state, torch.cat([past[..., 1:], x["x"][:, :1].mT], -1))
     mask = torch.ones(B, T)

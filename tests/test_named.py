@@ -325,3 +325,11 @@ def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
     )
     with pytest.raises(ValueError, match="eps"):
         flashmix.normalised_linear_attention(q, k, v, eps=-1.0)
+
+
+def test_the_bound_of_the_preconditioner_is_positive() -> None:
+    q, gate = torch.rand(1, 3, 2, 4), torch.rand(1, 3, 2)
+    with pytest.raises(ValueError, match="bound must be positive, got 0"):
+        flashmix.preconditioned_gated_deltanet(q, q, q, gate, -gate, gate, -gate, bound=0.0)
+    plain, _ = flashmix.preconditioned_gated_deltanet(q, q, q, gate, -gate, gate, -gate, bound=1.0)
+    assert torch.equal(plain, flashmix.delta_rule(q, q, q, gate, -gate, write=q)[0])

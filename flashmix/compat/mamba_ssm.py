@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
@@ -129,11 +130,15 @@ def state_update(
     step = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
     B, C = (y.unsqueeze(1) if y.dim() == 2 else y for y in (B, C))
     v = (x * step.unsqueeze(-1)).to(x.dtype)
-    y = linear_attention_step(
-        *(C[:, None], B[:, None], v[:, None], state.mT, A[:, 0, 0] * step[:, None]),
-        scale=1.0,
-        state_indices=state_batch_indices,
-    )
+    if state.dtype == torch.float16:  # the step has none of this dtype: on a copy of the rows in float32
+        rows = slice(None) if state_batch_indices is None else state_batch_indices.long()
+        wide, slots = state[rows].float(), None
+    else:
+        rows, wide, slots = None, state, state_batch_indices
+    operands = C[:, None], B[:, None], v[:, None], wide.mT, A[:, 0, 0] * step[:, None]
+    y = linear_attention_step(*operands, scale=1.0, state_indices=slots)
+    if rows is not None:
+        state[rows] = wide.to(state.dtype)
     return _skip_and_gate(y[:, 0], x, D, z)
 
 

@@ -26,8 +26,7 @@ from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 States = tuple[Tensor, Tensor]
-BOUND = 1.5  # the preconditioner lies between 1 / BOUND and BOUND
-EPS = 1e-6
+BOUND, EPS = 1.5, 1e-6
 LOG_SCALE = -0.2
 
 
@@ -35,6 +34,8 @@ class PreconditionedOptions(TypedDict, total=False):
     """The options of both functions."""
 
     log_scale: Tensor | float
+    bound: float
+    eps: float
     scale: float | None
     initial_state: States | None
     return_state: bool
@@ -51,6 +52,8 @@ def _preconditioned(
     curvature: tuple[Tensor, Tensor],
     *,
     log_scale: Tensor | float = LOG_SCALE,
+    bound: float = BOUND,
+    eps: float = EPS,
     scale: float | None = None,
     initial_state: States | None = None,
     return_state: bool = False,
@@ -59,6 +62,8 @@ def _preconditioned(
 ) -> tuple[Tensor, States | None]:
     """Both rules, by the shape of `log_decay`; `curvature` is `curvature_beta` and `curvature_log_decay`."""
     curvature_beta, curvature_log_decay = curvature
+    if not bound > 0:
+        raise ValueError(f"bound must be positive, got {bound}")
     packing = check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     check_per_head("curvature_beta", curvature_beta, "q", q, B, T, H)
@@ -73,8 +78,8 @@ def _preconditioned(
     squares = curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square()
     A_t, A = scan(squares, curvature_log_decay, initial_state=A, **options)
     centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
-    r = torch.log(A_t + EPS) - centre
-    write = (k.to(wide) * torch.exp(-math.log(BOUND) * r / (1 + r.abs()))).to(k.dtype)
+    r = torch.log(A_t + eps) - centre
+    write = (k.to(wide) * torch.exp(-math.log(bound) * r / (1 + r.abs()))).to(k.dtype)
     o, S = delta_rule(
         q, k, v, beta, log_decay, write=write, scale=scale, initial_state=S, return_state=return_state, **options
     )
@@ -95,16 +100,18 @@ def preconditioned_gated_deltanet(
 ) -> tuple[Tensor, States | None]:
     """Preconditioned Gated DeltaNet: writes are weaker along channels that recent keys have used much.
 
-        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + 1e-6) - log_scale;  M_t = 1.5^{-r / (1 + |r|)}
+        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + eps) - log_scale;  M_t = bound^{-r / (1 + |r|)}
         S = e^{g_t} S_{t-1};  S_t = S + (M_t * k_t) beta_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
 
-    With `beta` up to `2 / 1.5` and keys of length 1 the state stays bounded.
+    With `beta` up to `2 / bound` and keys of length 1 the state stays bounded.
 
     Args:
         log_decay: `g` `[B, T, HV]`.
         curvature_beta: `beta'` `[B, T, H]`.
         curvature_log_decay: `g'`, at most 0, `[B, T, H]`.
         log_scale: the logarithm of the curvature at which a key is unchanged: a number, or `[H]`.
+        bound: the preconditioner `M` lies between its inverse and it.
+        eps: added to the curvature before the logarithm.
         initial_state: `(S, A)`, `([N, HV, K, V], [N, H, K])`, float32 (float64 for float64 inputs).
 
     Source: Preconditioned DeltaNet, 2026 (arXiv 2604.21100).
@@ -134,7 +141,7 @@ def preconditioned_kda(
 ) -> tuple[Tensor, States | None]:
     """Preconditioned Kimi Delta Attention: `preconditioned_gated_deltanet` with a per-channel decay, `log_decay` `[B, T, HV, K]`.
 
-        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + 1e-6) - log_scale;  M_t = 1.5^{-r / (1 + |r|)}
+        A_t = e^{g'_t} A_{t-1} + beta'_t k_t^2;  r = log(A_t + eps) - log_scale;  M_t = bound^{-r / (1 + |r|)}
         S = diag(e^{g_t}) S_{t-1};  S_t = S + (M_t * k_t) beta_t (v_t - S^T k_t)^T;  o_t = scale S_t^T q_t
 
     Source: Preconditioned DeltaNet, 2026 (arXiv 2604.21100).

@@ -212,7 +212,7 @@ def gated_oja_rule(
 
 
 _CURVED = "initial_A_state=None output_final_state=False"
-_CONSTANTS = "!x=1.5 !eps=1e-06 log_atk_scale=None"
+_CONSTANTS = "x=1.5 eps=1e-06 log_atk_scale=None"
 
 
 @FLA.function(
@@ -254,6 +254,8 @@ def preconditioned(
     output_final_state: bool,
     transpose_state_layout: bool,
     log_atk_scale: Tensor | None,
+    x: float,
+    eps: float,
     cu_seqlens: Tensor | None,
     scale: float | None,
     gk: Tensor | None = None,
@@ -266,7 +268,7 @@ def preconditioned(
     """`flashmix.preconditioned_gated_deltanet` and `preconditioned_kda`: `(o, state, curvature)`; the norm is on by default."""
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     if v.shape[2] != q.shape[2] and g_atk.shape[2] == v.shape[2]:  # one curvature per value head
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q, k = (y.repeat_interleave(v.shape[2] // y.shape[2], 2) for y in (q, k))
     parts = [] if g is None else [decay(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)]
     if gk is not None:
         parts = [gk + parts[0][..., None] if parts else gk]
@@ -277,6 +279,8 @@ def preconditioned(
     o, state = rule(
         *(q, k, v, per_head("precond", beta, v), parts[0], beta_atk, g_atk),
         **optional,
+        bound=x if x > 0 else 1.0,
+        eps=eps,
         scale=scale,
         initial_state=start,
         return_state=output_final_state,
