@@ -1,8 +1,8 @@
 """flashmix mixes tokens fast: one recurrence and one attention, and every published mechanism as a call of them."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from flashmix.hf.accelerate import accelerate
 from flashmix.mechanisms.registry import functions
 from flashmix.op.checks import checks
 from flashmix.op.choose import Explanation, explain
@@ -27,6 +27,8 @@ from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 from flashmix.ops.token_shift.op import token_shift
 
 if TYPE_CHECKING:
+    from flashmix import hf as hf
+    from flashmix.hf.accelerate import accelerate
     from flashmix.mechanisms import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
@@ -70,3 +72,12 @@ __all__ = [
     "write_strength",
     *functions(),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`accelerate` and `hf`, which are imported when they are first asked for."""
+    if name not in ("accelerate", "hf"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    adapters = import_module("flashmix.hf")
+    globals().update(hf=adapters, accelerate=adapters.accelerate)
+    return globals()[name]
