@@ -29,7 +29,7 @@ def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
     """The complaints of each check, by the ranks of the group of three, and of four for the bytes."""
     found = {}
     for name, its in CHECKS.items():
-        ranks = 4 if name.startswith("bytes") else 3
+        ranks = 4 if name.startswith(("bytes", "mesh")) else 3
         if rank < ranks:
             found[name] = its(groups[ranks])
     return found
@@ -149,6 +149,10 @@ def errors(group: Any) -> list[str]:
     for words, call, arguments in wrong:
         if not refuses(call, arguments, words):
             found.append(f"no error {words!r}")
+    with counted() as sent:
+        choice = flashmix.explain(flashmix.short_conv, x, torch.rand(8, 4), cu_seqlens=shard).choice
+    if sent or choice != "portable":
+        found.append("explain must name the implementation and send nothing")
     try:
         whole.shard("gloo")  # type: ignore[arg-type]
         found.append("a group must be one")
@@ -234,6 +238,47 @@ def repeated(group: Any) -> list[str]:
         for name, (t, _) in both[0].items():
             if not torch.equal(t, both[1][name][0]):
                 found.append(f"{case.name}: {name}")
+    return found
+
+
+@check
+def mesh(group: Any) -> list[str]:
+    """A mesh of one dimension is a group; one of two is not."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = Packing.from_lengths(LENGTHS)
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    shard = whole.shard(both["context"], order="zigzag")
+    x = torch.arange(sum(LENGTHS))
+    found = [] if torch.equal(shard.gather(shard.take(x, 0), 0), x) and shard.ranks == 2 else ["a mesh is a group"]
+    return found if refuses(whole.shard, {"group": both}, "a mesh of one dimension") else [*found, "two dimensions"]
+
+
+@check
+def parts_of_a_gradient(group: Any) -> list[str]:
+    """A gradient of the values alone, from the final states alone; and under autocast, where states are joined in float32."""
+    found, T = [], sum(LENGTHS)
+    torch.manual_seed(0)
+    whole = Packing.from_lengths([T])  # passes through a rank
+    shard = whole.shard(group)
+    q, v, beta = normal(1, T, 2, 4), normal(1, T, 2, 4), torch.rand(1, T, 2, dtype=torch.float64)
+    k = flashmix.l2_norm(q)
+
+    def final(packing: Packing, take: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        given = [take(x).to(dtype) for x in (q, k, v, beta)]
+        given[2].requires_grad_()
+        state = flashmix.delta_rule(*given, return_state=True, cu_seqlens=packing)[1]
+        assert state is not None
+        (grad,) = torch.autograd.grad((state if packing is whole else state[shard.ends]).sum(), given[2])
+        return state.detach(), grad
+
+    have, want = final(shard, shard.take, torch.float64), final(whole, lambda x: x.clone(), torch.float64)
+    found += far("gradient of the final states", have[1], shard.take(want[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        have, want = final(shard, shard.take, torch.float32), final(whole, lambda x: x.clone(), torch.float32)
+    error = (have[0][shard.ends] - want[0][pieces(shard)][shard.ends]).abs()
+    if error.numel() and error.max() > 64 * torch.finfo(torch.float32).eps * want[0].abs().max():
+        found.append(f"states under autocast: {float(error.max())}")
     return found
 
 

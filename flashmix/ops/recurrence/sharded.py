@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashmix.op import autograd
-from flashmix.op.call import Outputs
+from flashmix.op.call import Outputs, plainly
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
@@ -33,7 +33,8 @@ def run(call: RecurrenceCall, impl: str, asked: str) -> Outputs:
         return o, state
     chosen = choose(asked, op.RECURRENCE.implementations, local, impl).name
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors())
-    return Joined.apply(call, shard, impl, chosen, gradient, *call.tensors())
+    with plainly(call.device):  # autocast would fold in 16 bits
+        return Joined.apply(call, shard, impl, chosen, gradient, *call.tensors())
 
 
 class Joined(torch.autograd.Function):
@@ -61,7 +62,14 @@ class Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, shard = ctx.saved_tensors, ctx.shard
+        saved = ctx.saved_tensors  # once: checkpoints make them again
+        with plainly(saved[0].device):
+            return Joined.gradients(ctx, saved, do, dstate)
+
+    @staticmethod
+    def gradients(ctx: Any, saved: Outputs, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the call's tensors, in two passes with the exchange between them."""
+        shard = ctx.shard
         call = RecurrenceCall.make({**ctx.values, **dict(zip(ctx.given, saved, strict=False))})
         kept = saved[len(ctx.given) :][: ctx.kept]
         M = dict(zip(ctx.links, saved[len(ctx.given) + ctx.kept :], strict=True))
