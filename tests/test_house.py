@@ -165,6 +165,8 @@ def modules_with_examples() -> list[str]:
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_of_docstrings_run(name: str) -> None:
     torch.manual_seed(0)
+    if name == "flashmix.hf.decoder":
+        pytest.importorskip("transformers", reason="needs the extra `hf`: transformers is not installed")
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.attempted and not result.failed
@@ -194,6 +196,8 @@ def test_code_in_documents_runs(path: Path) -> None:
     names: dict[str, object] = {}
     torch.manual_seed(0)
     for index, block in enumerate(python_blocks(path.read_text())):
+        if "from transformers" in block:
+            pytest.importorskip("transformers", reason="needs the extra `hf`: transformers is not installed")
         label = f"{path.name}, block {index + 1}"
         if ">>>" in block:
             block = block if missing() is None else block.replace("native, ", "")
