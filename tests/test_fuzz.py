@@ -88,6 +88,7 @@ def test_one_case_in_one_command() -> None:
     assert done.returncode == 0 and done.stdout.endswith("no defect\n"), done.stdout + done.stderr
 
 
+@pytest.mark.whole
 def test_two_workers_share_the_indices() -> None:
     command = [sys.executable, "-m", "fuzz", "--seed", "1", "--calls", "60", "--workers", "2", "--ops", "rotary,swiglu"]
     done = subprocess.run(command, cwd=TESTS, env=environment(), capture_output=True, text=True, timeout=120)
