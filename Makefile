@@ -25,7 +25,7 @@ train: $(VENV)/has-train
 	$(BIN)/flashmix train $(ARGS)
 
 test: $(VENV)/has-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/has-dev
 	$(BIN)/ruff format --check .

@@ -1,4 +1,5 @@
-"""Shared by all tests: two threads, as on the smallest supported machine; fresh memory is NaN, so that nothing unwritten is read.
+"""Shared by all tests: two threads, as on the smallest supported machine, or one in each of several workers; fresh memory is NaN, so that
+nothing unwritten is read.
 
 Tests marked `gpu` run where there is a CUDA device. Tests marked `interpreted` run their kernels in Triton's interpreter;
 that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py).
@@ -19,7 +20,8 @@ import torch
 if TYPE_CHECKING:
     from flashmix.train.folder import TrainConfig
 
-torch.set_num_threads(2)
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+torch.set_num_threads(THREADS)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -45,9 +47,9 @@ def nan_filled_memory():
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """However many threads a test sets, the next one finds two."""
+    """However many threads a test sets, the next one finds as many as the first."""
     yield
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

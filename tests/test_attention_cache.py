@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmix import Packing, explain
 from flashmix.ops.attention import softmax_attention
-from flashmix.ops.attention_cache import KVCache, attention_with_cache
+from flashmix.ops.attention_cache import KVCache, attention_with_cache, op
 from flashmix.ops.attention_cache.call import AttentionCacheCall
 from flashmix.ops.attention_cache.op import ATTENTION_CACHE
 from flashmix.ops.rotary.op import rotary, rotary_table
@@ -213,6 +213,16 @@ def test_a_page_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"cache.page_table must name pages between 0 and 29"):
         attention_with_cache(q, cache, k, v)
     attention_with_cache(q[:, :10], cache, k[:, :10], v[:, :10])  # which does not need it
+
+
+@pytest.mark.parametrize("apart", [lambda x: x[..., :1].expand(x.shape), lambda x: x.mT.contiguous().mT])
+def test_kernels_refuse_a_cache_whose_channels_lie_apart(apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used it where it lay, as if they did not: wrong results from memory beyond it."""
+    monkeypatch.setattr(op, "triton_refuses_first", lambda call: None)
+    cache = KVCache.contiguous(2, 8, 2, 16)
+    cache.values = apart(cache.values)
+    taken = explain(attention_with_cache, torch.randn(2, 1, 4, 16), cache)
+    assert taken.choice == "portable" and "channels" in str(taken.reasons["triton"])
 
 
 def test_opcheck_and_explain() -> None:

@@ -24,6 +24,11 @@ def qkv(queries: int = TQ, keys: int = TK) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, queries, HQ, D), torch.randn(B, keys, H, D), torch.randn(B, keys, H, D)
 
 
+def random_slopes(*shape: int) -> Tensor:
+    """The same at each start, since they are part of a test's name."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
 def check(got: Tensor, loop: Callable[..., Any], *tensors: Tensor, lse: bool = False) -> None:
     wide, narrow = loop(*(x.double() for x in tensors)), loop(*tensors)
     place = 1 if lse else 0
@@ -63,7 +68,7 @@ def test_lse_of_a_query_that_sees_nothing(library: Any) -> None:
     check(lse.masked_fill(lse.isinf(), -torch.inf), lambda *x: loops.attention(*x, causal=True), q, k, v, lse=True)
 
 
-@pytest.mark.parametrize("slopes", [torch.rand(HQ), torch.rand(B, HQ)], ids=["H", "BH"])
+@pytest.mark.parametrize("slopes", [random_slopes(HQ), random_slopes(B, HQ)], ids=["H", "BH"])
 def test_alibi(slopes: Tensor) -> None:
     q, k, v = qkv()
     o, lse, _ = two.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, return_attn_probs=True)
@@ -180,8 +185,8 @@ def test_kvcache_appends_and_attends(library: Any, causal: bool, pages: bool, in
         {},
         {"window_size": (2, 1)},
         {"causal": True, "window_size": (3, 0), "softcap": 2.0},
-        {"causal": True, "alibi_slopes": torch.rand(B, HQ)},
-        {"causal": True, "alibi_slopes": torch.rand(HQ)},
+        {"causal": True, "alibi_slopes": random_slopes(B, HQ)},
+        {"causal": True, "alibi_slopes": random_slopes(HQ)},
     ],
     ids=str,
 )

@@ -8,30 +8,19 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-LONG = "test_recurrence_gpu.py"  # about as long as all others together
+LONGEST = TESTS / "test_recurrence_gpu.py"
 
 
-def test_kernels_in_the_interpreter():
-    """In two processes at once, one thread each: they are most of the suite's longest test."""
+@pytest.mark.parametrize("files", [[LONGEST], [TESTS, f"--ignore={LONGEST}"]], ids=["recurrence", "others"])
+def test_kernels_in_the_interpreter(files: list[object]) -> None:
+    """In a process of its own, since triton decides by the environment when it is imported; two tests, so that two workers share them."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreted"]
-    parts = ([str(TESTS / LONG)], [str(TESTS), f"--ignore={TESTS / LONG}"])
-    running = [
-        subprocess.Popen(
-            [*command, *part],
-            env=environment,
-            cwd=TESTS.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for part in parts
-    ]
-    try:
-        for process in running:
-            printed, _ = process.communicate(timeout=600)
-            assert process.returncode in (0, 5), printed[-8000:]
-    finally:
-        for process in running:
-            process.kill()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "interpreted", *map(str, files)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

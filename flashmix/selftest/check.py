@@ -8,10 +8,13 @@ which has no definition of its own, both are plain PyTorch (`impl="portable"`).
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from flashmix.selftest.definitions import DEFINITIONS, flattened, packed
 Results = dict[str, Tensor]
 # Convolution, length, gates, write, read, norm: the most stages that an op rounds after. A gradient passes them twice.
 STAGES = 6
+PROCESSES = 12  # that compile at once for a GPU
 # Axes of the tiny call: channels per head, positions, half of a rotated head, channels of rows, a vocabulary; q, k and v of two heads.
 SIZES = {"K": 32, "P": 256, "R": 16, "D": 64, "M": 100, "C": 192}
 ENDS = (0, 5, 5, 69, 150)  # of packed sequences: short, empty, one of a chunk's length, a longer one
@@ -214,17 +218,31 @@ def around(op: str, impl: str) -> str:
     return f"""go around it: {op}(..., impl="portable"), or FLASHMIX_AVOID={impl} in the environment for all ops and models"""
 
 
+def verdicts_of(op: str, device: torch.device) -> list[Verdict]:
+    """`check_op`, where an error of the reference or of the choice is a verdict too."""
+    try:
+        return check_op(op, device)
+    except Exception as error:
+        return [Verdict("portable", failure=f"{type(error).__name__}: {first_line(error)}")]
+
+
+def checked(device: torch.device) -> Iterator[tuple[str, list[Verdict]]]:
+    """The verdicts op by op: on a GPU, where nearly all the time is the kernels' compilation, of some processes at once."""
+    ops = list(public_ops())
+    if device.type == "cpu":
+        yield from ((op, verdicts_of(op, device)) for op in ops)
+        return
+    with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        yield from zip(ops, pool.map(partial(verdicts_of, device=device), ops), strict=True)
+
+
 def check(write: Callable[[str], None] = print) -> bool:
     """Checks all ops on the CPU and each GPU, one line per op as soon as it is done; True if all are within their budgets."""
     start, done, failed = time.perf_counter(), 0, 0
     devices = [torch.device("cpu"), *(torch.device("cuda", gpu.index) for gpu in arch.gpus())]
     for device in devices:
         write(f"on {device}: the largest error of each implementation, as a part of its budget (1.00 is all of it)")
-        for op in public_ops():
-            try:
-                verdicts = check_op(op, device)
-            except Exception as error:  # of the reference, or of the choice
-                verdicts = [Verdict("portable", failure=f"{type(error).__name__}: {first_line(error)}")]
+        for op, verdicts in checked(device):
             if not verdicts:
                 continue
             done += 1

@@ -30,6 +30,11 @@ def features(draw: Draw, heads_q: int) -> Tensors:
     return x
 
 
+def logit_steps(options: dict[str, Any], K: int) -> int:
+    """Rounding steps for the logits of random queries and keys: their size, `scale sqrt(K)`, multiplies the rounding of exponents."""
+    return max(0, round(abs(options.get("scale", 0.0)) * K**0.5) - 1)
+
+
 def shared_options(draw: Draw) -> dict[str, Any]:
     """Scale, window and softcap."""
     options: dict[str, Any] = {}
@@ -93,7 +98,7 @@ def drawn(draw: Draw) -> Sample:
         per_row=own,
         lengths=lengths,
         packs=True,
-        steps=2,
+        steps=2 + logit_steps(options, K),
         causal=causal and not other_keys,
         loose=frozenset({"batch", "packed", "prefix"}) if min(K, V) == 1 else frozenset(),  # products with a vector
         laws=frozenset({"repeat", "batch", "layout", "prefix"} | ({"packed"} if not other_keys else set())),
@@ -183,7 +188,7 @@ def drawn_cache(draw: Draw) -> Sample:
         packs=True,
         gradient=False,
         written=("cache_keys", "cache_values", "cache_lengths") if appends else (),
-        steps=3,
+        steps=3 + logit_steps(options, K),
         laws=frozenset({"repeat", "layout"}),
     )
 

@@ -156,6 +156,8 @@ def cancelled(have: Tensor, want: Tensor, exact: Tensors, budget: float) -> bool
         default=0.0,
     )
     scale = max(scale, 1.0)  # that of what flows back
+    largest = max(t.numel() for t in exact.values())
+    scale *= max(1.0, largest / max(1, want.numel())) ** 0.5  # a sum of so many of them
     return (
         want.abs().max().item() <= CANCELLED * scale
         and (have.double() - want).abs().max().item() <= TERMS * budget * scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,9 @@ def drawn_norm(draw: Draw, op: str) -> Sample:
     both = op != "l2_norm" and draw.chance(0.3)
     shown = options | ({"return_residual": True} if both else {})
     means = partial(_norm, op, options, both)
-    return by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=3, loose=LOOSE)
+    sample = by_rows(op, x, means, dtype, "x", options=shown, axes=("token", "token")[: 1 + both], steps=3, loose=LOOSE)
+    # of one channel its gradient is eps / (x^2 + eps) of two numbers that cancel
+    return replace(sample, fixed=frozenset({"x"})) if op == "l2_norm" and D == 1 else sample
 
 
 def _norm(op: str, options: dict[str, Any], both: bool, x: Tensors) -> list[Tensor]:

@@ -25,7 +25,16 @@ from flashmix.ops.attention_cache.call import AttentionCacheCall
 from flashmix.ops.rotary.op import rotary as rotate
 from flashmix.ops.rotary.op import rotary_qk
 
-IMPLEMENTATIONS = implementations("attention_cache", triton_refuses_first)
+
+def triton_supports(call: AttentionCacheCall) -> str | None:
+    """The reason why Triton cannot run the call, None if it can: a cache is used where it lies, so its channels must lie side by side."""
+    apart = any(x.shape[3] > 1 and x.stride(3) != 1 for x in (call.keys, call.values))
+    return triton_refuses_first(call) or (
+        "the channels of the cache do not lie side by side in memory" if apart else None
+    )
+
+
+IMPLEMENTATIONS = implementations("attention_cache", triton_supports)
 ATTENTION_CACHE = Op("attention_with_cache", AttentionCacheCall, IMPLEMENTATIONS, outputs=2)
 
 

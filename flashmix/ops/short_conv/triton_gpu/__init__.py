@@ -117,7 +117,7 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
 
 def _spans(programs: int, each: int, rows: int) -> int:
     """Into how many spans `rows` are cut, so that `each` programs a span come out even where `programs` run at once."""
-    most = max(1, programs // each)
+    most = max(1, programs // max(each, 1))  # none in a batch of 0
     if most > 3:
         return most
     return min(range(1, max(2, min(9, rows // SHORT))), key=lambda spans: cdiv(spans * each, programs) / spans)
