@@ -36,7 +36,7 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
         return "it needs at least one token"
     if call.tokens >= 2**28:
         return f"its coordinates reach 2^28 tokens, got {call.tokens}"
-    return gpu.hopper_refuses(call.device, call.dtype)
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16,))
 
 
 def _native_supports(call: RecurrenceCall) -> str | None:
