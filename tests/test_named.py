@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget, relative_errors
+from paper_cases import WIDE
 from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
@@ -21,19 +22,6 @@ STAGES = 5
 SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4}
 NAMES = list(MECHANISMS)
 GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
-# float32 whatever the dtype of the rest, as models have them
-WIDE = (
-    "beta",
-    "log_decay",
-    "log_forget",
-    "dt",
-    "A_log",
-    "D",
-    "bonus",
-    "curvature_beta",
-    "curvature_log_decay",
-    "log_scale",
-)
 pytestmark = pytest.mark.usefixtures("one_thread")
 EPS64, EPS32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 
