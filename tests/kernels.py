@@ -88,7 +88,9 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(gpu, "target", lambda device: target),
         mock.patch.object(gpu, "refuses", lambda device, dtype: None),
-        mock.patch.object(gpu, "hopper_refuses", lambda device, dtype: None if capability == (9, 0) else "not Hopper"),
+        mock.patch.object(
+            gpu, "hopper_refuses", lambda device, dtype, dtypes: None if capability == (9, 0) else "not Hopper"
+        ),
     ):
         yield launches
 

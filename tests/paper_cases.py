@@ -53,6 +53,19 @@ STEPS = {"q": "B T H K", "k": "B T n H K", "v": "B T n HV V", "beta": "B T n HV"
 MAMBA = {"x": "B T HV V", "dt": "B T HV", "A_log": "HV", "B": "B T H K", "C": "B T H K", "D": "HV"}
 RWKV7 = {"r": "B T H K", "log_decay": "B T HV K", "k": "B T H K", "v": "B T HV V", "kk": "B T H K", "a": "B T H K"}
 CURVATURE = {"curvature_beta": "B T H", "curvature_log_decay": "B T H", "log_scale": "H"}
+# Arguments that are float32 whatever the dtype of the rest, as models have them
+WIDE = (
+    "beta",
+    "log_decay",
+    "log_forget",
+    "dt",
+    "A_log",
+    "D",
+    "bonus",
+    "curvature_beta",
+    "curvature_log_decay",
+    "log_scale",
+)
 BETA, BY_TOKEN, BY_CHANNEL = {"beta": "B T HV"}, {"log_decay": "B T HV"}, {"log_decay": "B T HV K"}
 
 

@@ -161,6 +161,17 @@ def test_a_dtype_or_device_that_no_one_runs_is_a_no() -> None:
             flashmix.explain(getattr(flashmix, op), **call)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_the_dtypes_of_hopper_kernels_in_words(dtype: torch.dtype) -> None:
+    q, beta = torch.ones(1, 5, 1, 128, dtype=dtype), torch.ones(1, 5, 1)
+    reason = flashmix.explain(flashmix.delta_rule, q, q, q, beta).reasons["gluon"]
+    assert reason is not None
+    if dtype == torch.float16:
+        assert reason.startswith("it scales operands by decays, of which float16 has none")
+    else:
+        assert reason == f"its kernels take bfloat16, got {dtype}"
+
+
 def test_the_table_has_a_row_for_each_op() -> None:
     lines = table(FOUND).splitlines()
     assert lines[0] == "| op | forward | backward | packed | state | step | dtypes | implementations |"

@@ -154,6 +154,29 @@ def test_packings_do_not_recompile() -> None:
     assert counts[-1] == counts[2] <= 3, f"one for the first, any number, a single one; got {counts}"
 
 
+def test_exports_with_a_dynamic_length() -> None:
+    """One program for all lengths, past the rows of the table of angles that a module keeps too; the module is left as it was."""
+    model = make_model("hybrid")
+    model.blocks = model.blocks[-2:]  # a recurrence and attention
+    tokens, lengths = some_tokens(1, 8), {1: torch.export.Dim("T", min=2, max=4096)}
+    with torch.no_grad():
+        program = torch.export.export(model, (tokens,), dynamic_shapes=(lengths,), strict=False).module()
+        for length in (2, 8, 300):
+            tokens = some_tokens(1, length)
+            assert_same(program(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shapes_without_data(name: str) -> None:
+    """All tensors are on "meta": logits and the loss, and a gradient of every parameter."""
+    model = Decoder(preset(f"{name}_nano", vocab_size=50), device="meta")
+    tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    logits, loss = model(tokens), model(tokens, targets=tokens)
+    assert logits.is_meta and logits.shape == (2, 5, 50) and loss.is_meta and loss.shape == ()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.whole) if p == "gla" else p for p in PRESETS])
 def test_learns(name: str) -> None:
     model, tokens = make_model(name, torch.float32), some_tokens(2, 17)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget, relative_errors
+from paper_cases import WIDE
 from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
 import flashmix
+from flashmix.gpu import device as gpu
 from flashmix.mechanisms.registry import functions
 
 # What an implementation rounds where the loop does not: after scores, transform, state and output, and, for mechanisms
@@ -21,19 +23,6 @@ STAGES = 5
 SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4}
 NAMES = list(MECHANISMS)
 GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
-# float32 whatever the dtype of the rest, as models have them
-WIDE = (
-    "beta",
-    "log_decay",
-    "log_forget",
-    "dt",
-    "A_log",
-    "D",
-    "bonus",
-    "curvature_beta",
-    "curvature_log_decay",
-    "log_scale",
-)
 pytestmark = pytest.mark.usefixtures("one_thread")
 EPS64, EPS32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
 
@@ -333,3 +322,45 @@ def test_the_bound_of_the_preconditioner_is_positive() -> None:
         flashmix.preconditioned_gated_deltanet(q, q, q, gate, -gate, gate, -gate, bound=0.0)
     plain, _ = flashmix.preconditioned_gated_deltanet(q, q, q, gate, -gate, gate, -gate, bound=1.0)
     assert torch.equal(plain, flashmix.delta_rule(q, q, q, gate, -gate, write=q)[0])
+
+
+@pytest.mark.parametrize("impl", ["native", "portable"])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_states_are_as_precise_as_float32(name: str, impl: str) -> None:
+    """What an op makes of its arguments reaches the state unrounded."""
+    x = make_inputs(name, torch.bfloat16)
+    exact = run_op(name, {n: t.double() for n, t in x.items()})[1:]
+    single = run_op(name, {n: t.float() for n, t in x.items()}, impl="portable")[1:]
+    try:
+        found = run_op(name, x, impl=impl)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert found[0].dtype == torch.bfloat16
+    for state, reference, baseline in zip(found[1:], exact, single, strict=True):
+        assert_within_budget(name, state, reference, baseline, torch.float32, STAGES)
+
+
+@pytest.mark.parametrize("name", ["comba", "gated_deltanet2", "hgrn2", "mamba2", "oja", "qdelta", "rwkv7"])
+def test_kernels_take_half_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a CPU the operands stay in their dtype, and the kernels of that dtype are taken."""
+    monkeypatch.setattr(gpu, "refuses", lambda device, dtype: None if dtype == torch.bfloat16 else f"got {dtype}")
+    x = {n: t.to("meta") for n, t in make_inputs(name, torch.bfloat16).items()}
+    assert flashmix.explain(call, name, x).choice == "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_of_half_precision_mean_their_numbers(name: str, dtype: torch.dtype) -> None:
+    """Nothing is computed in the dtype of a gate: the same numbers in float32 give the same bits."""
+    x = make_inputs(name, torch.float32)
+    gates = {n: t.to(dtype) for n, t in x.items() if n in WIDE or n.endswith("_gate")}
+    half, single = run_op(name, x | gates), run_op(name, x | {n: t.float() for n, t in gates.items()})
+    assert all(map(torch.equal, half, single))
+
+
+@pytest.mark.parametrize("shape", [(1, 9, 2), (1, 9, 2, 16)])
+def test_gates_of_half_precision_in_the_untied_delta_rule(shape: tuple[int, ...]) -> None:
+    q, k, v = torch.randn(3, 1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
+    beta, decay = torch.rand(1, 9, 2).bfloat16(), -torch.rand(shape).bfloat16()
+    o, _ = flashmix.delta_rule(q, k, v, beta, decay, write=k)
+    assert torch.equal(o, flashmix.delta_rule(q, k, v, beta.float(), decay.float(), write=k)[0])

@@ -272,7 +272,7 @@ def compiled_kernels() -> int:
     from flashmix.ops.recurrence import triton_gpu
 
     packages = [triton_gpu]
-    if card.hopper_refuses(torch.device(DEVICE), BF16) is None:
+    if card.hopper_refuses(torch.device(DEVICE), BF16, (BF16,)) is None:
         packages.append(import_module("flashmix.ops.recurrence.gluon_hopper"))
     modules = [import_module(f"{p.__name__}.{module.name}") for p in packages for module in iter_modules(p.__path__)]
     modules.append(import_module("flashmix.ops.recurrence.step.triton_gpu"))

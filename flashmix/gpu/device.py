@@ -62,10 +62,11 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @constant_when_compiled
-def hopper_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why kernels in Gluon for Hopper (`gpu/hopper.py`) cannot run half-precision tensors on `device`; None if they can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernels take bfloat16 and float16, got {dtype}"
+def hopper_refuses(device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why kernels in Gluon for Hopper (`gpu/hopper.py`) that take `dtypes` cannot run tensors of `dtype` on `device`; None if they can."""
+    if dtype not in dtypes:
+        names = " and ".join(str(known).removeprefix("torch.") for known in dtypes)
+        return f"its kernels take {names}, got {dtype}"
     if interpreted() or device.type != "cuda":
         return f"it needs tensors on a CUDA device, got {device}"
     if target(device).capability != (9, 0):

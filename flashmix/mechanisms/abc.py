@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_states, scan
+from flashmix.mechanisms.common import check_states, scan, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
@@ -22,6 +22,7 @@ NormalisedStates = tuple[Tensor, Tensor, Tensor]
 
 
 @public
+@unrounded("q", "k", "v", "s")
 def abc(
     q: Tensor,
     k: Tensor,

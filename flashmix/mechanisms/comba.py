@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import EngineOptions, Result, engine_options
+from flashmix.mechanisms.common import EngineOptions, Result, engine_options, unrounded
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
@@ -19,6 +19,7 @@ from flashmix.ops.recurrence.call import check_operands
 
 @public
 @engine_options
+@unrounded("q", "k", "p", "v")
 def comba(
     q: Tensor, k: Tensor, p: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, **options: Unpack[EngineOptions]
 ) -> Result:

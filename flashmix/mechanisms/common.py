@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
-from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.dtypes import autocast_dtype, product_dtype, state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 
 Result = tuple[Tensor, Tensor | None]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StateOptions(TypedDict, total=False):
@@ -34,6 +38,32 @@ class EngineOptions(StateOptions, total=False):
 
 # For a mechanism that hands `**options: Unpack[EngineOptions]` (or `StateOptions`) on to `linear_attention`, `delta_rule` or `dplr`.
 engine_options = hands_on(linear_attention, EngineOptions.__annotations__)
+
+
+def unrounded(*operands: str) -> Callable[[F], F]:
+    """Decorates a mechanism that makes an operand of the engine from its own `operands`, which share one dtype; its first argument is one.
+
+    It takes them in their `product_dtype`, so that what it makes is rounded to that; the output is returned in their own dtype.
+    """
+
+    def decorated(mechanism: F) -> F:
+        names = tuple(inspect.signature(mechanism).parameters)
+
+        @functools.wraps(mechanism)
+        def call(*args: Any, **options: Any) -> Any:
+            x: Any = args[0] if args else options.get(names[0])
+            if not isinstance(x, Tensor) or (wide := product_dtype(x, options.get("impl", "auto"))) == x.dtype:
+                return mechanism(*args, **options)
+            given = dict(zip(names, args, strict=False)) | options
+            if any(not isinstance(t := given.get(name), Tensor) or t.dtype != x.dtype for name in operands):
+                return mechanism(*args, **options)  # it raises
+            args = tuple([t.to(wide) if name in operands else t for name, t in zip(names, args, strict=False)])
+            o, state = mechanism(*args, **{n: t.to(wide) if n in operands else t for n, t in options.items()})
+            return o.to(x.dtype), state
+
+        return cast(F, call)
+
+    return decorated
 
 
 def check_same_heads(keys: Tensor, name: str, v: Tensor) -> None:

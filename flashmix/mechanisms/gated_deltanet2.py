@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
@@ -20,6 +20,7 @@ from flashmix.ops.recurrence.call import check_operands
 
 @public
 @engine_options
+@unrounded("q", "k", "v")
 def gated_deltanet2(
     q: Tensor,
     k: Tensor,

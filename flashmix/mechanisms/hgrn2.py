@@ -10,12 +10,13 @@ from typing_extensions import Unpack
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, engine_options
+from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import dims
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
@@ -24,6 +25,7 @@ from flashmix.ops.recurrence.call import check_operands
 
 @public
 @engine_options
+@unrounded("q", "v")
 def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **options: Unpack[StateOptions]) -> Result:
     """HGRN-2: gated linear attention whose key is one minus the forget gate.
 
@@ -44,6 +46,7 @@ def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **opt
     state, names = options.get("initial_state"), {"log_decay": "log_forget"}
     check_operands(q, v, {}, None, log_forget, state, options.get("cu_seqlens"), names)
     # The gradient of expm1 is expm1 + 1, which cancels for small f.
+    log_forget = log_forget.to(state_dtype(q.dtype))
     k = torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
     return linear_attention(q, k.to(q.dtype), v, log_forget, scale=scale, **options)
 

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried_linear_attention
-from flashmix.mechanisms.common import Result, StateOptions, check_per_head, engine_options
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import RMSNorm
@@ -26,6 +26,7 @@ from flashmix.ops.recurrence.call import check_operands
 
 @public
 @engine_options
+@unrounded("x", "B", "C")
 def mamba2(
     x: Tensor,
     dt: Tensor,

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
 from flashmix.op.choose import choose
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule, linear_attention
@@ -21,6 +22,7 @@ from flashmix.ops.recurrence.op import IMPLEMENTATIONS
 
 @public
 @engine_options
+@unrounded("q", "k", "v")
 def oja(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None, **options: Unpack[EngineOptions]
 ) -> Result:
@@ -55,7 +57,7 @@ def oja(
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
     second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
     choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
-    reader = v if log_decay is None else (v * log_decay.exp()).to(v.dtype)
+    reader = v if log_decay is None else (v * log_decay.to(state_dtype(v.dtype)).exp()).to(v.dtype)
     state = None if state is None else state.mT
     first: EngineOptions = {"scale": 1.0, "initial_state": state, "cu_seqlens": packing, "impl": impl}
     recalled, _ = delta_rule(reader, v, k, beta, log_decay, read_before=True, **first)

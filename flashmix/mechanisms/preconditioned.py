@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import check_per_head, check_states, scan
+from flashmix.mechanisms.common import check_per_head, check_states, scan, unrounded
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.kda import KDA
@@ -43,6 +43,7 @@ class PreconditionedOptions(TypedDict, total=False):
     impl: str
 
 
+@unrounded("q", "k", "v")
 def _preconditioned(
     q: Tensor,
     k: Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
+from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
@@ -21,6 +21,7 @@ FEEDBACK_BIAS = -0.9  # of the layer's lambda, so that initially about a third o
 
 @public
 @engine_options
+@unrounded("q", "k", "v")
 def qdelta(
     q: Tensor,
     k: Tensor,

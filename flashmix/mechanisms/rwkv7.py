@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried_dplr
-from flashmix.mechanisms.common import Result, StateOptions, engine_options
+from flashmix.mechanisms.common import Result, StateOptions, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.mechanisms.rwkv import RWKV
 from flashmix.modules.decay import RWKV7Decay
@@ -25,6 +25,7 @@ from flashmix.ops.token_shift.op import token_shift
 
 @public
 @engine_options
+@unrounded("r", "k", "v", "kk", "a")
 def rwkv7(
     r: Tensor,
     log_decay: Tensor,

@@ -12,6 +12,8 @@ from flashmix.op.packing import Packing
 from flashmix.ops.rotary.op import rotary, rotary_table
 from flashmix.ops.rotary.scaling import RotaryScaling
 
+exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
 
 class RotaryEmbedding(nn.Module):
     """Rotates pairs of channels by an angle proportional to the token's position.
@@ -91,7 +93,9 @@ class RotaryEmbedding(nn.Module):
         )
 
     def _table_for(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A table on `device` with at least `limit` positions."""
+        """A table on `device` with at least `limit` positions; in an exported program one of `limit`, which may be any number there."""
+        if exporting():
+            return rotary_table(limit, self.rotated, self.base, scaling=self.scaling, device=device)
         table = self._table
         if table is None or table[0].shape[0] < limit or table[0].device != device:
             size = max(256, 1 << (limit - 1).bit_length())

@@ -29,6 +29,18 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def product_dtype(x: Tensor, impl: str) -> torch.dtype:
+    """The dtype of the recurrence's operands where one of them is a product of arguments in the dtype of `x`.
+
+    Plain PyTorch and C compute in float32, so 16-bit arguments on a CPU come as float32, and the product reaches the state unrounded.
+    Kernels multiply in the operands' dtype, and autocast asks for its own: there it is rounded once.
+    """
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if half and x.device.type == "cpu" and impl != "triton" and autocast_dtype(x) is None:
+        return torch.float32
+    return x.dtype
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, if that is wanted of it."""
     dtype = autocast_dtype(next(t for t in tensors if t is not None))

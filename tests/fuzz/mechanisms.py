@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from paper_cases import Mechanism
+from paper_cases import WIDE, Mechanism
 from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
@@ -16,19 +16,6 @@ from .sample import OPS, Sample, Tensors, flattened
 
 STAGES = 5  # those of the recurrence, and an operand of the engine that a mechanism makes
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
-# float32 whatever the dtype of the rest, as models have them
-WIDE = (
-    "beta",
-    "log_decay",
-    "log_forget",
-    "dt",
-    "A_log",
-    "D",
-    "bonus",
-    "curvature_beta",
-    "curvature_log_decay",
-    "log_scale",
-)
 
 
 def drawn(draw: Draw, op: str) -> Sample:

@@ -108,7 +108,7 @@ def hopper_supports(call: AttentionCall) -> str | None:
         return "it has no dropout"
     if min(call.q.numel(), call.k.numel(), call.v.numel()) == 0:
         return "the inputs are empty"
-    return gpu.hopper_refuses(call.device, call.dtype)
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
 
 
 def sdpa_supports(call: AttentionCall) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, always
 from flashmix.op.choose import Implementation
-from flashmix.op.dtypes import autocast
+from flashmix.op.dtypes import autocast, product_dtype, state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
@@ -36,7 +36,7 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
         return "it needs at least one token"
     if call.tokens >= 2**28:
         return f"its coordinates reach 2^28 tokens, got {call.tokens}"
-    return gpu.hopper_refuses(call.device, call.dtype)
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16,))
 
 
 def _native_supports(call: RecurrenceCall) -> str | None:
@@ -197,9 +197,12 @@ def delta_rule(
     keys = {"k": k} | ({"erase": erase} if erase is not None else {}) | ({"write": write} if write is not None else {})
     packing = check_operands(q, v, keys, beta, log_decay, initial_state, cu_seqlens)
     a = b = None
+    dtype = exact = v.dtype
     if erase is not None or write is not None:
-        a = _default_erase(k, v, beta, log_decay) if erase is None else -erase
-        b = k if write is None else write
+        exact = product_dtype(q, impl)
+        q, k, v = q.to(exact), k.to(exact), v.to(exact)
+        a = _default_erase(k, v, beta, log_decay) if erase is None else -erase.to(exact)
+        b = k if write is None else write.to(exact)
         v = (v * beta.unsqueeze(-1)).to(v.dtype)
     q, k, v, a, b = autocast(q, k, v, a, b)
     scale = _scale(scale, q)
@@ -208,7 +211,7 @@ def delta_rule(
         q, key, v, a, b, strength, log_decay, initial_state, packing, scale=scale, read_before=read_before
     )
     o, state = RECURRENCE(call, impl, "delta_rule")
-    return o, state if return_state else None
+    return o if exact == dtype else o.to(dtype), state if return_state else None
 
 
 @public
@@ -274,9 +277,10 @@ def _default_erase(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None)
     """`-beta e^g k` at the value heads, `[B, T, HV, K]`: the tied correction, written as a vector that reads the undecayed state."""
     HV = v.shape[2]
     key = k.repeat_interleave(HV // k.shape[2], dim=2)
-    factor = beta.unsqueeze(-1)
+    wide = state_dtype(k.dtype)
+    factor = beta.to(wide).unsqueeze(-1)
     if log_decay is not None:
-        decay = log_decay.exp()
+        decay = log_decay.to(wide).exp()
         factor = factor * (decay if decay.dim() == 4 else decay.unsqueeze(-1))
     return (-factor * key).to(k.dtype)
 
