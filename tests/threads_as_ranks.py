@@ -17,7 +17,10 @@ class Group:
     """A process group as a `Shard` sees it, of one rank."""
 
     rank: int
-    meeting: Meeting
+
+    @property
+    def group_name(self) -> str:
+        return f"thread {self.rank}"
 
 
 class Meeting:
@@ -51,7 +54,7 @@ def run(ranks: int, work: Callable[[Any], Any]) -> list[Any]:
     def of_rank(rank: int) -> None:
         with meeting.turn:
             try:
-                found[rank] = work(Group(rank, meeting))
+                found[rank] = work(Group(rank))
             except BaseException as error:
                 errors.append(error)
                 meeting.barrier.abort()
