@@ -81,7 +81,7 @@ def decay_of(kind: str, T: int) -> Inputs:
     return {"value_log_decay" if kind == "value" else "log_decay": Input(g, "shared" if kind == "head" else "tokens")}
 
 
-def recurrence(rule: str, kind: str, *, states: bool, read_before: bool = False) -> Case:
+def recurrence(rule: str, kind: str, *, states: bool, read_before: bool = False, impl: str = "auto") -> Case:
     """A rule of the recurrence with a decay, with states in and out or without."""
 
     def inputs(T: int, N: int) -> Inputs:
@@ -101,7 +101,7 @@ def recurrence(rule: str, kind: str, *, states: bool, read_before: bool = False)
     before = {"read_before": True} if read_before else {}
 
     def run(given: dict[str, Any], packing: Packing) -> Outputs:
-        o, state = op(**given, **before, return_state=states, cu_seqlens=packing)
+        o, state = op(**given, **before, return_state=states, cu_seqlens=packing, impl=impl)
         return [(o, "tokens")] + ([] if state is None else [(state, "states")])
 
     return Case(f"{rule} {kind}{' read before' * read_before}{' states' * states}", inputs, run)

@@ -85,3 +85,54 @@ def test_the_join_goes_by_heads_where_that_is_less(ranks: int) -> None:
         shard: Any = SimpleNamespace(ranks=ranks, chains=chains, made=lambda key, make: make())
         assert by_heads(shard, shapes, gradient=True) == wanted
         assert by_heads(shard, shapes, gradient=False) == wanted
+
+
+@pytest.mark.whole
+def test_a_compiled_decoder_ends_its_graphs_at_the_ops_over_ranks_alone() -> None:
+    """One rank whose pieces lie out of order, so that states and keys are exchanged as between ranks."""
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+
+    from flashmix.models import Decoder, DecoderConfig, LayerConfig
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        mixers = [LayerConfig("gated_deltanet", {"heads": 2}), LayerConfig("attention", {"heads": 2, "window": 6})]
+        model = Decoder(DecoderConfig(vocab_size=11, width=16, layers=mixers)).double()
+        ranges = [(0, 30, 47), (0, 0, 20), (0, 20, 30)]
+        shard = Packing.from_lengths([40, 7]).shard(dist.group.WORLD, ranges=ranges)
+        tokens, targets = (shard.take(x) for x in torch.randint(11, (2, 1, 47)))
+        found = []
+        for forward in (model, torch.compile(model, backend="aot_eager")):
+            counters.clear()
+            model.zero_grad(set_to_none=True)
+            loss = forward(tokens, cu_seqlens=shard, targets=targets, reduction="sum")
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    finally:
+        dist.destroy_process_group()
+    assert all(
+        float((a - b).abs().max()) <= CLOSE * max(1.0, float(b.abs().max())) for a, b in zip(*found, strict=True)
+    )
+    breaks = counters["graph_break"]
+    assert breaks and all("over_ranks" in reason or "exchanged" in reason for reason in breaks), breaks
+    assert sum(breaks.values()) <= 32, breaks  # of each op over ranks, once in each frame around it
+
+
+def test_the_exchange_is_an_operator_with_a_fake() -> None:
+    """Its shapes are known without an exchange, and it passes torch's own checks of operators."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        from flashmix.parallel.exchange import all_to_all
+
+        shard = Packing.from_lengths([4]).shard(dist.group.WORLD)
+        rows = torch.randn(4, 3)
+        assert torch.equal(all_to_all(rows, [4], [4], shard), rows)
+        checks = ("test_schema", "test_faketensor")
+        operands = (rows, [4], [4], shard.group.group_name)
+        torch.library.opcheck(torch.ops.flashmix.all_to_all.default, operands, test_utils=checks)
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -216,7 +217,7 @@ class Op:
         for name in self.call.packings:
             packing = getattr(call, name)
             if packing is not None and packing.sharded:
-                return self._over_ranks(packing, call, impl, asked or self.name)
+                return over_ranks(self, packing, call, impl, asked or self.name)
         implementation = choose(asked or self.name, self.implementations, call, impl)
         if implementation.formula is not None:
             outputs = implementation.formula(call)
@@ -239,13 +240,6 @@ class Op:
         if self.writes:
             autograd.bump_versions(*(getattr(call, name) for name in call.written))
         return outputs
-
-    def _over_ranks(self, packing: Packing, call: Call, impl: str, asked: str) -> Outputs:
-        """The outputs of a call over a shard, which exchanges with the other ranks and calls this op on what it has."""
-        if self.sharded is None:
-            check_whole(packing, asked)
-        choose(asked, self.implementations, call, impl)  # raises, or explains, before any collective
-        return importlib.import_module(str(self.sharded)).run(call, impl, asked)
 
     def _saves(self, call: Call) -> bool:
         """Whether autograd will ask for a gradient."""
@@ -327,6 +321,29 @@ class Op:
         call, (_, _, wanted, _) = self.from_flat(flat)
         like = [getattr(call, name) for name in wanted]
         return [torch.empty(size=t.shape, dtype=t.dtype, device=t.device) for t in like]
+
+
+def over_ranks(op: Op, packing: Packing, call: Call, impl: str, asked: str) -> Outputs:
+    """The outputs of a call over a shard, which exchanges with the other ranks and calls the op on what it has.
+
+    torch.compile ends a graph here; its compiler is not imported for that.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return exchanged(op, packing, call, impl, asked)
+    if not UNTRACED:
+        UNTRACED.append(torch.compiler.disable(exchanged))
+    return UNTRACED[0](op, packing, call, impl, asked)
+
+
+def exchanged(op: Op, packing: Packing, call: Call, impl: str, asked: str) -> Outputs:
+    if op.sharded is None:
+        check_whole(packing, asked)
+    choose(asked, op.implementations, call, impl)  # raises, or explains, before any collective
+    return importlib.import_module(str(op.sharded)).run(call, impl, asked)
+
+
+UNTRACED: list[Callable[..., Outputs]] = []  # `exchanged`, as the compiler leaves it alone
+over_ranks._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashmix.op.call import LIBRARY
 from flashmix.op.dtypes import state_dtype
 from flashmix.parallel.shard import Link, RowSpan, Shard
 
@@ -27,12 +28,28 @@ class Route(NamedTuple):
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], shard: Shard) -> Tensor:
-    """`received[r]` rows of each rank r, from `sent[r]` rows to each: the one collective of the library."""
+    """`received[r]` rows of each rank r, from `sent[r]` rows to each: the one collective of the library, as one operator."""
+    GROUPS[shard.group.group_name] = shard.group
+    return torch.ops.flashmix.all_to_all(rows.contiguous(), list(sent), list(received), shard.group.group_name)
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     import torch.distributed as dist
 
     found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=shard.group)
+    dist.all_to_all_single(found, rows, received, sent, group=GROUPS[group])
     return found
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """The fake version: what the shapes of an exchange come to."""
+    return rows.new_empty(sum(received), *rows.shape[1:])
+
+
+GROUPS: dict[str, Any] = {}  # process groups by their names
+LIBRARY.define("all_to_all(Tensor rows, SymInt[] sent, SymInt[] received, str group) -> Tensor")
+LIBRARY.impl("all_to_all", _exchange, "CompositeExplicitAutograd")
+torch.library.register_fake("flashmix::all_to_all", _exchanged, lib=LIBRARY)
 
 
 def blocks(

@@ -1,7 +1,8 @@
 """The recurrence over a shard: maps of the pieces that are left by a sequence, their join, and the op itself on what the rank has.
 
-The forward runs the pieces whose state leaves once more, from zero (`N`) and from the identity (`M`; without corrections it is diagonal and
-follows from the decays); the backward runs twice, for the gradients of entering states and then with those of leaving ones.
+An implementation may have both halves of a call, before and after the exchange, apart (`ranks.py`). For the others the forward runs the
+pieces whose state leaves once more, from zero (`N`) and from the identity (`M`; without corrections it is diagonal and follows from the
+decays), and the backward runs twice, for the gradients of entering states and then with those of leaving ones.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashmix.op import autograd
-from flashmix.op.call import Outputs, plainly
+from flashmix.op.call import Gradients, Outputs, plainly
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.ops.recurrence.ranks import Halves, Pieces, Shape
 from flashmix.parallel.join import Maps, join, join_backward
 from flashmix.parallel.shard import Link, Shard, ShardPiece
 
@@ -32,9 +34,78 @@ def run(call: RecurrenceCall, impl: str, asked: str) -> Outputs:
         o, state = op.RECURRENCE(local, impl, asked)
         return o, state
     chosen = choose(asked, op.RECURRENCE.implementations, local, impl).name
+    halves = getattr(op.RECURRENCE.module(chosen), "halves", lambda call: None)(call)
+    if halves is not None:
+        local = dense(local, shard)
     gradient = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors())
     with plainly(call.device):  # autocast would fold in 16 bits
-        return Joined.apply(call, shard, impl, chosen, gradient, *call.tensors())
+        o, state = Joined.apply(local, shard, halves, impl, chosen, gradient, *local.tensors())
+        return o.view(call.v.shape), state
+
+
+def dense(call: RecurrenceCall, shard: Shard) -> RecurrenceCall:
+    """The call as a dense batch of this rank's pieces where they are equally long, so that kernels can cut them into segments."""
+    lengths = {p.stop - p.start for p in shard.pieces[shard.rank]}
+    if len(lengths) != 1 or min(lengths) < 2:
+        return call
+    rows = shard.count, min(lengths)
+    names = [n for n in call.names if n != "initial_state" and (t := getattr(call, n)) is not None and t.dim() > 1]
+    return call.but(**{n: (x := getattr(call, n)).reshape(*rows, *x.shape[2:]) for n in names}, packing=None)
+
+
+class CallHalves:
+    """The halves of a call as calls of the op itself, for implementations that have none of their own."""
+
+    def __init__(self, call: RecurrenceCall, shard: Shard, impl: str, chosen: str) -> None:
+        self.call, self.shard, self.impl, self.chosen = call, shard, impl, chosen
+
+    def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """`N` of this rank's pieces whose state leaves, and `M` of those that it also enters."""
+        call, shard = self.call, self.shard
+        N: dict[int, Tensor] = {}
+        M: dict[int, Tensor] = {}
+        left = sorted((*pieces.begun, *pieces.through))
+        if left:
+            start = None
+            if call.initial_state is not None:
+                index = torch.tensor(left, device=call.device)
+                begins = shard.begins[index][:, None, None, None]
+                start = torch.where(begins, call.initial_state[index], torch.zeros_like(call.initial_state[index]))
+            N = dict(zip(left, self._states(part_of(call, shard, left), start), strict=True))
+        if pieces.through and not call.rule.corrected:
+            M = {i: diagonal(call, shard.pieces[shard.rank][i]) for i in pieces.through}
+        elif pieces.through:
+            part = part_of(call, shard, pieces.through)
+            identity = torch.eye(call.K, dtype=call.state_dtype, device=call.device)
+            start = identity.expand(len(pieces.through), call.value_heads, call.K, call.K)
+            part = part.but(v=part.v.new_zeros(*part.v.shape[:3], call.K))
+            M = dict(zip(pieces.through, self._states(part, start), strict=True))
+        return N, M
+
+    def _states(self, part: RecurrenceCall, start: Tensor | None) -> Tensor:
+        """The final states of the sequences of `part`."""
+        return op.RECURRENCE(part.but(initial_state=start), self.impl, "map of a shard")[1]
+
+    def outputs(self, initial_state: Tensor, save: bool) -> tuple[Outputs, Outputs]:
+        """Output, final state and what is kept."""
+        return op.RECURRENCE.forward(self.call.but(initial_state=initial_state), save, self.chosen)
+
+
+class CallBackward:
+    """The backward of a call as backwards of the op itself."""
+
+    def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None, chosen: str) -> None:
+        self.call, self.kept, self.do, self.chosen = call, kept, do, chosen
+
+    def entering(self, dstate: Tensor, continued: Sequence[int]) -> dict[int, Tensor]:
+        """The gradients of the states that enter some pieces, from their own outputs and final states."""
+        names, grads = ("initial_state",), (self.do, dstate)
+        D = op.RECURRENCE.backward(self.call, self.kept, grads, names, self.chosen)["initial_state"]
+        return {i: D[i] for i in continued}
+
+    def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
+        """The gradients of the call's tensors, with those of the states at the end of every piece."""
+        return op.RECURRENCE.backward(self.call, self.kept, (self.do, dstate), tuple(wanted), self.chosen)
 
 
 class Joined(torch.autograd.Function):
@@ -42,20 +113,30 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: RecurrenceCall, shard: Shard, impl: str, chosen: str, gradient: bool, *tensors: Tensor
+        ctx: Any,
+        call: RecurrenceCall,
+        shard: Shard,
+        halves: Halves | None,
+        impl: str,
+        chosen: str,
+        gradient: bool,
+        *tensors: Tensor,
     ) -> Outputs:
-        own, sizes = maps(call, shard, impl), shapes(call)
+        sizes, rank = shapes(call), shard.rank
+        run: Any = CallHalves(call, shard, impl, chosen) if halves is None else halves.Forward(call)
+        found = run.maps(pieces_of_states(shard), sizes)
+        own = {name: {Link(rank, i): x for i, x in its.items()} for name, its in zip("NM", found, strict=True)}
         starts = torch.zeros(shard.count, *sizes["N"], dtype=call.state_dtype, device=call.device)
         entered, M = join(shard, own, sizes, _dense if call.rule.corrected else torch.mul, gradient, starts)
         if call.initial_state is not None:
             starts = torch.where(shard.begins[:, None, None, None], call.initial_state, starts)
         for link, S in entered.items():
             starts[link.piece] = S
-        local = call.but(packing=shard.local, initial_state=starts)
-        outputs, kept = op.RECURRENCE.forward(local, gradient, chosen)
+        outputs, kept = run.outputs(starts, gradient)
         if gradient:
-            ctx.links, ctx.shard, ctx.shapes, ctx.kept = list(M), shard, sizes, len(kept)
+            ctx.links, ctx.shard, ctx.shapes, ctx.kept, ctx.halves = list(M), shard, sizes, len(kept), halves
             ctx.names = [name for name in call.names if getattr(call, name) is not None]
+            local = call.but(initial_state=starts)
             autograd.save(op.RECURRENCE, ctx, local, outputs, (*kept, *M.values()), chosen)
         return outputs
 
@@ -68,30 +149,38 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, saved: Outputs, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of the call's tensors, in two passes with the exchange between them."""
-        shard = ctx.shard
+        """The gradients of the call's tensors, in two halves with the exchange between them."""
+        shard, halves = ctx.shard, ctx.halves
         call = RecurrenceCall.make({**ctx.values, **dict(zip(ctx.given, saved, strict=False))})
         kept = saved[len(ctx.given) :][: ctx.kept]
         M = dict(zip(ctx.links, saved[len(ctx.given) + ctx.kept :], strict=True))
+        run: Any = CallBackward(call, kept, do, ctx.impl) if halves is None else halves.Backward(call, kept, do)
         ends = shard.ends[:, None, None, None]
         zeros = torch.zeros_like(call.initial_state)
         dstate = zeros.clone() if dstate is None else torch.where(ends, dstate, zeros)
-        (D,) = _backward(call, kept, (do, dstate), ("initial_state",), ctx.impl)
-        own: Maps = {link: D[link.piece] for chain in shard.chains for link in chain[1:] if link.owner == shard.rank}
+        D = run.entering(dstate, pieces_of_states(shard).continued)
+        own: Maps = {Link(shard.rank, i): x for i, x in D.items()}
         apply = _dense_transposed if call.rule.corrected else torch.mul
         found = join_backward(shard, own, M, ctx.shapes, apply, zeros)
         for link, E in found.items():
             dstate[link.piece] = E
-        wanted = tuple(n for n, needs in zip(ctx.names, ctx.needs_input_grad[5:], strict=True) if needs)
-        grads = dict(zip(wanted, _backward(call, kept, (do, dstate), wanted, ctx.impl), strict=True))
+        wanted = [n for n, needs in zip(ctx.names, ctx.needs_input_grad[6:], strict=True) if needs]
+        grads = {n: g for n, g in run.gradients(dstate, frozenset(wanted)).items() if n in wanted}
         if "initial_state" in grads:
             grads["initial_state"] = torch.where(shard.begins[:, None, None, None], grads["initial_state"], zeros)
-        return None, None, None, None, None, *(grads.get(name) for name in ctx.names)
+        return None, None, None, None, None, None, *(grads.get(name) for name in ctx.names)
 
 
-def _backward(call: RecurrenceCall, kept: Outputs, grads: Any, wanted: Sequence[str], impl: str) -> list[Tensor]:
-    found = op.RECURRENCE.backward(call, kept, grads, wanted, impl)
-    return [found[name] for name in wanted]
+def pieces_of_states(shard: Shard) -> Pieces:
+    """The pieces of this rank that states leave and enter."""
+    return shard.made("pieces of states", lambda: _pieces_of_states(shard))
+
+
+def _pieces_of_states(shard: Shard) -> Pieces:
+    def own(place: slice) -> tuple[int, ...]:
+        return tuple(sorted(link.piece for chain in shard.chains for link in chain[place] if link.owner == shard.rank))
+
+    return Pieces(own(slice(0, 1)), own(slice(1, -1)), own(slice(1, None)))
 
 
 def _dense(M: Tensor, S: Tensor) -> Tensor:
@@ -113,38 +202,9 @@ def shapes(call: RecurrenceCall) -> dict[str, torch.Size]:
     return {"N": torch.Size((HV, K, V)), "M": torch.Size(M)}
 
 
-def maps(call: RecurrenceCall, shard: Shard, impl: str) -> dict[str, Maps]:
-    """`N` of this rank's pieces whose state leaves, and `M` of those that it also enters."""
-    left = [link for chain in shard.chains for link in chain[:-1] if link.owner == shard.rank]
-    through = [link for chain in shard.chains for link in chain[1:-1] if link.owner == shard.rank]
-    found: dict[str, Maps] = {"M": {}, "N": {}}
-    if left:
-        part = part_of(call, shard, left)
-        start = None
-        if call.initial_state is not None:
-            index = torch.tensor([link.piece for link in left], device=call.device)
-            begins = shard.begins[index][:, None, None, None]
-            start = torch.where(begins, call.initial_state[index], torch.zeros_like(call.initial_state[index]))
-        found["N"] = dict(zip(left, states(part, start, impl), strict=True))
-    if through and not call.rule.corrected:
-        found["M"] = {link: diagonal(call, shard.pieces[shard.rank][link.piece]) for link in through}
-    elif through:
-        part = part_of(call, shard, through)
-        identity = torch.eye(call.K, dtype=call.state_dtype, device=call.device)
-        start = identity.expand(len(through), call.value_heads, call.K, call.K)
-        part = part.but(v=part.v.new_zeros(*part.v.shape[:3], call.K))
-        found["M"] = dict(zip(through, states(part, start, impl), strict=True))
-    return found
-
-
-def states(part: RecurrenceCall, start: Tensor | None, impl: str) -> Tensor:
-    """The final states of the sequences of `part`."""
-    return op.RECURRENCE(part.but(initial_state=start), impl, "map of a shard")[1]
-
-
-def part_of(call: RecurrenceCall, shard: Shard, links: Sequence[Link]) -> RecurrenceCall:
+def part_of(call: RecurrenceCall, shard: Shard, indices: Sequence[int]) -> RecurrenceCall:
     """The tokens of some of this rank's pieces, as a call whose outputs nobody reads."""
-    its = [shard.pieces[shard.rank][link.piece] for link in links]
+    its = [shard.pieces[shard.rank][i] for i in indices]
     changes: dict[str, Any] = {
         name: torch.cat([x[:, p.first : p.first + p.stop - p.start] for p in its], 1)
         for name in call.names

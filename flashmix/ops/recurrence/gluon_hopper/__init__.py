@@ -20,12 +20,14 @@ from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
+from flashmix.ops.recurrence.ranks import Halves
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu import Run, empty_maps, is_step, per_token
+from flashmix.ops.recurrence.triton_gpu import empty_maps, is_step, per_token
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import plan
+from flashmix.ops.recurrence.triton_gpu.run import Run
 
-__all__ = ["backward", "forward", "keeps"]
+__all__ = ["backward", "forward", "halves", "keeps"]
 
 TILED = ("q", "k", "v")  # operands that TMA reads
 
@@ -33,10 +35,8 @@ TILED = ("q", "k", "v")  # operands that TMA reads
 class HopperRun:
     """One call with its plan, its place in memory and what its kernels are told of it."""
 
-    def __init__(self, call: RecurrenceCall) -> None:
-        moved = {name: x for name in TILED if (x := aligned(getattr(call, name))) is not getattr(call, name)}
-        self.base = Run.of(call.but(**moved) if moved else call)
-        self.call = self.base.call
+    def __init__(self, base: Run) -> None:
+        self.base, self.call = base, base.call
         self.plan: HopperPlan = hopper_plan(self.call, self.base.plan)
         self.segments = self.plan.triton.tiles.segments
         n, items = self.base.n, self.base.chunks * self.call.heads
@@ -44,6 +44,11 @@ class HopperRun:
         self.segmented = self.n._replace(segments=self.segments)
         assert self.call.k is not None
         self.q, self.k = self.tokens(self.call.q, 128), self.tokens(self.call.k, 128)
+
+    @staticmethod
+    def of(call: RecurrenceCall) -> HopperRun:
+        moved = {name: x for name in TILED if (x := aligned(getattr(call, name))) is not getattr(call, name)}
+        return HopperRun(Run.of(call.but(**moved) if moved else call))
 
     @property
     def state_programs(self) -> int:
@@ -70,18 +75,30 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps the tiles of pairs, the vectors of chunks, and the segments' maps and starts."""
     if is_step(call):
         return step(call), ()
-    run = HopperRun(call)
+    run = HopperRun.of(call)
+    A, vectors = scores_of(run)
+    return outputs(run, A, vectors, segment_maps(run, A, vectors), save)
+
+
+def outputs(run: HopperRun, A: Tensor, vectors: Tensor, maps: Tensor | None, save: bool) -> tuple[Outputs, Outputs]:
+    """Output, final state and what is kept, from the scores and the maps of the segments."""
     call = run.call
     o, state = run.base.tokens_like(call.V), run.base.states()
     if call.packed:
         o.zero_()  # tokens past the last sequence
-    A, vectors = scores_of(run)
-    joined = join_forward(run, A, vectors)
+    joined = join_forward(run, maps)
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     n = run.segmented if joined else run.n
     tiles = (run.q, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 2))
     run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
     return (o, state), (A, vectors, *joined) if save else ()
+
+
+def halves(call: RecurrenceCall) -> Halves | None:
+    """Both halves of a call over ranks, where there are such."""
+    from flashmix.ops.recurrence.gluon_hopper import ranks
+
+    return ranks
 
 
 def keeps(call: RecurrenceCall) -> Outputs:
@@ -97,12 +114,25 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
-    run = HopperRun(call)
-    call = run.call
+    run = HopperRun.of(call)
     do, dstate = grads
-    do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
+    do = gradient_of(run.call, do)
     dstate = None if dstate is None else dstate.contiguous()
-    A, vectors, *joined = kept or scores_of(run)  # of one token a sequence nothing is kept
+    kept = kept or scores_of(run)  # of one token a sequence nothing is kept
+    return gradients_from(run, kept, do, dstate, segment_ends(run, kept, do), "log_decay" in wanted)
+
+
+def gradient_of(call: RecurrenceCall, do: Tensor | None) -> Tensor:
+    """The gradient of the output as TMA reads it."""
+    return torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
+
+
+def gradients_from(
+    run: HopperRun, kept: Outputs, do: Tensor, dstate: Tensor | None, ends: Tensor | None, decay: bool
+) -> Gradients:
+    """The gradients from what was kept and what the segments send back."""
+    call = run.call
+    A, vectors, *joined = kept
     states, dstates = (run.base.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
     nu, dr = run.base.tokens_like(call.V), run.base.gradient_like(call.V)
     n = run.segmented if joined else run.n
@@ -111,8 +141,9 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     results = (None, descriptors.states(states, 64, 128), run.tokens(nu, 64))
     run.plan.state_save(run.state_programs, *tiles, *results, x, n)
     dS0 = None if call.initial_state is None else run.base.states()
-    state_backward(run, (A, vectors), tuple(joined), (do, dstate), (dstates, dr, dS0))
-    found = output_backward(run, (do, dr, nu, states, dstates), vectors, "log_decay" in wanted)
+    starts = None if ends is None else join_backward(run, joined[0], ends, dstate)
+    state_backward(run, (A, vectors), starts, (do, dstate), (dstates, dr, dS0))
+    found = output_backward(run, (do, dr, nu, states, dstates), vectors, decay)
     found["v"] = dr
     if dS0 is not None:
         found["initial_state"] = dS0
@@ -133,14 +164,30 @@ def scores_tiles(A: Tensor, vectors: Tensor, tiles: int) -> tuple[Tiles, Tiles]:
     return descriptors.pairs(A, tiles), descriptors.vectors(vectors)
 
 
-def join_forward(run: HopperRun, A: Tensor, vectors: Tensor) -> Outputs:
-    """Where the state pass is cut into segments: the map of each and the state it starts from; else nothing."""
-    call, n = run.call, run.segmented
-    if run.segments == 1:
+def segment_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor | None:
+    """Where the state pass is cut into segments, the map of each; else None."""
+    return state_maps(run, A, vectors) if run.segments > 1 else None
+
+
+def state_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor:
+    """The maps of the segments, or of whole sequences where they are not cut, from nothing."""
+    maps = empty_maps(run.call, run.segments)[0]
+    memory = run.memory(None, None, None, maps)
+    run.plan.state_maps(2 * run.state_programs, *map_tiles(run, A, vectors), memory, run.segmented)
+    return maps
+
+
+def map_tiles(run: HopperRun, A: Tensor, vectors: Tensor) -> tuple[Tiles | None, ...]:
+    """What a state pass reads that writes neither outputs nor states of chunks."""
+    return None, run.k, run.tokens(run.call.v, 64), *scores_tiles(A, vectors, 1), None, None, None
+
+
+def join_forward(run: HopperRun, maps: Tensor | None) -> Outputs:
+    """The maps of the segments and the state that each starts from; nothing where there are none."""
+    if maps is None:
         return ()
-    maps, starts = empty_maps(call, run.segments)
-    tiles = (None, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 1), None, None, None)
-    run.plan.state_maps(2 * run.state_programs, *tiles, run.memory(None, None, None, maps), n)
+    call = run.call
+    starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
     join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
     return maps, starts
 
@@ -151,24 +198,40 @@ def join(run: HopperRun, kernel: Any, *tensors: Tensor | None) -> None:
     kernel(run.base.rows * -(-run.call.V // own.join.BV), *tensors, run.base.segmented)
 
 
+def segment_ends(run: HopperRun, kept: Outputs, do: Tensor) -> Tensor | None:
+    """Where the state pass is cut into segments, what each sends back from nothing; else None."""
+    A, vectors, *joined = kept
+    if not joined:
+        return None
+    ends = torch.empty_like(joined[1])
+    x = gradient_tiles(run, A, vectors, do)
+    run.plan.state_ends(run.state_programs, *x, None, None, run.memory(None, None, None, ends), run.segmented)
+    return ends
+
+
+def gradient_tiles(run: HopperRun, A: Tensor, vectors: Tensor, do: Tensor) -> tuple[Tiles, ...]:
+    """What a state pass from the end reads."""
+    return run.q, run.k, run.tokens(do, 64), *scores_tiles(A, vectors, 2)
+
+
+def join_backward(run: HopperRun, maps: Tensor, ends: Tensor, dstate: Tensor | None) -> Tensor:
+    """The gradient that reaches the end of each segment."""
+    starts = torch.empty_like(ends)
+    join(run, run.plan.triton.join_backward, maps, ends, dstate, starts)
+    return starts
+
+
 def state_backward(
     run: HopperRun,
     scores: tuple[Tensor, Tensor],
-    joined: Outputs,
+    starts: Tensor | None,
     grads: tuple[Tensor, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor | None],
 ) -> None:
-    """The state pass from the end, in segments where they are joined."""
+    """The state pass from the end, in segments where they have `starts`."""
     (do, dstate), (dstates, dr, dS0) = grads, results
-    n = run.segmented if joined else run.n
-    A, vectors = scores
-    x = (run.q, run.k, run.tokens(do, 64), *scores_tiles(A, vectors, 2))
-    starts = None
-    if joined:
-        ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
-        run.plan.state_ends(run.state_programs, *x, None, None, run.memory(None, None, None, ends), n)
-        join(run, run.plan.triton.join_backward, joined[0], ends, dstate, starts)
-    memory = run.memory(dstate, starts, dS0, None)
+    x = gradient_tiles(run, *scores, do)
+    memory, n = run.memory(dstate, starts, dS0, None), run.n if starts is None else run.segmented
     run.plan.state_backward(run.state_programs, *x, descriptors.states(dstates, 64, 128), run.tokens(dr, 64), memory, n)
 
 

@@ -10,7 +10,6 @@ gradient of a query makes the output; backward, what makes an output makes the g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,14 +19,14 @@ from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.ops.recurrence.ranks import Halves
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu.layout import chunk_tables, count_chunks
-from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, plan, row_keys
+from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
+from flashmix.ops.recurrence.triton_gpu.plan import column_keys, plan, row_keys
+from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.ops.recurrence.triton_gpu.structs import (
     ChunkInputs,
-    ChunkNumbers,
     ChunkScores,
-    ChunkTables,
     ChunkValues,
     DecayedKeys,
     KeyGradients,
@@ -37,62 +36,7 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
     StateResults,
 )
 
-__all__ = ["backward", "forward", "keeps"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call with contiguous tensors: its plan, its chunks and the memory of its results."""
-
-    call: RecurrenceCall
-    plan: Plan
-    chunks: int
-    where: ChunkTables
-    n: ChunkNumbers
-    transposed: bool = False
-
-    @staticmethod
-    def of(call: RecurrenceCall, transposed: bool = False) -> Run:
-        own = plan(call, transposed)
-        call = call.but(**{name: t.contiguous() for name in FIELDS if (t := getattr(call, name)) is not None})
-        C = own.tiles.C
-        numbers = ChunkNumbers(call.scale, call.tokens, cdiv(call.tokens, C), 1)
-        return Run(call, own, count_chunks(call, C), chunk_tables(call, C), numbers, transposed)
-
-    @property
-    def chunk_programs(self) -> int:
-        return self.chunks * self.call.value_heads
-
-    @property
-    def rows(self) -> int:
-        """Sequences times value heads: each has a state."""
-        return self.call.sequences * self.call.value_heads
-
-    @property
-    def segmented(self) -> ChunkNumbers:
-        return self.n._replace(segments=self.plan.tiles.segments)
-
-    def tokens_like(self, width: int) -> Tensor:
-        """`[B, T, HV, width]` in the dtype of the call."""
-        c = self.call
-        return torch.empty(c.batch, c.tokens, c.value_heads, width, dtype=c.dtype, device=c.device)
-
-    def gradient_like(self, width: int) -> Tensor:
-        """The same for gradients: tokens past the last sequence of a packed batch are in no chunk and stay 0."""
-        found = self.tokens_like(width)
-        return found.zero_() if self.call.packed else found
-
-    def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(self.chunks, self.call.value_heads, *shape, dtype=dtype, device=self.call.device)
-
-    def states(self) -> Tensor:
-        """States as the caller has them."""
-        c = self.call
-        shape = (c.V, c.K) if self.transposed else (c.K, c.V)
-        return torch.empty(c.sequences, c.value_heads, *shape, dtype=torch.float32, device=c.device)
-
-
-FIELDS = ("q", "k", "v", "a", "b", "beta", "log_decay", "initial_state")
+__all__ = ["backward", "forward", "halves", "keeps"]
 
 
 def is_step(call: RecurrenceCall) -> bool:
@@ -107,9 +51,14 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     if call.decay is Decay.VALUE:
         return forward_of_values(call, save)
     run = Run.of(call)
-    o, state = run.tokens_like(call.V), run.states()
     _, scores = scores_of(run)
-    joined = join_forward(run, scores)
+    return outputs(run, scores, segment_maps(run, scores), save)
+
+
+def outputs(run: Run, scores: ChunkScores, maps: Tensor | None, save: bool) -> tuple[Outputs, Outputs]:
+    """Output, final state and what is kept, from the scores and the maps of the segments."""
+    o, state = run.tokens_like(run.call.V), run.states()
+    joined = join_forward(run, maps)
     state_forward(run, scores, joined, run.plan.state_output, StateResults(o, state, None, None, None))
     if run.rows == 0:
         o.zero_()
@@ -149,13 +98,22 @@ def forward_of_values(call: RecurrenceCall, save: bool) -> tuple[Outputs, Output
     keys = DecayedKeys(v, run.tokens_like(own.K), run.per_chunk(own.K))
     G, reach = decay_sums(run, keys)
     scores = ChunkScores(None, (keys.decayed,), None, None, keys.total)
-    joined = join_forward(run, scores)
+    joined = join_forward(run, segment_maps(run, scores))
     states, state = run.per_chunk(own.V, own.K, dtype=own.dtype), run.states()
     state_forward(run, scores, joined, run.plan.state_save, StateResults(None, state, None, states, None))
     o = run.gradient_like(own.K)
     inputs, values = ChunkInputs(None, (v,), None, G, reach), ChunkValues((q,), (k,), states, None)
     run.plan.values(run.chunk_programs, inputs, values, o, run.where, run.n)
     return (o, state), joined if save else ()
+
+
+def halves(call: RecurrenceCall) -> Halves | None:
+    """Both halves of a call over ranks, where there are such; not where the state is transposed."""
+    if call.decay is Decay.VALUE:
+        return None
+    from flashmix.ops.recurrence.triton_gpu import ranks
+
+    return ranks
 
 
 def keeps(call: RecurrenceCall) -> Outputs:
@@ -196,10 +154,23 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 def gradients(run: Run, kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool) -> Gradients:
     """The gradients of a run's operands; with a transposed state in place of that of q the output."""
-    call = run.call
-    corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     inputs, scores = scores_of(run, kept)
-    joined = kept[-2:] if run.plan.tiles.segments > 1 else ()
+    x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
+    return gradients_from(run, inputs, scores, joined, x, segment_ends(run, scores, joined, x), decay)
+
+
+def gradients_from(
+    run: Run,
+    inputs: ChunkInputs,
+    scores: ChunkScores,
+    joined: Outputs,
+    x: StateGradients,
+    ends: Tensor | None,
+    decay: bool,
+) -> Gradients:
+    """The same from the scores, the maps and starts of the segments, and what the segments send back."""
+    call, do = run.call, x.do
+    corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     states, dstates = (run.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
     nu = run.tokens_like(call.V) if corrected else None
     o = run.gradient_like(call.V) if run.transposed else None
@@ -211,7 +182,7 @@ def gradients(run: Run, kept: Outputs, do: Tensor, dstate: Tensor | None, decay:
     dv = run.gradient_like(call.V) if raw else dr
     dS0 = None if call.initial_state is None else run.states()
     results = StateGradientResults(dstates, dr, dv if raw else None, dS0, None)
-    state_backward(run, scores, joined, StateGradients(do, dstate, None), results)
+    state_backward(run, scores, joined, ends, x, results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
     found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), decay)
@@ -269,17 +240,31 @@ def empty_maps(call: RecurrenceCall, segments: int) -> Outputs:
     return maps, torch.empty(*shape, call.V, call.K, dtype=torch.float32, device=call.device)
 
 
-def join_forward(run: Run, scores: ChunkScores) -> Outputs:
-    """Where the state pass is cut into segments: the map of each and the state it starts from; else nothing."""
+def segment_maps(run: Run, scores: ChunkScores) -> Tensor | None:
+    """Where the state pass is cut into segments, the map of each; else None."""
+    own = run.plan.tiles
+    return state_maps(run, scores, own.segments) if own.segments > 1 else None
+
+
+def state_maps(run: Run, scores: ChunkScores, segments: int) -> Tensor:
+    """The maps of the sequences, cut into so many segments, from nothing."""
     call, own = run.call, run.plan.tiles
-    if own.segments == 1:
-        return ()
-    maps, starts = empty_maps(call, own.segments)
+    maps = empty_maps(call, segments)[0]
     blocks = cdiv(call.V, own.maps.BV)
     if call.rule.corrected:
         blocks += cdiv(call.K, own.maps.BV)
     x, out = StateInputs(call.v, None, None), StateResults(None, None, None, None, maps)
-    run.plan.state_maps(run.rows * own.segments * blocks, scores, x, out, run.where, run.segmented)
+    n = run.n._replace(segments=segments)
+    run.plan.state_maps(run.rows * segments * blocks, scores, x, out, run.where, n)
+    return maps
+
+
+def join_forward(run: Run, maps: Tensor | None) -> Outputs:
+    """The maps of the segments and the state that each starts from; nothing where there are none."""
+    if maps is None:
+        return ()
+    call, own = run.call, run.plan.tiles
+    starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
     grid = run.rows * cdiv(call.V, own.join.BV)
     run.plan.join_forward(grid, maps, call.initial_state, starts, run.segmented)
     return maps, starts
@@ -294,19 +279,32 @@ def state_forward(run: Run, scores: ChunkScores, joined: Outputs, kernel: Kernel
     kernel(grid, scores, x, out, run.where, n)
 
 
+def segment_ends(run: Run, scores: ChunkScores, joined: Outputs, x: StateGradients) -> Tensor | None:
+    """Where the state pass is cut into segments, what each sends back from nothing; else None."""
+    if not joined:
+        return None
+    ends, n = torch.empty_like(joined[1]), run.segmented
+    grid = run.rows * n.segments * cdiv(run.call.V, run.plan.tiles.state_backward.BV)
+    sent = StateGradientResults(None, None, None, None, ends)
+    run.plan.state_ends(grid, scores, x._replace(final_state=None), sent, run.where, n)
+    return ends
+
+
+def join_backward(run: Run, maps: Tensor, ends: Tensor, dstate: Tensor | None) -> Tensor:
+    """The gradient that reaches the end of each segment."""
+    starts, grid = torch.empty_like(ends), run.rows * cdiv(run.call.V, run.plan.tiles.join.BV)
+    run.plan.join_backward(grid, maps, ends, dstate, starts, run.segmented)
+    return starts
+
+
 def state_backward(
-    run: Run, scores: ChunkScores, joined: Outputs, x: StateGradients, out: StateGradientResults
+    run: Run, scores: ChunkScores, joined: Outputs, ends: Tensor | None, x: StateGradients, out: StateGradientResults
 ) -> None:
     """The state pass from the end, in segments where they are joined."""
-    call, own = run.call, run.plan.tiles
     n = run.segmented if joined else run.n
-    grid = run.rows * n.segments * cdiv(call.V, own.state_backward.BV)
-    if joined:
-        ends, starts = (torch.empty_like(joined[1]) for _ in range(2))
-        sent = StateGradientResults(None, None, None, None, ends)
-        run.plan.state_ends(grid, scores, x._replace(final_state=None), sent, run.where, n)
-        run.plan.join_backward(run.rows * cdiv(call.V, own.join.BV), joined[0], ends, x.final_state, starts, n)
-        x = x._replace(starts=starts)
+    grid = run.rows * n.segments * cdiv(run.call.V, run.plan.tiles.state_backward.BV)
+    if ends is not None:
+        x = x._replace(starts=join_backward(run, joined[0], ends, x.final_state))
     run.plan.state_backward(grid, scores, x, out, run.where, n)
 
 
