@@ -60,8 +60,8 @@ def test_fault_01_through_a_layer() -> None:
     seen: list[Any] = []
     recurrence = layer.recurrence
 
-    def recorded(*args: Any) -> Any:
-        seen.append((args, recurrence(*args)))
+    def recorded(*args: Any, **options: Any) -> Any:
+        seen.append((args, recurrence(*args, **options)))
         return seen[-1][1]
 
     layer.recurrence = recorded  # type: ignore[method-assign]

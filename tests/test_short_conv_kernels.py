@@ -97,6 +97,16 @@ def test_interpreted(width: int, mode: str) -> None:
             )
 
 
+@pytest.mark.interpreted
+def test_a_batch_of_0_interpreted() -> None:
+    """Of long rows, for which the tile is chosen by the number of sequences."""
+    x, weight = torch.randn(0, 64, 100, requires_grad=True), torch.randn(100, 4, requires_grad=True)
+    y, state = short_conv(x, weight, return_state=True, impl="triton")
+    assert y.shape == x.shape and state.shape == (0, 3, 100)
+    dx, dweight = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert dx.shape == x.shape and torch.equal(dweight, torch.zeros_like(weight))
+
+
 WIDTHS = (
     [(4, dtype) for dtype in DTYPES]
     + [(width, torch.float32) for width in (1, 3, 8)]
