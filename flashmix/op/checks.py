@@ -120,11 +120,13 @@ def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dty
 
 def check_written(name: str, tensor: Tensor) -> None:
     """Raises ValueError unless each number of a tensor that is written has memory of its own."""
-    reach = 0  # of the axes with smaller strides
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach and tensor.numel():
+    if tensor.is_contiguous():
+        return
+    layout = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    for axis, (stride, _) in enumerate(layout):
+        reach = sum([s * (n - 1) for other, (s, n) in enumerate(layout) if other != axis and s <= stride])
+        if stride <= reach:
             raise ValueError(f"{name} must have memory of its own for each number, got strides {list(tensor.stride())}")
-        reach += stride * (size - 1)
 
 
 def check_multiple(name: str, value: int, of_name: str, of: int) -> None:

@@ -88,10 +88,19 @@ def trials(op: str) -> Iterator[Trial]:
     yield Trial(op, torch.bfloat16, tokens, causal="causal" in names)
 
 
+def leaves_of(call: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments that get a gradient: not a teacher's, nor the table of a rotation, to which kernels give none."""
+    floating = {n: t for n, t in call.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    return {
+        n: t.detach().requires_grad_()
+        for n, t in floating.items()
+        if not n.startswith("teacher_") and n not in ("cos", "sin")
+    }
+
+
 def evaluate(run: Callable[..., Any], call: dict[str, Any], dtype: torch.dtype, backward: bool) -> Results:
     """Results, tensors that were written, and gradients of a call by name, on the CPU; what flows back are numbers of `dtype`."""
-    leaves = {n: t for n, t in call.items() if isinstance(t, Tensor) and t.is_floating_point()} if backward else {}
-    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if not n.startswith("teacher_")}
+    leaves = leaves_of(call) if backward else {}
     with torch.set_grad_enabled(backward):
         outputs = flattened(run(**{**call, **leaves}))
     generator = torch.Generator().manual_seed(1)
@@ -180,13 +189,14 @@ def check_op(op: str, device: torch.device) -> list[Verdict]:
     verdicts: dict[str, Verdict] = {}
     for trial in trials(op):
         call = trial.arguments(trial.dtype, device)
-        reasons = explain(partial(public, trial, "auto"), **call).reasons
+        backward = differentiable(trial)
+        asked = call | leaves_of(call) if backward else call
+        reasons = explain(partial(public, trial, "auto"), **asked).reasons
         taken = [impl for impl, reason in reasons.items() if reason is None]
         if op in functions():  # its plain PyTorch is the reference
             taken = [impl for impl in taken if impl != "portable"] if device.type == "cpu" else taken
         if not taken:
             continue
-        backward = differentiable(trial)
         exact, plain = expected(trial, backward)
         for impl in taken:
             verdict = verdicts.setdefault(impl, Verdict(impl))
