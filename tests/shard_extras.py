@@ -225,6 +225,21 @@ def decoder(group: Any) -> list[str]:
 
 
 @check
+def long_sequences(group: Any) -> list[str]:
+    """Rotations where positions lie beyond what the rank has tokens, and beyond the smallest table."""
+    whole = Packing.from_lengths([300, 3])
+    shard, rotary = whole.shard(group), flashmix.modules.RotaryEmbedding(4)
+    x = normal(1, 303, 2, 4)
+    found = far("rotary", rotary(shard.take(x), cu_seqlens=shard), shard.take(rotary(x, cu_seqlens=whole)))
+    cos, sin = flashmix.rotary_table(299, 4)
+    return (
+        found
+        if refuses(flashmix.rotary, {"x": shard.take(x), "cos": cos, "sin": sin, "cu_seqlens": shard}, "table")
+        else [*found, "table"]
+    )
+
+
+@check
 def repeated(group: Any) -> list[str]:
     """The same call twice gives the same bits."""
     found = []

@@ -101,7 +101,8 @@ def test_a_compiled_decoder_ends_its_graphs_at_the_ops_over_ranks_alone() -> Non
         mixers = [LayerConfig("gated_deltanet", {"heads": 2}), LayerConfig("attention", {"heads": 2, "window": 6})]
         model = Decoder(DecoderConfig(vocab_size=11, width=16, layers=mixers)).double()
         ranges = [(0, 30, 47), (0, 0, 20), (0, 20, 30)]
-        shard = Packing.from_lengths([40, 7]).shard(dist.group.WORLD, ranges=ranges)
+        group: Any = dist.group.WORLD
+        shard = Packing.from_lengths([40, 7]).shard(group, ranges=ranges)
         tokens, targets = (shard.take(x) for x in torch.randint(11, (2, 1, 47)))
         found = []
         for forward in (model, torch.compile(model, backend="aot_eager")):
@@ -128,7 +129,8 @@ def test_the_exchange_is_an_operator_with_a_fake() -> None:
     try:
         from flashmix.parallel.exchange import all_to_all
 
-        shard = Packing.from_lengths([4]).shard(dist.group.WORLD)
+        group: Any = dist.group.WORLD
+        shard = Packing.from_lengths([4]).shard(group)
         rows = torch.randn(4, 3)
         assert torch.equal(all_to_all(rows, [4], [4], shard), rows)
         checks = ("test_schema", "test_faketensor")

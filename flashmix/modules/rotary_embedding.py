@@ -86,7 +86,8 @@ class RotaryEmbedding(nn.Module):
             if limit is None:
                 raise ValueError("limit must be given with a tensor of positions, got None")
         else:
-            limit = x.shape[1] + (positions or 0)
+            tokens = cu_seqlens.reach if isinstance(cu_seqlens, Packing) else x.shape[1]
+            limit = tokens + (positions or 0)
         cos, sin = self._table_for(limit, x.device)
         return rotary(
             x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, interleaved=self.interleaved, axes=self.axes

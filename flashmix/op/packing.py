@@ -149,6 +149,11 @@ class Packing:
             self._positions = tokens - self.cu_seqlens.to(torch.int64)[self.sequence]
         return self._positions
 
+    @property
+    def reach(self) -> int:
+        """All `positions` lie below it, as the host knows."""
+        return self.total
+
     def on_host(self) -> list[int]:
         """The boundaries as numbers on the host. Raises ValueError where they are on a device only: reading them would wait for it."""
         if self.cu_seqlens.is_cpu:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -102,6 +102,11 @@ class Shard(Packing):
         skipped = [p.start - self.boundaries[p.sequence] for p in self.pieces[self.rank]]
         before = torch.tensor(skipped, dtype=torch.int64, device=self._like.device)
         return self.local.positions + before.repeat_interleave(self.local.lengths)
+
+    @property
+    def reach(self) -> int:
+        """The longest whole sequence: all `positions` lie below it."""
+        return max((b - a for a, b in pairwise(self.boundaries)), default=0)
 
     @property
     def begins(self) -> Tensor:

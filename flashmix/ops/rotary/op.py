@@ -265,6 +265,8 @@ def _places(
     if start < 0:
         raise ValueError(f"positions must be non-negative, got {start}")
     if packing is not None:
+        if packing.sharded and start + packing.reach > table:  # known without the device
+            raise ValueError(f"positions must be below the table's length {table}, got {start + packing.reach - 1}")
         if contents_are_checked(packing.cu_seqlens):
             _check_contents(packing.positions, table, start)
     elif start + x.shape[1] > table:
