@@ -9,6 +9,7 @@ An import registers its mechanism (`flashmix.mechanisms.registry`); the order of
 # ruff: noqa: I001
 
 from flashmix.mechanisms.softmax_attention import SoftmaxAttention as SoftmaxAttention
+from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention
 from flashmix.mechanisms.deltanet import DeltaNet as DeltaNet, deltanet as deltanet
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet as GatedDeltaNet, gated_deltanet as gated_deltanet
 from flashmix.mechanisms.gla import GLA as GLA, gla as gla
