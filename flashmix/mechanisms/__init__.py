@@ -9,7 +9,6 @@ An import registers its mechanism (`flashmix.mechanisms.registry`); the order of
 # ruff: noqa: I001
 
 from flashmix.mechanisms.softmax_attention import SoftmaxAttention as SoftmaxAttention
-from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention
 from flashmix.mechanisms.deltanet import DeltaNet as DeltaNet, deltanet as deltanet
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet as GatedDeltaNet, gated_deltanet as gated_deltanet
 from flashmix.mechanisms.gla import GLA as GLA, gla as gla
@@ -35,3 +34,4 @@ from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditio
 from flashmix.mechanisms.oja import Oja as Oja, oja as oja
 from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
+from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention

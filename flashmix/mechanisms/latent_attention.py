@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -57,9 +59,10 @@ class LatentAttention(CachedAttention):
         check_range("rank", rank, 1, 2**16)
         check_range("shared_dim", shared_dim, 1, 256 - self.head_dim)
         self.shared_dim = shared_dim
-        placement = {"device": device, "dtype": dtype}
-        queries = {"q": (heads, self.head_dim + shared_dim)}
-        self.query_down = self.query_norm = None
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        queries: dict[str, Any] = {"q": (heads, self.head_dim + shared_dim)}
+        self.query_down: nn.Linear | None = None
+        self.query_norm: RMSNorm | None = None
         if query_rank is not None:
             self.query_down = nn.Linear(width, query_rank, bias=False, **placement)
             self.query_norm = RMSNorm(query_rank, eps, **placement)
