@@ -28,6 +28,7 @@ from flashmix.ops.token_shift.op import token_shift
 
 if TYPE_CHECKING:
     from flashmix import hf as hf
+    from flashmix.checkpoints import convert
     from flashmix.hf.accelerate import accelerate
     from flashmix.mechanisms import *  # noqa: F403
 
@@ -43,6 +44,7 @@ __all__ = [
     "attention_with_cache",
     "bounded_decay",
     "checks",
+    "convert",
     "cross_entropy",
     "delta_net_step",
     "delta_rule",
@@ -75,7 +77,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`accelerate` and `hf`, which are imported when they are first asked for."""
+    """`accelerate`, `hf` and `convert`, which are imported when they are first asked for."""
+    if name == "convert":
+        globals()[name] = import_module("flashmix.checkpoints").convert
+        return globals()[name]
     if name not in ("accelerate", "hf"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     adapters = import_module("flashmix.hf")

@@ -11,8 +11,8 @@ from torch.nn.functional import silu, softplus
 from flashmix.layers import DeltaNet
 
 
-def rms(x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

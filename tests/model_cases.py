@@ -23,12 +23,27 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "attention_window_1": {"heads": 4, "window": 1},
     "attention_gated": {"heads": 4, "kv_heads": 1, "head_dim": 6, "rotary": 2, "qk_norm": True, "gated": True},
     "attention_no_positions": {"heads": 2, "rotary": 0},
+    "attention_joint_norm": {
+        "heads": 4,
+        "kv_heads": 2,
+        "qk_norm": True,
+        "joint_qk_norm": True,
+        "unit_offset": True,
+        "eps": 1e-3,
+        "scaling": {"kind": "llama3", "factor": 4.0, "trained": 8},
+    },
+}
+LATENT: dict[str, dict[str, Any]] = {
+    "latent_attention": {"heads": 2, "rank": 6, "shared_dim": 4},
+    "latent_attention_query_rank": {"heads": 2, "rank": 6, "query_rank": 10, "shared_dim": 2, "value_dim": 4},
 }
 
 
 def _layers() -> dict[str, Callable[[], Mixer[Any]]]:
     """The layers that the tests run, by name: every one of the registry, some in several ways."""
-    options = {"attention": ATTENTION} | {name: case.layers for name, case in MECHANISMS.items()}
+    options = {"attention": ATTENTION, "latent_attention": LATENT} | {
+        name: case.layers for name, case in MECHANISMS.items()
+    }
     return {
         layer: partial(entry.layer, WIDTH, **given)
         for name, entry in REGISTERED.items()

@@ -339,7 +339,7 @@ def test_retnet_is_its_paper() -> None:
     assert_same(layer(x[None])[0], expected)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mamba2_groups"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2_groups", "mamba2_one_norm"])
 def test_mamba2_is_its_paper(name: str) -> None:
     layer, x = make_layer(name), numbers(7, WIDTH)
     assert isinstance(layer, Mamba2)
@@ -349,8 +349,9 @@ def test_mamba2_is_its_paper(name: str) -> None:
     B, C = (heads(part, layer.groups).repeat_interleave(4 // layer.groups, 1) for part in (B, C))
     values, dt = heads(values, 4), softplus(step + layer.decay.dt_bias)[..., None]
     o = recurrence_loop(C, B, dt * values, torch.exp(-layer.decay.A_log.exp()[:, None] * dt))
-    o = heads((o + layer.skip[:, None] * values).flatten(1) * silu(z), layer.groups)
-    assert_same(layer(x[None])[0], (rms(o) * layer.norm.weight).flatten(1) @ layer.output.weight.T)
+    o = heads((o + layer.skip[:, None] * values).flatten(1) * silu(z), layer.norm.groups)
+    o = rms(o, layer.norm.eps).flatten(1) * layer.norm.weight
+    assert_same(layer(x[None])[0], o @ layer.output.weight.T)
 
 
 def test_rwkv7_is_its_paper() -> None:

@@ -283,6 +283,7 @@ def test_weight_decay_is_for_matrices() -> None:
     assert {"blocks.0.mixer.decay.dt_bias", "blocks.0.mixer.convolution.weight", "norm.weight"} <= left
 
 
+ATTENTION = {"mixer": "attention", "heads": 4}
 GOOD: dict[str, Any] = {
     "vocab_size": 64,
     "width": 16,
@@ -328,6 +329,19 @@ GOOD: dict[str, Any] = {
             TypeError,
             "layers[0].ranks must be a list of whole numbers, got 8",
         ),
+        ({"norm": "none"}, ValueError, "norm must be one of 'rms', 'unit_offset_rms'"),
+        ({"layers": [ATTENTION | {"mlp": {}}]}, ValueError, "layers[0].mlp.kind must be one of 'none', 'swiglu', 'exp"),
+        (
+            {"layers": [ATTENTION | {"mlp": {"kind": "swiglu", "wide": 2}}]},
+            ValueError,
+            "layers[0].mlp.wide is not an option of swiglu, which takes hidden",
+        ),
+        (
+            {"layers": [ATTENTION | {"mlp": {"kind": "experts", "hidden": 4, "experts": 4, "active": 5}}]},
+            ValueError,
+            "layers[0].mlp.active must be between 1 and 4, got 5",
+        ),
+        ({"layers": [ATTENTION | {"norm_after": 1}]}, TypeError, "layers[0].norm_after must be true or false, got 1"),
         ({"layers": [{"mixer": "gla", "heads": 3}]}, ValueError, "layers[0].value_dim must be given where heads = 3"),
         (
             {"layers": [{"mixer": "attention", "heads": 4, "kv_heads": 3}]},
@@ -345,6 +359,31 @@ def test_what_a_configuration_refuses(change: dict[str, Any], error: type[Except
     DecoderConfig.from_dict(GOOD)
     with pytest.raises(error, match="^" + re.escape(text)):
         DecoderConfig.from_dict({**GOOD, **change})
+
+
+def test_blocks_with_experts_with_norms_after_and_without_an_mlp() -> None:
+    """Cached equals whole, every parameter has a gradient, and the matrices that write to the residual stream start small."""
+    experts = {"kind": "experts", "hidden": 8, "experts": 4, "active": 2, "shared": 6, "shared_gate": True}
+    layers = [
+        LayerConfig("gated_deltanet", {"heads": 2}, mlp={"kind": "none"}),
+        LayerConfig("attention", {"heads": 2}, mlp=experts),
+        LayerConfig("latent_attention", {"heads": 2, "rank": 8, "shared_dim": 4}, norm_after=True),
+    ]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(64, 16, layers, norm="unit_offset_rms")).double()
+    tokens = some_tokens(2, 9)
+    full = model(tokens)
+    with torch.no_grad():
+        cache = model.new_cache()
+        assert_same(torch.cat([model(part, cache=cache) for part in tokens.split([4, 1, 4], dim=1)], dim=1), full)
+    model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    block = model.blocks[1]
+    assert block.mlp.down.std() < 0.6 * (3 * 8) ** -0.5 and block.mlp.shared.down.weight.std() < 0.6 * (3 * 6) ** -0.5
+    decayed = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+    assert {id(block.mlp.gate_up), id(block.mlp.down), id(block.mlp.router.weight)} <= decayed
+    assert not any(p.any() for n, p in model.named_parameters() if n.endswith("mlp_norm.weight"))
+    assert DecoderConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
 
 
 def test_options_survive_json() -> None:

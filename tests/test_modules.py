@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from flashmix.modules import (
     LogSigmoidDecay,
     LowRank,
     MambaDecay,
+    MixtureOfExperts,
     RMSNorm,
     RotaryEmbedding,
     RWKV6Decay,
@@ -219,3 +221,51 @@ def test_modules_take_device_and_dtype() -> None:
         module = make(device="meta", dtype=torch.bfloat16)
         assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
         assert repr(module)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scores": "sigmoid", "balance": True, "groups": 2, "scale": 2.5},
+        {"normalise": False, "shared": 6, "shared_gate": True, "active": 1},
+    ],
+    ids=["softmax", "sigmoid", "shared"],
+)
+def test_a_mixture_of_experts_is_its_formula(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(8, 5, **{"experts": 6, "active": 3} | options).double()
+    if layer.balance is not None:
+        layer.balance.uniform_(-1, 1)
+    x, expected = torch.randn(2, 7, 8).double(), []
+    for row in x.flatten(0, 1):
+        logits = layer.router(row)
+        scores = logits.softmax(-1) if layer.scores == "softmax" else logits.sigmoid()
+        order = scores if layer.balance is None else scores + layer.balance
+        if layer.groups > 1:  # one of the two groups of three
+            halves = order.view(2, 3)
+            order = order.clone()
+            order.view(2, 3)[1 - halves.topk(2).values.sum(-1).argmax()] = -torch.inf
+        chosen = order.argsort(descending=True)[: layer.active]
+        total = scores[chosen].sum() if layer.normalise else 1.0
+        y = torch.zeros(8).double()
+        for expert in chosen:
+            gate, up = (layer.gate_up[expert] @ row).chunk(2)
+            y = y + layer.scale * scores[expert] / total * (layer.down[expert] @ (silu(gate) * up))
+        if layer.shared is not None and layer.shared_gate is not None:
+            y = y + torch.sigmoid(layer.shared_gate(row)) * layer.shared(row)
+        expected.append(y)
+    assert_same(layer(x), torch.stack(expected).view_as(x))
+    assert layer(x[:, :0]).shape == (2, 0, 8)
+
+
+def test_norms_by_groups_and_with_a_unit_offset() -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 3, 8).double(), torch.randn(2, 3, 8).double()
+    norm = RMSNorm(8, 1e-3, groups=2, unit_offset=True).double()
+    assert not norm.weight.any()
+    torch.nn.init.normal_(norm.weight)
+    rows = (x + residual).unflatten(-1, (2, 4))
+    expected = (rows / (rows.square().mean(-1, keepdim=True) + 1e-3).sqrt()).flatten(-2) * (1 + norm.weight)
+    assert_same(norm(x + residual), expected)
+    assert_same(norm.add_and_norm(x, residual)[0], expected)

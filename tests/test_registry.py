@@ -104,9 +104,10 @@ def test_a_layer_that_changes_the_mechanism_has_no_fast_step() -> None:
             continue
         owner = {
             method: next(c for c in layer.__mro__ if method in vars(c))
-            for method in ("recurrence", "beta_and_decay", "step_inputs", "normalise")
+            for method in ("recurrence", "beta_and_decay", "step_inputs", "normalise", "queries_keys_values")
         }
-        same = owner["recurrence"] is DeltaNet and owner["beta_and_decay"] is owner["step_inputs"] is owner["normalise"]
+        of_base = all(owner[method] is DeltaNet for method in ("recurrence", "normalise", "queries_keys_values"))
+        same = of_base and owner["beta_and_decay"] is owner["step_inputs"]
         assert layer.has_step == same, layer.__name__
 
 

@@ -34,3 +34,4 @@ from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditio
 from flashmix.mechanisms.oja import Oja as Oja, oja as oja
 from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
+from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention

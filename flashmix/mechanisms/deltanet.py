@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import elu, relu, silu
 from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
@@ -14,10 +16,10 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
-from flashmix.modules.norm import RMSNorm
+from flashmix.modules.norm import GatedRMSNorm, RMSNorm
 from flashmix.modules.projection import head_size
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.op.checks import check_multiple
+from flashmix.op.checks import check_choice, check_multiple
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.delta_net_step import delta_net_step
@@ -42,6 +44,14 @@ def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **options: Unpack[En
     return delta_rule(q, k, v, beta, **options)
 
 
+# Activations of queries and keys other than silu, which the convolution has in itself.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "elu": lambda x: elu(x) + 1,
+    "identity": lambda x: x,
+}
+
+
 class DeltaNetOptions(TypedDict, total=False):
     """The options of the layers that build on `DeltaNet`."""
 
@@ -49,7 +59,12 @@ class DeltaNetOptions(TypedDict, total=False):
     value_heads: int | None
     value_dim: int | None
     conv_width: int
+    conv_bias: bool
+    qk_activation: str
+    qk_norm: str
+    output_gate: str | None
     negative_eigenvalues: bool
+    eps: float
 
 
 class DeltaNet(Mixer[RecurrentCache]):
@@ -61,8 +76,13 @@ class DeltaNet(Mixer[RecurrentCache]):
         head_dim: channels of a query and key; default `width / heads`.
         value_heads: heads of values, a multiple of `heads`; default `heads`.
         value_dim: channels of a value; default `head_dim`.
-        conv_width: tokens that the short convolution sees.
+        conv_width: tokens that the short convolution sees; 0: none, only its silu.
+        conv_bias: whether the short convolution has a bias.
+        qk_activation: of queries and keys, "silu", "relu", "elu" (plus 1) or "identity"; values have silu.
+        qk_norm: of queries and keys, "l2" (divided by their length) or "sum" (by their sum).
+        output_gate: activation of the gate on the output, "silu" or "sigmoid", or "none"; None: the class's own.
         negative_eigenvalues: whether `beta` reaches to 2 instead of 1, so that the state can count.
+        eps: of the norm of the output.
 
     Source: Yang et al., arXiv:2406.06484, section 3.
 
@@ -72,7 +92,9 @@ class DeltaNet(Mixer[RecurrentCache]):
         torch.Size([2, 5, 32])
     """
 
-    norm: nn.Module
+    norm: RMSNorm | GatedRMSNorm
+    gate: nn.Module | None
+    own_gate = "none"  # the activation of the output gate where the option does not say
     steps = 1  # keys and values per token
     # Whether `step` computes the same as `mix`: false in a class with its own `recurrence` or without its own `step_inputs`.
     has_step = True
@@ -86,7 +108,12 @@ class DeltaNet(Mixer[RecurrentCache]):
         value_heads: int | None = None,
         value_dim: int | None = None,
         conv_width: int = 4,
+        conv_bias: bool = False,
+        qk_activation: str = "silu",
+        qk_norm: str = "l2",
+        output_gate: str | None = None,
         negative_eigenvalues: bool = False,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -100,32 +127,60 @@ class DeltaNet(Mixer[RecurrentCache]):
         self.keys, self.values = heads * self.head_dim, self.value_heads * self.value_dim
         channels = self.keys + self.steps * (self.keys + self.values)
         self.qkv = nn.Linear(width, channels, bias=False, device=device, dtype=dtype)
-        self.convolution = ShortConvolution(channels, conv_width, device=device, dtype=dtype)
+        check_choice("qk_activation", qk_activation, "silu", *ACTIVATIONS)
+        check_choice("qk_norm", qk_norm, "l2", "sum")
+        self.qk_activation, self.qk_norm = qk_activation, qk_norm
+        self.convolution: ShortConvolution | None = None
+        if conv_width:
+            activation = "silu" if qk_activation == "silu" else None
+            self.convolution = ShortConvolution(
+                channels, conv_width, activation=activation, bias=conv_bias, device=device, dtype=dtype
+            )
+        self.output_gate = self.own_gate if output_gate is None else output_gate
+        check_choice("output_gate", self.output_gate, "silu", "sigmoid", "none")
+        self.eps = eps
         self.write_strength = WriteStrength(negative_eigenvalues)
         self.output = nn.Linear(self.values, width, bias=False, device=device, dtype=dtype)
         self.make_parameters(device=device, dtype=dtype)
 
     def make_parameters(self, **placement: Any) -> None:
-        """Makes the parameters of `beta_and_decay` and `normalise`, in which the family differs."""
+        """Makes the parameters of `beta_and_decay`, in which the family differs, and last those of `normalise`."""
         self.strength = nn.Linear(self.width, self.value_heads, bias=False, **placement)
-        self.norm = RMSNorm(self.value_dim, **placement)
+        self.make_norm(**placement)
+
+    def make_norm(self, **placement: Any) -> None:
+        """Makes the parameters of `normalise`."""
+        if self.output_gate == "none":
+            self.gate, self.norm = None, RMSNorm(self.value_dim, self.eps, **placement)
+        else:
+            self.gate = self.make_gate(**placement)
+            self.norm = GatedRMSNorm(self.value_dim, self.eps, activation=self.output_gate, **placement)
+
+    def make_gate(self, **placement: Any) -> nn.Module:
+        """The projection of the output gate."""
+        return nn.Linear(self.width, self.values, bias=False, **placement)
 
     def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         """`beta` `[B, T, HV]`, and the log decay or None."""
         return self.write_strength(self.strength(x)), None
 
     def normalise(self, o: Tensor, x: Tensor) -> Tensor:
-        """The output `[B, T, HV, V]` of the recurrence, normalised per head, in some layers with an output gate."""
-        return self.norm(o)
+        """The output `[B, T, HV, V]` of the recurrence, normalised per head, with the output gate if there is one."""
+        return self.norm(o) if self.gate is None else self.norm(o, self.gate(x).view_as(o))
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:
-        """The arguments of `delta_net_step` that stand for `beta_and_decay` and `normalise`, for one token `[B, D]` of each sequence."""
+        """The arguments of `delta_net_step` that stand for `beta_and_decay`, for one token `[B, D]` of each sequence."""
         return {"strength": self.strength(x)}
 
     def step(self, x: Tensor, cache: RecurrentCache) -> Tensor:
         """`mix` for one token of each sequence, which updates the cache in place."""
         cache.own()
         x, conv = x[:, 0], self.convolution
+        assert conv is not None
+        gate: dict[str, Any] = {}
+        if self.gate is not None:
+            gate["gate"] = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
+            gate["gate_activation"] = self.output_gate
         y = delta_net_step(
             self.qkv(x),
             state=cache.state,
@@ -134,28 +189,44 @@ class DeltaNet(Mixer[RecurrentCache]):
             conv_bias=conv.bias,
             heads=self.heads,
             negative_eigenvalues=self.write_strength.negative_eigenvalues,
-            norm_weight=self.norm.weight,  # type: ignore[arg-type]
-            eps=self.norm.eps,  # type: ignore[arg-type]
+            norm_weight=self.norm.weight,
+            eps=self.eps,
+            **gate,
             **self.step_inputs(x),
         )
         return self.output(y.flatten(1))[:, None]
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        if cache is not None and self.has_step and cache.can_step(x, packing):
+        plain = self.convolution is not None and self.qk_activation == "silu" and self.qk_norm == "l2"
+        if cache is not None and self.has_step and plain and cache.can_step(x, packing):
             return self.step(x, cache)
-        q, k, v, recent = self.convolution.of_qkv(
-            self.qkv(x),
-            (self.keys, self.steps * self.keys, self.steps * self.values),
-            initial_state=None if cache is None else cache.recent,
-            return_state=cache is not None,
-            cu_seqlens=packing,
-        )
-        q, k = (l2_norm(t.unflatten(-1, (-1, self.head_dim))) for t in (q, k))
-        v = v.unflatten(-1, (self.steps * self.value_heads, self.value_dim))
+        q, k, v, recent = self.queries_keys_values(x, packing, cache)
         o = carried(self.recurrence, x, q, k, v, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
         return self.output(self.normalise(o, x).flatten(2))
+
+    def queries_keys_values(
+        self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Normalised queries and keys, and values, each by heads, and the last inputs of the convolution."""
+        sizes, recent = (self.keys, self.steps * self.keys, self.steps * self.values), None
+        if self.convolution is None:
+            q, k, v = self.qkv(x).split(sizes, dim=-1)
+        else:
+            q, k, v, recent = self.convolution.of_qkv(
+                self.qkv(x),
+                sizes,
+                initial_state=None if cache is None else cache.recent,
+                return_state=cache is not None,
+                cu_seqlens=packing,
+            )
+        if self.convolution is None or self.convolution.activation is None:
+            activation = ACTIVATIONS.get(self.qk_activation, silu)
+            q, k, v = activation(q), activation(k), silu(v)
+        q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
+        q, k = (l2_norm(t) if self.qk_norm == "l2" else t / t.sum(-1, keepdim=True) for t in (q, k))
+        return q, k, v.unflatten(-1, (self.steps * self.value_heads, self.value_dim)), recent
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import MambaDecay
-from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import dims
 from flashmix.op.public import public
@@ -52,12 +51,13 @@ class GatedDeltaNet(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
+    own_gate = "silu"
+
     def make_parameters(self, **placement: Any) -> None:
         heads = (self.value_heads,)
         self.strength_and_decay = HeadProjection(self.width, strength=heads, decay=heads, **placement)
         self.decay = MambaDecay(self.value_heads, **placement)
-        self.gate = nn.Linear(self.width, self.values, bias=False, **placement)
-        self.norm = GatedRMSNorm(self.value_dim, **placement)
+        self.make_norm(**placement)
 
     def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
@@ -65,12 +65,7 @@ class GatedDeltaNet(DeltaNet):
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:
         strength, decay = self.strength_and_decay(x)
-        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
-        parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
-        return {"strength": strength, "decay": decay, "gate": gate, **parameters}
-
-    def normalise(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.norm(o, self.gate(x).view_as(o))
+        return {"strength": strength, "decay": decay, "A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias}
 
 
 def by_value_heads(size: Size) -> list[Options]:

@@ -13,7 +13,6 @@ from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import BoundedDecay, MambaDecay
 from flashmix.modules.mlp import LowRank
-from flashmix.modules.norm import GatedRMSNorm
 from flashmix.op.checks import dims
 from flashmix.op.options import hands_on
 from flashmix.op.public import public
@@ -44,6 +43,7 @@ class KDA(DeltaNet):
     Args: those of `DeltaNet`, and
         rank: of the projections of the decay and the output gate; default `value_dim`.
         lower: None for the decay `-exp(A_log) softplus(x + dt_bias)`, else the floor of `BoundedDecay`, in [-5, 0).
+        gate_bias: whether the projection of the output gate has a bias.
 
     Source: Kimi Linear, arXiv:2510.26692, section 4.
 
@@ -53,6 +53,8 @@ class KDA(DeltaNet):
         torch.Size([2, 5, 32])
     """
 
+    own_gate = "sigmoid"
+
     @hands_on(DeltaNet.__init__, first=True)
     def __init__(
         self,
@@ -61,12 +63,17 @@ class KDA(DeltaNet):
         *,
         rank: int | None = None,
         lower: float | None = None,
+        gate_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[DeltaNetOptions],
     ) -> None:
-        self.rank, self.lower = rank, lower
+        self.rank, self.lower, self.gate_bias = rank, lower, gate_bias
         super().__init__(width, heads, device=device, dtype=dtype, **options)
+
+    def make_gate(self, **placement: Any) -> nn.Module:
+        rank = self.value_dim if self.rank is None else self.rank
+        return LowRank(self.width, rank, self.values, bias=self.gate_bias, **placement)
 
     def make_parameters(self, **placement: Any) -> None:
         rank = self.value_dim if self.rank is None else self.rank
@@ -78,8 +85,7 @@ class KDA(DeltaNet):
             self.decay = MambaDecay(heads, channels, **placement)
         else:
             self.decay = BoundedDecay(heads, channels, lower=self.lower, **placement)
-        self.gate = LowRank(self.width, rank, self.values, bias=True, **placement)
-        self.norm = GatedRMSNorm(self.value_dim, activation="sigmoid", **placement)
+        self.make_norm(**placement)
 
     def decay_channels(self) -> int:
         """The number of channels per head with a decay of their own."""
@@ -95,12 +101,8 @@ class KDA(DeltaNet):
 
     def step_inputs(self, x: Tensor) -> dict[str, Any]:
         decay = self.decay_projection(x).unflatten(-1, (self.value_heads, self.head_dim))
-        gate = self.gate(x).unflatten(-1, (self.value_heads, self.value_dim))
         parameters = {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias, "lower": self.lower}
-        return {"strength": self.strength(x), "decay": decay, "gate": gate, "gate_activation": "sigmoid", **parameters}
-
-    def normalise(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.norm(o, self.gate(x).view_as(o))
+        return {"strength": self.strength(x), "decay": decay, **parameters}
 
 
 register(

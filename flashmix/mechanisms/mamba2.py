@@ -80,6 +80,9 @@ class Mamba2(Mixer[RecurrentCache]):
         state_dim: channels of `B` and `C`, the N of the paper.
         groups: heads of `B` and `C`; each serves `heads / groups` heads of `x`.
         conv_width: tokens that the short convolution over `x, B, C` sees.
+        conv_bias: whether that convolution has a bias.
+        norm_groups: blocks of the inner channels that are normalised each on its own; default `groups`.
+        eps: of that norm.
 
     Source: Dao and Gu, arXiv:2405.21060, section 7.1.
 
@@ -98,6 +101,9 @@ class Mamba2(Mixer[RecurrentCache]):
         state_dim: int = 128,
         groups: int = 1,
         conv_width: int = 4,
+        conv_bias: bool = True,
+        norm_groups: int | None = None,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -111,10 +117,12 @@ class Mamba2(Mixer[RecurrentCache]):
         self.input = HeadProjection(
             width, xbc=(inner + 2 * shared,), gate=(inner,), step=(heads,), device=device, dtype=dtype
         )
-        self.convolution = ShortConvolution(inner + 2 * shared, conv_width, bias=True, device=device, dtype=dtype)
+        self.convolution = ShortConvolution(inner + 2 * shared, conv_width, bias=conv_bias, device=device, dtype=dtype)
         self.decay = MambaDecay(heads, device=device, dtype=dtype)
         self.skip = nn.Parameter(torch.ones(heads, device=device, dtype=dtype))
-        self.norm = RMSNorm(inner // groups, device=device, dtype=dtype)
+        norm_groups = groups if norm_groups is None else norm_groups
+        check_multiple("heads * head_dim", inner, "norm_groups", norm_groups)
+        self.norm = RMSNorm(inner, eps, groups=norm_groups, device=device, dtype=dtype)
         self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
@@ -134,8 +142,7 @@ class Mamba2(Mixer[RecurrentCache]):
         if cache is not None:
             cache.recent = recent
         o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)
-        o = swiglu(gate, o).unflatten(-1, (self.groups, -1))
-        return self.output(self.norm(o).flatten(2))
+        return self.output(self.norm(swiglu(gate, o)))
 
 
 def two_by_width(size: Size) -> list[Options]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,36 +13,52 @@ from torch.utils.checkpoint import checkpoint
 from flashmix.layer.cache import LayerCache
 from flashmix.layer.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
-from flashmix.models.config import DecoderConfig, LayerConfig
-from flashmix.modules import LinearCrossEntropy, RMSNorm, SwiGLU
+from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
+from flashmix.modules import LinearCrossEntropy, MixtureOfExperts
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
 
 
 class Block(nn.Module):
-    """`h = x + mixer(norm(x))`, then `h + mlp(norm(h))`."""
+    """`h = x + mixer(norm(x))`, then `h + mlp(norm(h))`; with `norm_after` `x + norm(mixer(x))` and `h + norm(mlp(h))`."""
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig, **placement: Any) -> None:
         super().__init__()
         self.kind = layer.mixer
-        self.mixer_norm = RMSNorm(config.width, config.norm_eps, **placement)
+        self.norm_after = layer.norm_after
+        norm = partial(NORMS[config.norm], config.width, config.norm_eps, **placement)
+        self.mixer_norm = norm()
         self.mixer = layer.build(config.width, **placement)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps, **placement)
-        self.mlp = SwiGLU(config.width, config.mlp_width, **placement)
+        without = layer.mlp is not None and layer.mlp["kind"] == "none"
+        self.mlp_norm = None if without else norm()
+        self.mlp = layer.build_mlp(config.width, config.mlp_width, **placement)
 
     def forward(
         self, x: Tensor, packing: Packing | None, cache: LayerCache | None, shared: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The block's output, and the values of the first layer of each kind that shares them (`Mixer.shares`)."""
-        y = self.mixer_norm(x)
+        y = x if self.norm_after else self.mixer_norm(x)
         if self.mixer.shares is None:
             y = self.mixer(y, cu_seqlens=packing, cache=cache)
         else:
             first = shared.get(self.kind)
             y, values = self.mixer(y, cu_seqlens=packing, cache=cache, first_values=first, return_values=True)
             shared = {self.kind: values, **shared}
+        if self.norm_after:
+            y = self.mixer_norm(y)
+        if self.mlp is None or self.mlp_norm is None:
+            return x + y, shared
+        if self.norm_after:
+            x = x + y
+            return x + self.mlp_norm(self.mlp(x)), shared
         y, x = self.mlp_norm.add_and_norm(y, x)
         return x + self.mlp(y), shared
+
+    def writers(self) -> Iterator[Tensor]:
+        """The matrices whose products are added to the residual stream."""
+        yield self.mixer.output.weight
+        if self.mlp is not None:
+            yield from self.mlp.writers()  # type: ignore[operator]
 
 
 class Decoder(nn.Module):
@@ -74,7 +91,7 @@ class Decoder(nn.Module):
         self.checkpoint_activations = checkpoint_activations
         self.embedding = nn.Embedding(config.vocab_size, config.width, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(Block(config, layer, device=device, dtype=dtype) for layer in config.layers)
-        self.norm = RMSNorm(config.width, config.norm_eps, device=device, dtype=dtype)
+        self.norm = NORMS[config.norm](config.width, config.norm_eps, device=device, dtype=dtype)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False, device=device, dtype=dtype)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -92,13 +109,14 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=(3 * module.in_features) ** -0.5)
+            elif isinstance(module, MixtureOfExperts):
+                module.reset_parameters()
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.normal_(self.embedding.weight, std=0.2)
-        assert self.norm.weight is not None
-        nn.init.constant_(self.norm.weight, 0.1 if self.config.tied else 1.0)
+        self.norm.set_scale(0.1 if self.config.tied else 1.0)
         for block in self._blocks():
-            for last in (block.mixer.output, block.mlp.down):
-                last.weight.mul_((2 * len(self.blocks)) ** -0.5)
+            for weight in block.writers():
+                weight.mul_((2 * len(self.blocks)) ** -0.5)
 
     def new_cache(self, history: int = 0) -> ModelCache:
         """An empty cache; `history` last tokens of it can be rolled back."""
@@ -222,6 +240,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         [0.1, 0.0]
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    for experts in model.modules():
+        if isinstance(experts, MixtureOfExperts):
+            matrices |= {id(experts.gate_up), id(experts.down)}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if id(p) in matrices], "weight_decay": weight_decay},

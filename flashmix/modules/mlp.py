@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,10 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(swiglu(gate, up))
+
+    def writers(self) -> Iterator[Tensor]:
+        """The matrix that makes the output."""
+        yield self.down.weight
 
 
 class LowRank(nn.Module):

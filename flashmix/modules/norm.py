@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice
-from flashmix.ops.norm.op import rms_norm
+from flashmix.op.dtypes import at_least_float32
+from flashmix.ops.norm.op import group_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +19,8 @@ class RMSNorm(nn.Module):
         dim: channels of the last axis.
         eps: added to the mean square.
         affine: whether there is a learned `weight`.
+        unit_offset: whether `1 + weight` scales, with `weight` 0 at first, as in Gemma and Qwen3-Next.
+        groups: equal blocks of the axis, each divided by its own root mean square.
 
     Source: Zhang and Sennrich, arXiv:1910.07467, equation 4.
 
@@ -33,20 +38,48 @@ class RMSNorm(nn.Module):
         eps: float = 1e-6,
         *,
         affine: bool = True,
+        unit_offset: bool = False,
+        groups: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
-        self.register_parameter("weight", nn.Parameter(torch.ones(dim, device=device, dtype=dtype)) if affine else None)
+        self.unit_offset = unit_offset
+        self.groups = groups
+        self.register_parameter(
+            "weight", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if affine else None
+        )
+        if affine:
+            self.set_scale(1.0)
+
+    @torch.no_grad()
+    def set_scale(self, scale: float) -> None:
+        """Sets the factor of every channel."""
+        assert self.weight is not None
+        self.weight.fill_(scale - 1.0 if self.unit_offset else scale)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The factor of each channel; in float32 at least where it is `1 + weight`."""
+        if self.weight is None or not self.unit_offset:
+            return self.weight
+        return 1.0 + at_least_float32(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps=self.eps)
+        if self.groups == 1:
+            return rms_norm(x, self.scale, eps=self.eps)
+        y: Tensor = group_norm(x, self.groups, self.scale, eps=self.eps, center=False)
+        return y
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`(norm(x + residual), x + residual)` in one pass over memory."""
-        y, total = rms_norm(x, self.weight, eps=self.eps, residual=residual, return_residual=True)
+        options: dict[str, Any] = {"eps": self.eps, "residual": residual, "return_residual": True}
+        if self.groups == 1:
+            y, total = rms_norm(x, self.scale, **options)
+        else:
+            y, total = group_norm(x, self.groups, self.scale, center=False, **options)
         return y, total
 
     def extra_repr(self) -> str:

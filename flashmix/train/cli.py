@@ -1,4 +1,4 @@
-"""The command line: `flashmix train`, `flashmix generate`, `flashmix eval`, `flashmix doctor`."""
+"""The command line: `flashmix train`, `flashmix generate`, `flashmix eval`, `flashmix convert`, `flashmix doctor`."""
 
 from __future__ import annotations
 
@@ -107,10 +107,22 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     add_eval(commands)
+    add_convert(commands)
     doctor = commands.add_parser("doctor", help="what is here, and which implementation each op would take")
     text = "a self-test of about a minute: each op's each implementation, forward and backward, against its definition"
     doctor.add_argument("--check", action="store_true", help=text)
     return parser
+
+
+def add_convert(commands: Any) -> None:
+    conversion = commands.add_parser("convert", help="convert another library's weights to flashmix's, or back")
+    text = "a folder with config.json and safetensors files, or the folder of a run"
+    conversion.add_argument("source", metavar="FOLDER", help=text)
+    conversion.add_argument(
+        "out", metavar="OUT", nargs="?", help="the folder to be made (default: check, write nothing)"
+    )
+    text = "the model_type to go back to (default: the one that FOLDER came from)"
+    conversion.add_argument("--to", metavar="FAMILY", help=text)
 
 
 def add_eval(commands: Any) -> None:
@@ -272,6 +284,23 @@ def evaluate_in(folder: EvalFolder, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def convert_command(arguments: argparse.Namespace) -> int:
+    from flashmix.checkpoints import ConversionError, convert, save
+    from flashmix.train import session
+
+    run = RunFolder(arguments.source)
+    try:
+        if run.checkpoint.exists():
+            if arguments.to or not arguments.out:
+                raise RunError("a run is written as a model of flashmix first: leave --to away, and name OUT")
+            save(session.load(run, "cpu")[0], arguments.out)
+            return 0
+        print(convert(arguments.source, arguments.out, to=arguments.to))
+    except ConversionError as error:
+        raise RunError(str(error)) from error
+    return 0
+
+
 def doctor_command(arguments: argparse.Namespace) -> int:
     from flashmix import doctor
 
@@ -312,7 +341,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str] | None) -> int:
     arguments = make_parser().parse_args(argv)
-    commands = {"train": train_command, "generate": generate_command, "eval": eval_command, "doctor": doctor_command}
+    commands = {
+        "train": train_command,
+        "generate": generate_command,
+        "eval": eval_command,
+        "convert": convert_command,
+        "doctor": doctor_command,
+    }
     return commands[arguments.command](arguments)
 
 

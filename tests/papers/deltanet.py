@@ -18,6 +18,13 @@ def deltanet(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, S: Tensor, scale:
 
 CASES = {
     "deltanet": Mechanism(
-        deltanet, QKV | BETA, values_first=True, layers={"deltanet": {"heads": 2, "negative_eigenvalues": True}}
+        deltanet,
+        QKV | BETA,
+        values_first=True,
+        layers={
+            "deltanet": {"heads": 2, "negative_eigenvalues": True},
+            "deltanet_gated": {"heads": 2, "output_gate": "silu", "conv_bias": True, "eps": 1e-3},
+            "deltanet_sum": {"heads": 2, "qk_activation": "elu", "qk_norm": "sum"},
+        },
     )
 }

@@ -24,7 +24,10 @@ CASES = {
         gated_deltanet,
         QKV | BETA | BY_TOKEN,
         values_first=True,
-        layers={"gated_deltanet": {"heads": 2, "value_heads": 4, "value_dim": 6}},
+        layers={
+            "gated_deltanet": {"heads": 2, "value_heads": 4, "value_dim": 6},
+            "gated_deltanet_bare": {"heads": 2, "conv_width": 0, "output_gate": "none"},
+        },
         errors=[
             ({"log_decay": zeros(1, T, H, K)}, ValueError, "log_decay must have shape [B, T, HV], got [1, 6, 2, 8]")
         ],

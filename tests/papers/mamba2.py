@@ -28,6 +28,14 @@ CASES = {
         layers={
             "mamba2": {"heads": 4, "state_dim": 8},
             "mamba2_groups": {"heads": 4, "state_dim": 8, "groups": 2, "conv_width": 2},
+            "mamba2_one_norm": {
+                "heads": 4,
+                "state_dim": 8,
+                "groups": 2,
+                "norm_groups": 1,
+                "conv_bias": False,
+                "eps": 1e-3,
+            },
         },
         errors=[
             (

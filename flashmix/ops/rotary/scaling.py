@@ -13,10 +13,13 @@ A scaling is a small value handed to `rotary_table`. With `theta_i = base^(-2 i 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashmix.op.checks import check_choice
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,24 @@ class Llama3Scaling(_Scaling):
 
 
 RotaryScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+SCALINGS: dict[str, type[RotaryScaling]] = {
+    "linear": LinearScaling,
+    "ntk": NTKScaling,
+    "yarn": YarnScaling,
+    "llama3": Llama3Scaling,
+}
+
+
+def rotary_scaling(kind: str, **values: Any) -> RotaryScaling:
+    """The scaling of this kind ("linear", "ntk", "yarn", "llama3") with these values.
+
+    Raises ValueError: there is no such kind, or it has no such value.
+    """
+    check_choice("kind", kind, *SCALINGS)
+    known = [entry.name for entry in fields(SCALINGS[kind])]
+    for name in values:
+        check_choice(f"a value of {kind}", name, *known)
+    return SCALINGS[kind](**values)
 
 
 def plain_frequencies(dim: int, base: float) -> Tensor:

@@ -1,0 +1,233 @@
+"""Conversion of checkpoints: tiny random models of transformers, to flashmix and back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_cases import ATTENTION, FAMILIES, error, tiny, tokens, transformers
+
+import flashmix
+from flashmix.checkpoints import FAMILIES as CONVERTED
+from flashmix.checkpoints import ConversionError, convert, load
+from flashmix.checkpoints.files import WeightFiles
+from flashmix.hf import FlashmixConfig, FlashmixForCausalLM
+from flashmix.models import DecoderConfig, LayerConfig, preset
+from flashmix.train import cli
+
+SAME = 1e-5  # of the largest logit, in float32
+TWO = ATTENTION | {"num_hidden_layers": 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+DENSE: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", TWO | {"tie_word_embeddings": True}, 2),
+    "llama3": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        TWO | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
+        2,
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        TWO | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+        2,
+    ),
+    "qwen3_next_dense": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        FAMILIES["qwen3_next"][2] | {"mlp_only_layers": [1], "norm_topk_prob": False},
+        2,
+    ),
+    "kimi_linear_groups": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        FAMILIES["kimi_linear"][2] | {"q_lora_rank": 12, "n_group": 2, "topk_group": 1, "num_experts_per_token": 1},
+        2,
+    ),
+}
+KNOWN = [*DENSE, "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "bamba"]
+
+
+@pytest.fixture(params=KNOWN)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A random model of the family, on the CPU, in float32."""
+    monkeypatch.setitem(FAMILIES, request.param, (DENSE | FAMILIES)[request.param])
+    model = tiny(request.param)
+    for name, bias in model.named_buffers():
+        if name.endswith("correction_bias"):
+            bias.uniform_(-0.2, 0.2)
+    return model
+
+
+def state(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    got, expected = state(got), state(expected)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def assert_same_files(got: Path, expected: Path) -> None:
+    got, expected = WeightFiles(got), WeightFiles(expected)
+    assert got.entries.keys() == expected.entries.keys()
+    assert all(torch.equal(got.tensor(name), expected.tensor(name)) for name in got.entries)
+
+
+@torch.no_grad()
+def test_there_and_back(model: Any, tmp_path: Path) -> None:
+    """The same logits here, in our own transformers model too; back with and without the configuration that ours keeps, the same bits."""
+    row = tokens(1, 24)
+    model.save_pretrained(tmp_path / "theirs")
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert report.numbers == sum(p.numel() for p in model.parameters()) + sum(
+        b.numel() for n, b in model.named_buffers() if n.endswith("correction_bias")
+    )
+    ours = FlashmixForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert error(ours(row).logits, model(row).logits) <= SAME
+    for folder in ("theirs", "ours"):
+        assert_same_bits(load(tmp_path / folder), ours.decoder)
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(type(model).from_pretrained(tmp_path / "back"), model)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (tmp_path / "theirs/config.json").read_text()
+    )
+    ours.save_pretrained(tmp_path / "saved")  # without "converted_from"
+    values = json.loads((tmp_path / "saved/config.json").read_text())
+    values.pop("converted_from", None)
+    (tmp_path / "saved/config.json").write_text(json.dumps(values))
+    convert(tmp_path / "saved", tmp_path / "made", to=report.family)
+    assert_same_files(tmp_path / "made", tmp_path / "back")
+    made, config = transformers.AutoConfig.from_pretrained(tmp_path / "made").to_dict(), model.config.to_dict()
+    told = json.loads((tmp_path / "made/config.json").read_text()).keys() & config.keys() - {"rope_parameters"}
+    assert {name: made[name] for name in told} == {name: config[name] for name in told}
+
+
+def test_every_family_is_tested() -> None:
+    names = {getattr(transformers, (DENSE | FAMILIES)[name][0]).model_type for name in KNOWN}
+    assert set(CONVERTED) == names
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a tiny Llama."""
+    monkeypatch.setitem(FAMILIES, "llama", DENSE["llama3"])
+    tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_written(llama: Path) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.extra.weight"] = torch.zeros(3)
+        del weights["model.layers.0.self_attn.k_proj.weight"]
+        weights["model.layers.1.mlp.down_proj.weight"] = torch.zeros(4, 4)
+        weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].float()
+
+    rewrite(llama, spoil)
+    with pytest.raises(ConversionError) as raised:
+        convert(llama, llama.parent / "ours")
+    assert str(raised.value).splitlines() == [
+        "these weights do not fit:",
+        "  missing: model.layers.0.self_attn.k_proj.weight, which blocks.0.mixer.qkvg.weight needs",
+        "  dtype: the weights of blocks.1.mlp.gate_up.weight must have one dtype, got torch.bfloat16, torch.float32",
+        "  shape: model.layers.1.mlp.down_proj.weight must have [32, 48], got [4, 4]",
+        "  unknown: model.extra.weight",
+    ]
+    assert not (llama.parent / "ours").exists()
+
+
+def test_shards_tokenizer_and_dtypes_are_kept(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (llama / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("flashmix.checkpoints.files.SHARD_BYTES", 9000)
+    convert(llama, llama.parent / "ours")
+    names = sorted(path.name for path in (llama.parent / "ours").iterdir())
+    assert names[0] == "config.json" and "model-00002-of-00007.safetensors" in names and "tokenizer.json" in names
+    assert not [name for name in names if "tmp" in name or "partial" in name]
+    convert(llama.parent / "ours", llama.parent / "back")
+    assert_same_files(llama.parent / "back", llama)
+    assert {entry.dtype for entry in WeightFiles(llama.parent / "back").entries.values()} == {torch.bfloat16}
+    assert load(llama.parent / "ours").head.weight.dtype == torch.bfloat16
+    assert load(llama, dtype=torch.float32).head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "gpt2"}, "model_type must be one of flashmix, llama, qwen3,"),
+        ({"attention_bias": True}, "no decoder of flashmix has attention_bias = True"),
+        ({"hidden_act": "gelu"}, "no decoder of flashmix has hidden_act = 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "no decoder of flashmix has rope_type = 'dynamic'"),
+        ({"vocab_size": None}, "the configuration must have vocab_size, got nothing"),
+    ],
+)
+def test_configurations_that_are_refused(llama: Path, change: dict[str, Any], text: str) -> None:
+    values = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ConversionError) as raised:
+        convert(llama)
+    assert str(raised.value).startswith(text)
+
+
+def test_files_that_are_cut_off_are_refused(llama: Path) -> None:
+    whole = (llama / "model.safetensors").read_bytes()
+    for length in (4, 60, len(whole) - 1):
+        (llama / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(ConversionError, match="must be a whole safetensors file"):
+            convert(llama)
+
+
+def test_a_decoder_of_flashmix_becomes_a_family_that_can_hold_it(tmp_path: Path) -> None:
+    layers = 2 * [LayerConfig("attention", {"heads": 4, "kv_heads": 2})]
+    decoder = FlashmixForCausalLM(FlashmixConfig.of(DecoderConfig(97, 32, layers))).eval()
+    decoder.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "llama", to="llama")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    row = tokens(1, 20)
+    with torch.no_grad():
+        assert error(decoder(row).logits, model(row).logits) <= SAME
+    with pytest.raises(
+        ConversionError, match=r"^this decoder is no qwen3: a model of that family would have other lay"
+    ):
+        convert(tmp_path / "ours", to="qwen3")
+    with pytest.raises(ConversionError, match=r"^to must name a family for a model that does not come from one"):
+        convert(tmp_path / "ours")
+    shutil.rmtree(tmp_path / "ours")
+    FlashmixForCausalLM(FlashmixConfig.of(preset("gla_nano"))).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ConversionError, match=r"^the family must have a layer of kda, got none"):
+        convert(tmp_path / "ours", to="kimi_linear")
+
+
+def test_the_command(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", str(llama)]) == 0
+    assert "llama, to flashmix: 15 rules" in capsys.readouterr().out
+    assert cli.main(["convert", str(llama), str(llama)]) == 1
+    assert "must be an empty folder or none, got one with files" in capsys.readouterr().err
+    assert flashmix.convert is convert
+
+
+def test_a_run_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("one plus two is three\n" * 60)
+    options = (
+        "--preset transformer_nano --steps 1 --batch-tokens 64 --seq-len 32 --held-out 0.3 --sample 0 --device cpu"
+    )
+    run = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    assert cli.main(["train", *run, *options.split()]) == 0
+    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "llama"), "--to", "llama"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    row = tokens(1, 9)
+    with torch.no_grad():
+        assert error(model(row).logits, load(tmp_path / "ours")(row)) <= SAME
