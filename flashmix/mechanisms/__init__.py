@@ -33,4 +33,7 @@ from flashmix.mechanisms.preconditioned import preconditioned_gated_deltanet as 
 from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditioned_kda
 from flashmix.mechanisms.oja import Oja as Oja, oja as oja
 from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
+from flashmix.mechanisms.hgrn import hgrn as hgrn
+from flashmix.mechanisms.mingru import mingru as mingru
+from flashmix.mechanisms.minlstm import minlstm as minlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
