@@ -44,7 +44,7 @@ $(VENV)/has-torch: Makefile
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/has-train $(VENV)/has-dev: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/recurrence/native/*.[ch])
+$(VENV)/has-train $(VENV)/has-dev: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
 	touch $@
 

@@ -1,9 +1,10 @@
-"""What pyproject.toml cannot say: the C of the recurrence, compiled where there is a compiler; without one the package does without."""
+"""What pyproject.toml cannot say: the C of the recurrence and the scan, one library, where there is a compiler; else there is none."""
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-NATIVE = "flashmix/ops/recurrence/native"
+NATIVE, SCAN = "flashmix/ops/recurrence/native", "flashmix/ops/scan/native"
+HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
 
 
 class Library(build_ext):
@@ -19,9 +20,7 @@ setup(
         Extension(
             NATIVE.replace("/", ".") + ".librecurrence",
             [f"{NATIVE}/recurrence.c"],
-            depends=[
-                f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")
-            ],
+            depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h"],
             extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
             extra_link_args=["-pthread", "-lm"],
             optional=True,

@@ -23,6 +23,7 @@ from flashmix.ops.recurrence import (
     linear_attention_step,
 )
 from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
+from flashmix.ops.scan import scan, scan_max, scan_step
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 from flashmix.ops.token_shift.op import token_shift
 
@@ -65,6 +66,9 @@ __all__ = [
     "rotary",
     "rotary_qk",
     "rotary_table",
+    "scan",
+    "scan_max",
+    "scan_step",
     "short_conv",
     "short_conv_qkv",
     "softmax_attention",

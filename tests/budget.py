@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashmix.selftest.budget import relative_errors, spend
 
-__all__ = ["assert_within_budget", "relative_errors"]
+__all__ = ["assert_within_budget", "relative_errors", "spend"]
 
 
 def assert_within_budget(

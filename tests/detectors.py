@@ -37,6 +37,7 @@ OP_EXTRAS = {
     "attention": {"sdpa"},
     "losses": {"head", "parallel"},
     "rotary": {"scaling"},
+    "scan": {"step"},
 }
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper", "native"}
 

@@ -94,8 +94,9 @@ def run_loop(
     )
     B, T, HV, V = x[main].shape[0], x[main].shape[1], *x[main].shape[-2:]
     if scale is None:
+        scale = mechanism.scale
+    if scale is None:
         scale = x[next(n for n, shape in mechanism.shapes.items() if shape == "B T H K")].shape[-1] ** -0.5
-        scale = scale if mechanism.scale is None else mechanism.scale
     parts = (
         [(n, 0, T) for n in range(B)]
         if lengths is None

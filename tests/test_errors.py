@@ -55,6 +55,8 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
     "short_conv": {"bias": (8,), "residual": (1, T, 8), "initial_state": (1, 3, 8)},
     "short_conv_qkv": {"q_bias": (8,), "k_bias": (8,), "v_bias": (8,), "initial_state": (1, 3, 24)},
     "token_shift": {"initial_state": (1, 1, 8)},
+    "scan": {"initial_state": (1, 8)},
+    "scan_max": {"initial_state": (1, 8)},
     "linear_cross_entropy": {"bias": (12,)},
     "linear_kl_divergence": {"bias": (12,), "teacher_bias": (12,)},
     "linear_grpo": {"bias": (12,), "old_log_probs": (1, T), "reference_log_probs": (1, T)},
@@ -69,14 +71,16 @@ def sized(axes: str) -> tuple[int, ...]:
 
 for name, case in MECHANISMS.items():
     shapes = {argument: sized(case.shapes[argument]) for argument in case.optional}
+    if len(case.states) == 1:
+        shapes["initial_state"] = sized(*case.states)
     if shapes:
-        OPTIONAL[name] = shapes | (_STATE if len(case.states) == 1 else {})
+        OPTIONAL[name] = shapes
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 SEVERAL = {  # the shapes of several states
     name: tuple(sized(axes) for axes in case.states) for name, case in MECHANISMS.items() if len(case.states) > 1
 }
 ONE_STATE = [op for op in STATEFUL if op not in SEVERAL]
-MATRIX_STATE = [op for op in ONE_STATE if op not in ("short_conv", "short_conv_qkv", "token_shift")]
+MATRIX_STATE = [op for op in ONE_STATE if op not in ("scan", "scan_max", "short_conv", "short_conv_qkv", "token_shift")]
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters]
 
 # Axes that may grow alone: the call stays a good one.
@@ -316,7 +320,7 @@ def test_wrong_states(op: str) -> None:
         )
     packed = {"cu_seqlens": torch.tensor([0, 2, 2, 6])}
     assert text(ValueError, **packed) == f"initial_state must have shape {[3, *shape[1:]]}, got {shape}"
-    like = "" if op in MATRIX_STATE else " like q" if op == "short_conv_qkv" else " like x"
+    like = "" if op in (*MATRIX_STATE, "scan", "scan_max") else " like q" if op == "short_conv_qkv" else " like x"
     for dtype in (torch.float16, torch.float64):
         name = str(dtype).removeprefix("torch.")
         assert text(TypeError, initial_state=torch.zeros(shape, dtype=dtype)) == (

@@ -35,22 +35,29 @@ ROW_WISE = {
     "token_shift",
     "write_strength",
 }
-WRITING = {"attention_with_cache", "delta_net_step", "delta_rule_step", "dplr_step", "linear_attention_step"}
+WRITING = {
+    "attention_with_cache",
+    "delta_net_step",
+    "delta_rule_step",
+    "dplr_step",
+    "linear_attention_step",
+    "scan_step",
+}
 WORKS = "yes"
 NO_FORWARD, NO_SECOND = "`… has no forward-mode derivative`", "`… has no second derivative`"
 NOT_WRITTEN, ONLY_FORWARD = "`… writes into its arguments: …`", "`… has no gradient…`"
 # What the table says of a group of ops, by transform.
 TABLE = {
-    "compile": (WORKS, WORKS, WORKS),
-    "export": (WORKS, WORKS, WORKS),
-    "meta": (WORKS, WORKS, WORKS),
-    "autocast": (WORKS, WORKS, WORKS),
-    "checkpoint": (WORKS, WORKS, ONLY_FORWARD),
-    "grad": (WORKS, WORKS, ONLY_FORWARD),
-    "vmap": (WORKS, WORKS, NOT_WRITTEN),
-    "vmap(grad)": (WORKS, WORKS, ONLY_FORWARD),
-    "jvp": (WORKS, NO_FORWARD, NOT_WRITTEN),
-    "second derivative": (WORKS, NO_SECOND, ONLY_FORWARD),
+    "compile": (WORKS, WORKS, WORKS, WORKS),
+    "export": (WORKS, WORKS, WORKS, WORKS),
+    "meta": (WORKS, WORKS, WORKS, WORKS),
+    "autocast": (WORKS, WORKS, WORKS, WORKS),
+    "checkpoint": (WORKS, WORKS, ONLY_FORWARD, ONLY_FORWARD),
+    "grad": (WORKS, WORKS, ONLY_FORWARD, ONLY_FORWARD),
+    "vmap": (WORKS, WORKS, NOT_WRITTEN, WORKS),
+    "vmap(grad)": (WORKS, WORKS, ONLY_FORWARD, ONLY_FORWARD),
+    "jvp": (WORKS, NO_FORWARD, NOT_WRITTEN, NO_FORWARD),
+    "second derivative": (WORKS, NO_SECOND, ONLY_FORWARD, ONLY_FORWARD),
 }
 
 
@@ -63,7 +70,7 @@ def same(name: str, have: Tensor, want: Tensor) -> None:
 
 
 def group(op: str) -> int:
-    return 0 if op in ROW_WISE else 2 if op in WRITING else 1
+    return 0 if op in ROW_WISE else 2 if op in WRITING else 3 if op == "scan_max" else 1
 
 
 def first(result: Any) -> Tensor:

@@ -33,5 +33,8 @@ from flashmix.mechanisms.preconditioned import preconditioned_gated_deltanet as 
 from flashmix.mechanisms.preconditioned import preconditioned_kda as preconditioned_kda
 from flashmix.mechanisms.oja import Oja as Oja, oja as oja
 from flashmix.mechanisms.iplr import IPLR as IPLR, iplr as iplr
+from flashmix.mechanisms.hgrn import hgrn as hgrn
+from flashmix.mechanisms.mingru import mingru as mingru
+from flashmix.mechanisms.minlstm import minlstm as minlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
 from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_states, scan, unrounded
+from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
@@ -17,6 +17,7 @@ from flashmix.modules.projection import HeadProjection
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
+from flashmix.ops.scan import scan_max
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
 
@@ -84,7 +85,7 @@ def running_softmax(
     """
     before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
     ahead = s.to(start.dtype) - before
-    return torch.exp(-_softplus(-ahead)), -_softplus(ahead), z
+    return torch.exp(-softplus(-ahead)), -softplus(ahead), z
 
 
 def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:
@@ -93,42 +94,15 @@ def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl:
     As in online softmax `z = m + log c` with the running maximum `m`, which takes no part in gradients, and
     `c_t = e^{m_{t-1} - m_t} c_{t-1} + e^{s_t - m_t}`, a scan.
     """
-    before, m, last = _running_maximum(s.detach(), start.detach(), packing)
+    fixed: dict[str, Any] = {"initial_state": start.detach(), "packing": packing, "read_before": True, "impl": impl}
+    before, last = scan_beside(s.detach(), None, op=scan_max, **fixed)
+    m = torch.maximum(before, s.detach())
     decay = torch.where(before == m, 0.0, before - m)
     first = torch.exp(start - _finite(start.detach()))
-    c_before, c = scan(
-        torch.exp(s - _finite(m)), decay, initial_state=first, cu_seqlens=packing, read_before=True, impl=impl
+    c_before, c = scan_beside(
+        torch.exp(s - _finite(m)), decay, initial_state=first, packing=packing, read_before=True, impl=impl
     )
     return before + _log(c_before), last + _log(c)
-
-
-def _running_maximum(s: Tensor, start: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum of `start` and of all `s` before each token, up to and with each token, and up to the last one `[N, HV, M]`.
-
-    For packed sequences the spans double. A maximum does not round, so both ways give the same bits.
-    """
-    if packing is None:
-        m = torch.cat([start.unsqueeze(1), s], 1).cummax(1).values
-        return m[:, :-1], m[:, 1:], m[:, -1]
-    row, place, N = s[0], packing.positions[:, None, None], start.shape[0]
-    sequence = packing.sequence.clamp(max=max(N - 1, 0))
-    m = row if N == 0 else torch.where(place == 0, torch.maximum(row, start[sequence]), row)
-    span = 1
-    while span < m.shape[0]:
-        m = torch.cat([m[:span], torch.where(place[span:] >= span, torch.maximum(m[span:], m[:-span]), m[span:])])
-        span *= 2
-    if N == 0:
-        return m[None], m[None], start
-    padded = torch.cat([m[:1], m]) if len(m) else start[:1]  # the row of token t - 1
-    before = torch.where(place == 0, start[sequence], padded[: len(m)])
-    ends = packing.cu_seqlens[1:].to(torch.int64).clamp(max=max(len(padded) - 1, 0))
-    last = torch.where((packing.lengths == 0)[:, None, None], start, padded[ends])
-    return before[None], m[None], last
-
-
-def _softplus(x: Tensor) -> Tensor:
-    """`log(1 + e^x)`. In torch the results of softplus and sigmoid depend on a number's place in memory; these functions' do not."""
-    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
 
 
 def _finite(x: Tensor) -> Tensor:

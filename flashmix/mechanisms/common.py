@@ -1,28 +1,30 @@
-"""Helpers of several mechanisms: the options that they hand on, shared checks, and the elementwise scan."""
+"""Helpers of several mechanisms: the options that they hand on, shared checks, and the scan beside another op."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, dims
-from flashmix.op.dtypes import autocast_dtype, product_dtype, state_dtype
+from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, check_tensor, dims
+from flashmix.op.choose import explaining
+from flashmix.op.dtypes import product_dtype, state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.scan.call import check_start
+from flashmix.ops.scan.op import IMPLEMENTATIONS, scan
 
 Result = tuple[Tensor, Tensor | None]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StateOptions(TypedDict, total=False):
-    """The options of every op of the recurrence, without `scale`."""
+    """The options of every op of the recurrence and of `scan`, without `scale`."""
 
     initial_state: Tensor | None
     return_state: bool
@@ -38,6 +40,8 @@ class EngineOptions(StateOptions, total=False):
 
 # For a mechanism that hands `**options: Unpack[EngineOptions]` (or `StateOptions`) on to `linear_attention`, `delta_rule` or `dplr`.
 engine_options = hands_on(linear_attention, EngineOptions.__annotations__)
+# For one that hands `**options: Unpack[StateOptions]` on to `scan`.
+scan_options = hands_on(scan, StateOptions.__annotations__)
 
 
 def unrounded(*operands: str) -> Callable[[F], F]:
@@ -79,6 +83,39 @@ def check_per_head(name: str, weight: Tensor, like_name: str, like: Tensor, *sha
     check_like(name, weight, like_name, like, dtype=False)
 
 
+def check_elementwise(options: StateOptions, **tensors: Tensor) -> Packing | None:
+    """Raises unless all tensors are `[B, T, D]` or `[B, T, H, D]` like the first, and the state and packing fit; returns the packing.
+
+    Of logarithms of gates the dtype may differ.
+    """
+    (first_name, first), *rest = tensors.items()
+    check_tensor(first_name, first)
+    sizes = dims(first_name, first, "B T H D" if first.dim() == 4 else "B T D")
+    check_floating(first_name, first)
+    for name, t in rest:
+        check_shape(name, t, *sizes)
+        check_floating(name, t)
+        check_like(name, t, first_name, first, dtype=not name.startswith("log_"))
+    return check_start(first, options.get("initial_state"), options.get("cu_seqlens"), first_name)
+
+
+def complement(log_forget: Tensor) -> Tensor:
+    """`1 - e^{log_forget}` to full precision."""
+    # expm1's gradient adds 1 to -1 + f
+    return torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
+    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
+
+
+def positive_candidate(c: Tensor) -> Tensor:
+    """What minGRU and minLSTM write: `c + 1/2` from 0 on, else `sigmoid(c)`."""
+    below = torch.exp(-softplus(-torch.minimum(c, torch.zeros_like(c))))
+    return torch.where(c >= 0, c + 0.5, below)
+
+
 def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...]) -> None:
     """Raises unless `states`, an `initial_state`, is None or a tuple of tensors of these shapes in the state's dtype."""
     if states is None:
@@ -93,15 +130,28 @@ def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[in
         check_like(name, state, "q", q, dtype=False)
 
 
-def scan(x: Tensor, log_decay: Tensor, *, initial_state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
-    """`h_t = e^{g_t} h_{t-1} + x_t` for each channel of `x` `[B, T, H, D]`, and the last `h` `[N, H, D]`: a state of one row.
-
-    `log_decay` is `[B, T, H]` or `[B, T, H, D]`; `options` are those of `linear_attention`. The dtype stays that of `x` under autocast.
-    """
-    one = x.new_ones(1, 1, 1, 1).expand(*x.shape[:3], 1)
-    decay: dict[str, Any] = {"log_decay" if log_decay.dim() == 3 else "value_log_decay": log_decay}
-    with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
-        state = None if initial_state is None else initial_state.unsqueeze(2)
-        h, state = linear_attention(one, one, x, scale=1.0, initial_state=state, return_state=True, **decay, **options)
+def scan_beside(
+    x: Tensor,
+    log_decay: Tensor | None,
+    *,
+    op: Callable[..., tuple[Tensor, Tensor | None]] = scan,
+    initial_state: Tensor | None = None,
+    packing: Packing | None = None,
+    read_before: bool = False,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`scan` or `scan_max` with its last state, beside another op, which `explain` and an unknown `impl` are about."""
+    if not torch.compiler.is_compiling() and explaining():
+        count = x.shape[0] if packing is None else packing.count
+        return torch.empty_like(x), x.new_empty(count, *x.shape[2:])
+    h, state = op(
+        x,
+        log_decay,
+        initial_state=initial_state,
+        return_state=True,
+        cu_seqlens=packing,
+        read_before=read_before,
+        impl=impl if impl in [one.name for one in IMPLEMENTATIONS] else "auto",
+    )
     assert state is not None
-    return h, state.squeeze(2)
+    return h, state

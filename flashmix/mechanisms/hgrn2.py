@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, engine_options, unrounded
+from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, complement, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
@@ -45,9 +45,7 @@ def hgrn2(q: Tensor, log_forget: Tensor, v: Tensor, *, scale: float = 1.0, **opt
     check_same_heads(q, "q", v)
     state, names = options.get("initial_state"), {"log_decay": "log_forget"}
     check_operands(q, v, {}, None, log_forget, state, options.get("cu_seqlens"), names)
-    # The gradient of expm1 is expm1 + 1, which cancels for small f.
-    log_forget = log_forget.to(state_dtype(q.dtype))
-    k = torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
+    k = complement(log_forget.to(state_dtype(q.dtype)))
     return linear_attention(q, k.to(q.dtype), v, log_forget, scale=scale, **options)
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import check_per_head, check_states, scan, unrounded
+from flashmix.mechanisms.common import check_per_head, check_states, scan_beside, unrounded
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.projection import HeadProjection
-from flashmix.op.checks import dims
+from flashmix.op.checks import dims, have_addresses
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
@@ -76,15 +76,37 @@ def _preconditioned(
     S, A = (None, None) if initial_state is None else initial_state
     wide = state_dtype(q.dtype)
     options: dict[str, Any] = {"cu_seqlens": packing, "impl": impl}
-    squares = curvature_beta.to(wide).unsqueeze(-1) * k.to(wide).square()
-    A_t, A = scan(squares, curvature_log_decay, initial_state=A, **options)
+    squares = _of_square(k.to(wide), curvature_beta.to(wide))
+    A_t, A = scan_beside(squares, curvature_log_decay, initial_state=A, packing=packing, impl=impl)
     centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
-    r = torch.log(A_t + eps) - centre
-    write = (k.to(wide) * torch.exp(-math.log(bound) * r / (1 + r.abs()))).to(k.dtype)
+    write = _preconditioned_keys(k.to(wide), A_t, centre, bound, eps).to(k.dtype)
     o, S = delta_rule(
         q, k, v, beta, log_decay, write=write, scale=scale, initial_state=S, return_state=return_state, **options
     )
     return o, None if S is None else (S, A)
+
+
+def _of_square(k: Tensor, weight: Tensor) -> Tensor:
+    """`weight k^2`, `[B, T, H, K]`."""
+    weighted = weight.unsqueeze(-1) * k
+    return torch.mul(weighted, k, out=weighted if _is_free(weighted) else None)
+
+
+def _preconditioned_keys(k: Tensor, curvature: Tensor, centre: Tensor | float, bound: float, eps: float) -> Tensor:
+    """`k bound^{-r / (1 + |r|)}` with `r = log(A + eps) - centre`; on a CPU a fresh tensor takes longer than what is computed there."""
+    free = _is_free(curvature, k, centre)
+    out = curvature if free else None  # nobody else reads it
+    r = torch.sub(torch.log(torch.add(curvature, eps, out=out), out=out), centre, out=out)
+    power = r.abs()
+    into = power if free else None
+    power = torch.div(torch.mul(r, -math.log(bound), out=out), torch.add(power, 1, out=into), out=into)
+    return torch.mul(k, torch.exp(power, out=into), out=into)
+
+
+def _is_free(*tensors: Tensor | float) -> bool:
+    """Whether results may overwrite one another: nothing is recorded and nothing transformed."""
+    recorded = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    return not recorded and have_addresses(*[t for t in tensors if isinstance(t, Tensor)])
 
 
 @public

@@ -17,6 +17,8 @@ from flashmix.ops.losses import definition as losses
 from flashmix.ops.norm import definition as norm
 from flashmix.ops.recurrence import definition as recurrence
 from flashmix.ops.rotary import definition as rotary
+from flashmix.ops.scan import definition as scan
+from flashmix.ops.scan.step import definition as scan_step
 from flashmix.ops.short_conv import definition as short_conv
 from flashmix.ops.token_shift import definition as token_shift
 
@@ -86,6 +88,9 @@ DEFINITIONS: dict[str, Definition] = {
     "short_conv": short_conv.short_conv,
     "short_conv_qkv": convolve,
     "token_shift": token_shift.token_shift,
+    "scan": scan.scan,
+    "scan_max": scan.scan_max,
+    "scan_step": scan_step.scan_step,
     "cross_entropy": lambda logits, target: losses.cross_entropy(logits, target).mean(),
     "linear_cross_entropy": lambda hidden, weight, target: losses.cross_entropy(hidden @ weight.T, target).mean(),
     "linear_kl_divergence": divergence,

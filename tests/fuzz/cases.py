@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from paper_loops import MECHANISMS
 
-from . import attention, laws, losses, mechanisms, recurrence, rowwise, wrong
+from . import attention, laws, losses, mechanisms, recurrence, rowwise, scan, wrong
 from .check import Finding, differential
 from .draw import Draw, Layout
 from .sample import OPS, Sample
@@ -87,6 +87,10 @@ def _sample_of(draw: Draw, op: str) -> Sample:
         return recurrence.drawn_rule(draw, op)
     if op == "delta_net_step":
         return rowwise.drawn_layer_step(draw)
+    if op == "scan_step":
+        return scan.drawn_step(draw)
+    if op in ("scan", "scan_max"):
+        return scan.drawn(draw, op)
     if op.endswith("_step"):
         return recurrence.drawn_step(draw, op)
     if op in ("softmax_attention", "attention_with_cache"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,8 @@ def drawn(draw: Draw, op: str) -> Sample:
     x = {n: t.to(wide(dtype) if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
     per_token = frozenset(name for name, axes in mechanism.shapes.items() if axes.startswith("B T") and name in x)
     options = dict(mechanism.options)
-    scale = None if mechanism.positive else draw.scale()
+    takes_scale = "scale" in inspect.signature(OPS[op]).parameters and not mechanism.positive
+    scale = draw.scale() if takes_scale else None
     options |= {} if scale is None else {"scale": scale}
     options["return_state"] = True
     small = size["B"] * size["T"] * size["HV"] <= LOOPED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from flashmix.compat.fla.common import FLA, HINTS, PACKED, STATE, V_FIRST, run
 from flashmix.compat.surface import refuse
 from flashmix.mechanisms.abc import abc, running_softmax
-from flashmix.mechanisms.common import scan
 from flashmix.mechanisms.gla import gla
 from flashmix.mechanisms.gsa import gsa
 from flashmix.mechanisms.lightning import lightning
@@ -21,6 +19,7 @@ from flashmix.mechanisms.rwkv6 import rwkv6
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import as_packing
 from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.scan import scan
 
 States = tuple[Tensor, Tensor]
 
@@ -150,11 +149,8 @@ def hgrn(
     x: Tensor, g: Tensor, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`h_t = e^{g_t} h_{t-1} + x_t` for every channel of `x` `[B, T, D]`; the state is `[N, D]`."""
-    head = (-1, gcd(x.shape[-1], 64))
-    start = None if initial_state is None else initial_state.to(state_dtype(x.dtype)).unflatten(-1, head)
-    packing = as_packing(cu_seqlens, x.shape[0], x.shape[1], x.device)
-    h, last = scan(x.unflatten(-1, head), g.unflatten(-1, head), initial_state=start, cu_seqlens=packing)
-    return h.flatten(2), last.flatten(1) if output_final_state else None
+    start = None if initial_state is None else initial_state.to(state_dtype(x.dtype))
+    return scan(x, g, initial_state=start, return_state=output_final_state, cu_seqlens=cu_seqlens)
 
 
 def _additive_gate(s: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -276,7 +276,7 @@ def dplr(
 def _default_erase(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor:
     """`-beta e^g k` at the value heads, `[B, T, HV, K]`: the tied correction, written as a vector that reads the undecayed state."""
     HV = v.shape[2]
-    key = k.repeat_interleave(HV // k.shape[2], dim=2)
+    key = k if k.shape[2] == HV else k.repeat_interleave(HV // k.shape[2], dim=2)
     wide = state_dtype(k.dtype)
     factor = beta.to(wide).unsqueeze(-1)
     if log_decay is not None:

@@ -48,7 +48,8 @@ static void NAME(advance)(const Problem *p, const NAME(Chunk) * c, float *const 
         NAME(product)(p->K, p->Vp, c->n, x[s], 1, p->Kp, y[s], p->Vp, S, p->Vp, 1);
 }
 
-static void NAME(forward)(const Call *call, int64_t sequence, int64_t head, float *memory) {
+static void NAME(forward)(const void *given, int64_t sequence, int64_t head, float *memory) {
+    const Call *call = given;
     Problem problem = problem_of(call, sequence, head), *p = &problem;
     NAME(Chunk) chunk = NAME(chunk_of)(p, &memory), *c = &chunk;
     float *S = take(&memory, p->Kp * p->Vp), *Z = take(&memory, CHUNK * p->Vp);
@@ -80,7 +81,8 @@ static void NAME(forward)(const Call *call, int64_t sequence, int64_t head, floa
     NAME(store_state)(p, S, call->state + place);
 }
 
-static void NAME(backward)(const Call *call, int64_t sequence, int64_t head, float *memory) {
+static void NAME(backward)(const void *given, int64_t sequence, int64_t head, float *memory) {
+    const Call *call = given;
     Problem problem = problem_of(call, sequence, head), *p = &problem;
     NAME(Chunk) chunk = NAME(chunk_of)(p, &memory), *c = &chunk;
     int Kp = p->Kp, Vp = p->Vp, last = p->columns - 1;

@@ -1,5 +1,5 @@
 /* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
- * chunk's tiles in cache. `flashmix_forward` and `flashmix_backward` are all that is called from outside.
+ * chunk's tiles in cache; and the scan of scan.h, by sequence and block of channels. The functions at the end are called from outside.
  */
 
 #include <math.h>
@@ -48,6 +48,7 @@ typedef struct {
 enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 
 #include "problem.h"
+#include "../../scan/native/call.h"
 
 #if defined(__x86_64__)
 #define NAME(x) x##_avx512
@@ -64,6 +65,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "gradients.h"
 #include "correlated.h"
 #include "chunk.h"
+#include "../../scan/native/scan.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -87,6 +89,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "gradients.h"
 #include "correlated.h"
 #include "chunk.h"
+#include "../../scan/native/scan.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -105,9 +108,10 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "gradients.h"
 #include "correlated.h"
 #include "chunk.h"
+#include "../../scan/native/scan.h"
 #undef NAME
 
-typedef void (*Pass)(const Call *, int64_t sequence, int64_t head, float *scratch);
+typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
 
 enum { PLAIN, AVX2, AVX512 };
 static int most = AVX512;
@@ -125,47 +129,56 @@ int flashmix_instructions(int limit) {
     return PLAIN;
 }
 
-static Pass pass_of(int backward) {
-    switch (flashmix_instructions(most)) {
 #if defined(__x86_64__)
-    case AVX512: return backward ? backward_avx512 : forward_avx512;
-    case AVX2: return backward ? backward_avx2 : forward_avx2;
+#define PASS_OF(x) ((const Pass[]){x##_plain, x##_avx2, x##_avx512}[flashmix_instructions(most)])
+#else
+#define PASS_OF(x) x##_plain
 #endif
-    default: return backward ? backward_plain : forward_plain;
-    }
-}
 
-/* Threads take the next sequence and head from a counter; each item is one thread's, so results do not depend on how many there are. */
+/* Threads take the next sequence and part of it, a head or a block of channels, from a counter; each item is one thread's, so results do
+ * not depend on how many there are.
+ */
 typedef struct {
-    const Call *call;
+    const void *call;
     Pass pass;
+    long items, parts, threads, scratch_numbers;
+    float *scratch;
     atomic_long next;
     atomic_int thread;
 } Work;
 
 static void *work(void *given) {
     Work *w = given;
-    const Call *call = w->call;
-    float *scratch = call->scratch + atomic_fetch_add(&w->thread, 1) * call->scratch_numbers;
-    long items = call->sequences * call->value_heads;
-    for (long i; (i = atomic_fetch_add(&w->next, 1)) < items;)
-        w->pass(call, i / call->value_heads, i % call->value_heads, scratch);
+    float *scratch = w->scratch + atomic_fetch_add(&w->thread, 1) * w->scratch_numbers;
+    for (long i; (i = atomic_fetch_add(&w->next, 1)) < w->items;) w->pass(w->call, i / w->parts, i % w->parts, scratch);
     return 0;
 }
 
-static void run(const Call *call, int backward) {
-    Work w = {.call = call, .pass = pass_of(backward)};
-    long items = call->sequences * call->value_heads;
-    long others = (call->threads < items ? call->threads : items) - 1, started = 0;
+static void run(Work *w) {
+    long others = (w->threads < w->items ? w->threads : w->items) - 1, started = 0;
     pthread_t threads[256];
     if (others > 256) others = 256;
-    while (started < others && !pthread_create(&threads[started], 0, work, &w)) started++;
-    work(&w);
+    while (started < others && !pthread_create(&threads[started], 0, work, w)) started++;
+    work(w);
     while (started) pthread_join(threads[--started], 0);
 }
 
-void flashmix_forward(const Call *call) { run(call, 0); }
-void flashmix_backward(const Call *call) { run(call, 1); }
+static void run_recurrence(const Call *call, Pass pass) {
+    Work w = {.call = call, .pass = pass, .items = call->sequences * call->value_heads, .parts = call->value_heads,
+              .threads = call->threads, .scratch = call->scratch, .scratch_numbers = call->scratch_numbers};
+    run(&w);
+}
+
+static void run_scan(const Scan *call, Pass pass) {
+    long blocks = (call->channels + call->block - 1) / call->block;
+    Work w = {.call = call, .pass = pass, .items = call->sequences * blocks, .parts = blocks, .threads = call->threads};
+    run(&w);
+}
+
+void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
+void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
+void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
+void flashmix_scan_backward(const Scan *call) { run_scan(call, PASS_OF(scan_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {

@@ -1,0 +1,108 @@
+"""The scan in C, on a CPU: in float32, token after token, one sequence and block of channels per thread at a time.
+
+It is part of the library of the recurrence in C, whose vectors and exponential it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashmix.op.call import Gradients, Outputs
+from flashmix.op.packing import Packing, check_boundaries
+from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.native.binding import NativeScan, library
+
+__all__ = ["backward", "forward"]
+
+LANES = 16  # as in recurrence.c
+BLOCK = 2048  # channels of a block, at most: they lie on the thread's stack
+LEAST_WORK = 1 << 15  # numbers for which a second thread pays
+BY_CHANNEL, BY_HEAD, CONSTANT = range(3)  # as in call.h
+
+
+def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
+    h, state = _empty(*call.x.shape), _empty(call.sequences, *call.x.shape[2:])
+    _run("flashmix_scan", call, {"h": h, "state": state}, x=call.x)
+    return (h.to(call.dtype), state), ()
+
+
+def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
+    """The gradients of the tensors `wanted`, and of `x`; `h` is in its place."""
+    d_h, d_state = grads
+    h, shape = call.x, call.x.shape
+    found = {"dx": _empty(*shape)}
+    if "initial_state" in wanted:
+        found["d_initial_state"] = _empty(call.sequences, *shape[2:])
+    kind = _decay(call)
+    if "log_decay" in wanted:
+        sizes = {BY_CHANNEL: shape, BY_HEAD: shape[:3], CONSTANT: (call.sequences, *shape[2:])}[kind]
+        found["dg"] = _empty(*sizes)
+    _run("flashmix_scan_backward", call, found, h=h, d_h=d_h, d_state=d_state)
+    gradients = {"x": found["dx"].to(h.dtype)}
+    if "d_initial_state" in found:
+        gradients["initial_state"] = found["d_initial_state"]
+    if "dg" in found:
+        d_g = found["dg"]
+        if kind == CONSTANT:
+            d_g = d_g.sum(0, dtype=torch.float64)
+        if call.by_head and kind != BY_HEAD:
+            d_g = d_g.sum(-1)
+        gradients["log_decay"] = d_g.to(call.log_decay.dtype)
+    return gradients
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(size=shape, dtype=torch.float32)
+
+
+def _decay(call: ScanCall) -> int:
+    if call.constant:
+        return CONSTANT
+    return BY_HEAD if call.by_head and call.x.shape[-1] <= BLOCK else BY_CHANNEL
+
+
+def _run(name: str, call: ScanCall, results: dict[str, Tensor], **operands: Tensor | None) -> None:
+    """One call of the library; `results`, float32 and contiguous, and `operands` by the names of `NativeScan`."""
+    kind, g, (batch, tokens, *sizes) = _decay(call), call.decay, call.x.shape
+    g = call.log_decay if kind == BY_HEAD else g.expand(sizes if kind == CONSTANT else (batch, tokens, *sizes))
+    operands |= {"g": g, "initial_state": call.initial_state}
+    tensors = {n: t.to(torch.float32).contiguous() for n, t in operands.items() if t is not None} | results
+    if call.packing is None:
+        starts = torch.arange(batch + 1) * tokens
+    else:
+        packing = call.packing
+        starts = packing.table(_run, lambda: _packed_starts(packing))
+    channels = torch.Size(sizes).numel()
+    threads = torch.get_num_threads() if batch * tokens * channels > LEAST_WORK else 1
+    block = _block(channels, sizes[-1] if kind == BY_HEAD else LANES, -(-threads // max(call.sequences, 1)))
+    if not channels:
+        return
+    native = NativeScan(
+        sequences=call.sequences,
+        channels=channels,
+        width=sizes[-1],
+        block=block,
+        decay=kind,
+        read_before=call.read_before,
+        maximum=call.maximum,
+        threads=threads,
+        starts=starts.data_ptr(),
+        **{n: t.data_ptr() for n, t in tensors.items()},
+    )
+    getattr(library(), name)(ctypes.byref(native))
+
+
+def _block(channels: int, unit: int, parts: int) -> int:
+    """Channels of a block, whole `unit`s: so many blocks of a sequence as threads want, of at most BLOCK channels."""
+    wanted = -(-channels // (max(parts, 1) * unit)) * unit
+    return max(unit, min(wanted, BLOCK // unit * unit))
+
+
+def _packed_starts(packing: Packing) -> Tensor:
+    starts = packing.cu_seqlens.to(torch.int64)
+    check_boundaries(starts.tolist(), packing.total)  # compiled, nothing has looked at them before
+    return starts.clone(memory_format=torch.contiguous_format)  # not to change when the boundaries are overwritten

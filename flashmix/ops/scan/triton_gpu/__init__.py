@@ -1,0 +1,124 @@
+"""The scan on a GPU: Triton kernels, segments where few channels are long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu.launch import bound
+from flashmix.op.call import Gradients, Outputs
+from flashmix.op.packing import Packing
+from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.triton_gpu.kernels import (
+    ScanInputs,
+    ScanNumbers,
+    ScanResults,
+    SegmentStates,
+    Slots,
+    scan_backward_kernel,
+    scan_kernel,
+    scan_segments_kernel,
+)
+from flashmix.ops.scan.triton_gpu.plan import BY_CHANNEL, BY_HEAD, CONSTANT, ScanPlan, plan_of
+
+__all__ = ["backward", "forward"]
+
+WARPS = 4
+
+
+def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
+    h, state = outputs = call.results()
+    start = None if call.initial_state is None else call.initial_state.contiguous()
+    if not h.numel() or call.packing is not None:  # empty sequences keep their states
+        state.zero_() if start is None else state.copy_(start)
+    if not h.numel():
+        return outputs, ()
+    plan = plan_of(call)
+    inputs = ScanInputs(call.x.contiguous(), _decays(call, plan), start, None, None, None, None)
+    results = ScanResults(h, state, None, None, None, None)
+    _launch(scan_kernel, call, plan, inputs, results, start)
+    return outputs, ()
+
+
+def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
+    """`h` is in the place of `x`."""
+    h, plan = call.x, plan_of(call)
+    d_h, d_state = (None if t is None else t.contiguous() for t in grads)
+    found = {"x": torch.empty(size=h.shape, dtype=h.dtype, device=h.device)}
+    d_start = d_g = None
+    if "initial_state" in wanted:
+        d_start = torch.empty((call.sequences, *h.shape[2:]), dtype=torch.float32, device=h.device)
+        if not h.numel() or call.packing is not None:
+            d_start.zero_() if d_state is None else d_start.copy_(d_state)
+        found["initial_state"] = d_start
+    if "log_decay" in wanted:
+        S = plan.spec
+        shape = {BY_CHANNEL: h.shape, BY_HEAD: h.shape[:3], CONSTANT: (plan.slots, *h.shape[2:])}[S.DECAY]
+        wide = S.DECAY == CONSTANT or (call.by_head and S.DECAY == BY_CHANNEL)
+        dtype = torch.float32 if wide else call.log_decay.dtype
+        d_g = torch.empty(shape, dtype=dtype, device=h.device)
+    if h.numel():
+        start = None if call.initial_state is None else call.initial_state.contiguous()
+        inputs = ScanInputs(None, _decays(call, plan), start, None, h.contiguous(), d_h, d_state)
+        results = ScanResults(None, d_start, found["x"], d_g, None, None)
+        _launch(scan_backward_kernel, call, plan, inputs, results, d_state)
+    if d_g is not None:
+        found["log_decay"] = _as_decay(call, plan, d_g)
+    return found
+
+
+def _launch(
+    kernel: Any, call: ScanCall, plan: ScanPlan, inputs: ScanInputs, results: ScanResults, start: Tensor | None
+) -> None:
+    """One launch, or three with segments; `start` is the state, or its gradient, that the first of them starts from."""
+    S, blocks, packing = plan.spec, plan.blocks, call.packing
+    numbers = ScanNumbers(call.tokens, plan.each, plan.segment)
+    slots, first, count = Slots(None, None, None), None, None
+    if packing is not None:
+        slots = slots._replace(cu_seqlens=packing.cu_seqlens.contiguous())
+        if S.SEGMENTS:
+            segment = plan.segment
+            table = packing.table((_segments, segment), lambda: _segments(packing, segment))
+            sequence, place, first, count = table
+            slots = slots._replace(sequence=sequence, place=place)
+    if S.SEGMENTS:
+        totals, ends, begins = torch.empty((3, plan.slots, S.WIDTH), dtype=torch.float32, device=call.device)
+        alone = ScanResults(None, None, None, None, totals, ends)
+        bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, alone, slots, numbers)
+        states = SegmentStates(totals, ends, begins, start, first, count)
+        reverse = kernel is scan_backward_kernel
+        join_segments = bound(scan_segments_kernel, S, num_warps=WARPS)
+        join_segments(call.sequences * blocks, states, plan.each, reverse)
+        inputs = inputs._replace(begins=begins)
+    bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, results, slots, numbers)
+
+
+def _segments(packing: Packing, segment: int) -> tuple[Tensor, ...]:
+    """Of each segment its sequence and place, -1 of idle ones; of each sequence its first segment and how many it has."""
+    count = (packing.cu_seqlens.to(torch.int64).diff() + (segment - 1)) // segment
+    ends = count.cumsum(0)
+    at = torch.arange(packing.total // segment + packing.count, device=ends.device)
+    sequence = torch.searchsorted(ends, at, right=True)
+    idle = sequence >= packing.count
+    sequence = sequence.clamp(max=max(packing.count - 1, 0))
+    first = ends - count
+    return sequence, (at - first[sequence]).masked_fill(idle, -1), first, count
+
+
+def _decays(call: ScanCall, plan: ScanPlan) -> Tensor:
+    """The log decay as the kernels read it."""
+    if plan.spec.DECAY == BY_HEAD:
+        return call.log_decay.contiguous()
+    return call.decay.expand(call.x.shape[2:] if plan.spec.DECAY == CONSTANT else call.x.shape).contiguous()
+
+
+def _as_decay(call: ScanCall, plan: ScanPlan, d_g: Tensor) -> Tensor:
+    """The gradient of the log decay, from that of every channel or from sums of the slots."""
+    if plan.spec.DECAY == CONSTANT:
+        d_g = d_g.sum(0)
+    if call.by_head and plan.spec.DECAY != BY_HEAD:
+        d_g = d_g.sum(-1)
+    return d_g.to(call.log_decay.dtype)

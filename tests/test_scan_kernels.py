@@ -1,0 +1,147 @@
+"""The kernels of the scan: in Triton's interpreter against the definition, and compiled for every kind of GPU without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels import compile_launch, recording
+from rowwise_cases import random
+from scan_cases import CASES, Case, assert_scans
+
+from flashmix import scan
+from flashmix.ops.scan import scan_max
+from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.triton_gpu import plan as plans
+
+STACK = 8  # bytes that ptxas takes with registers to spare (72 of 255)
+FEW = [
+    *(
+        Case((2, 19, 2, 5), decay, read_before=late)
+        for decay in ("token", "head", "constant")
+        for late in (False, True)
+    ),
+    Case((1, 30, 2, 4), "head", (5, 0, 16, 1, 0, 8), read_before=True),
+    Case((1, 30, 17), "token", (5, 0, 16, 1, 0, 8)),
+    Case((1, 6, 4), lengths=(0, 0, 6), state=False),
+    Case((2, 20, 7), strength=0.0),
+    Case((2, 0, 7)),
+    Case((1, 0, 4), lengths=(0, 0)),
+]
+SEGMENTED = [
+    *(
+        Case((2, 70, 2, 3), decay, read_before=late)
+        for decay in ("token", "head", "constant")
+        for late in (False, True)
+    ),
+    Case((1, 75, 5), "token", (5, 0, 50, 1, 19), read_before=True),
+    Case((1, 75, 2, 2), "constant head", (5, 0, 50, 1, 19)),
+]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 tokens: the interpreter takes them number by number."""
+    monkeypatch.setattr(plans, "TILE", 256)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
+    assert_scans(case, torch.float32, "triton")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_the_kernels_with_segments(case: Case, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "SEGMENT", 16)
+    assert_scans(case, torch.float32, "triton")
+
+
+@pytest.mark.interpreted
+def test_the_kernels_in_16_bits(small_tiles: None) -> None:
+    assert_scans(FEW[1], torch.bfloat16, "triton")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_running_maximum(segments: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "SEGMENT", 16 if segments else 512)
+    assert_maxima("cpu")
+
+
+def assert_maxima(device: str) -> None:
+    """A maximum rounds nothing: without a decay the bits are those of plain PyTorch."""
+    x, state = random(1, 75, 2, 3), random(3, 2, 3, seed=1)
+    for late in (False, True):
+        options: dict[str, Any] = {"return_state": True, "read_before": late}
+        packed = options | {"cu_seqlens": torch.tensor([0, 5, 5, 75]), "initial_state": state}
+        for given in (options, packed):
+            want = scan_max(x, impl="portable", **given)
+            moved = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in given.items()}
+            for have, one in zip(scan_max(x.to(device), impl="triton", **moved), want, strict=True):
+                assert have is not None and one is not None and torch.equal(have.cpu(), one)
+
+
+def test_segments_follow_from_the_sizes() -> None:
+    for sizes, segments in (((8, 4096, 4096), False), ((1, 131072, 512), True), ((1, 600, 64), False)):
+        x = torch.empty(sizes, device="meta")
+        call: Any = ScanCall(x, x, None, None, False)
+        plan = plans.plan_of(call)
+        assert segments is plan.spec.SEGMENTS
+        assert plan.each * plan.segment >= sizes[1] > (plan.each - 1) * plan.segment or not segments
+
+
+def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, width: int) -> None:
+    """A scan forward and backward; contents are never looked at."""
+    sizes = {"token": (1, tokens, 4, width), "head": (1, tokens, 4), "constant": (4, width)}[decay]
+    leaves = torch.empty(1, tokens, 4, width, dtype=dtype), torch.zeros(sizes), torch.zeros(len(lengths) or 1, 4, width)
+    x, g, state = (t.requires_grad_() for t in leaves)
+    ends = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
+    for late in (False, True):
+        given: Tensor | None = None if late else state
+        outputs = scan(x, g, initial_state=given, return_state=True, cu_seqlens=ends, read_before=late, impl="triton")
+        wanted = (x, g) if late else (x, g, state)
+        torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
+    scan_max(x, g, cu_seqlens=ends, impl="triton")
+
+
+ALL = (
+    os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
+)  # otherwise for a Hopper card, and of each kernel one way of decaying
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)] if ALL else [(9, 0)], ids=str)
+@pytest.mark.parametrize("decay", ["token", "head", "constant"] if ALL else ["head"])
+def test_the_kernels_compile_without_spills(decay: str, capability: tuple[int, int]) -> None:
+    shapes = [((), 70, 64), ((3, 67), 70, 33), ((), 2048, 16), ((1000, 1048), 2048, 16)] if ALL else [((), 2048, 16)]
+    for dtype in (torch.bfloat16, torch.float32) if ALL else (torch.bfloat16,):
+        with recording(capability) as launches:
+            for lengths, tokens, width in shapes:
+                calls(decay, dtype, lengths, tokens, width)
+        names = {launch.name for launch in launches}
+        assert names == {"scan_kernel", "scan_backward_kernel", "scan_segments_kernel"}
+        for launch in launches:
+            compiled = compile_launch(launch)
+            assert compiled.stack <= STACK, (launch.name, compiled.stack)
+
+
+@pytest.mark.gpu
+def test_the_running_maximum_on_the_device() -> None:
+    assert_maxima("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [*CASES, *SEGMENTED, Case((1, 9000, 40), strength=0.01), Case((3, 513, 2, 100))], ids=str
+)
+def test_on_the_device(case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert_scans(case, dtype, "triton", "cuda")
