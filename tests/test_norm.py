@@ -5,6 +5,7 @@ from __future__ import annotations
 import definitions
 import pytest
 import torch
+from budget import assert_within_budget
 from rowwise_cases import (
     DTYPES,
     assert_compiles,
@@ -245,3 +246,12 @@ def test_layer_norm_of_one_and_of_two_channels(channels: int) -> None:
         leaves = [t.requires_grad_() for t in (x, weight, bias)]
         d_x, d_weight, _ = torch.autograd.grad(layer_norm(*leaves).square().sum(), leaves)
         assert not d_x.any() and not d_weight.any()
+
+
+def test_gradients_of_16_bit_weights_are_summed_in_32() -> None:
+    """torch's own layer norm adds them up in 16 bits on a CPU: 12 % off after 10,000 rows."""
+    x, dy = random(4096, 8, dtype=torch.bfloat16, seed=1), random(4096, 8, dtype=torch.bfloat16, seed=2)
+    weight, bias = (random(8, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (3, 4))
+    (got,) = torch.autograd.grad(layer_norm(x, weight, bias), bias, dy)
+    exact = dy.double().sum(0)
+    assert_within_budget("bias", got, exact, exact.bfloat16())
