@@ -290,3 +290,16 @@ def test_kernels_compile(name: str) -> None:
             made = compile_launch(launch)
             assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.name, made.shared)
             assert made.stack == 0, (launch.name, capability, made.stack)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_expanded_target_of_one_sequence(device: str) -> None:
+    """`flatten` leaves it expanded, and the kernels read it number after number."""
+    hidden, weight, advantages = (random(*shape, seed=2).to(device) for shape in ((1, 9, 16), (12, 16), (1,)))
+    target = torch.tensor([[5]], device=device).expand(1, 9)
+    old = random(1, 9, seed=3).to(device) - 3
+    expanded, whole = (
+        linear_grpo(hidden, weight, t, advantages, old_log_probs=old, impl="triton")
+        for t in (target, target.contiguous())
+    )
+    assert torch.equal(expanded, whole)

@@ -184,7 +184,7 @@ def drawn_step(draw: Draw, op: str) -> Sample:
         gradient=False,
         written=("state", "history")[: 2 if with_history else 1],
         plain_dtype=torch.float32,
-        steps=STEPPED + 3 * ("erase" in x or "write" in x),
+        steps=STEPPED + tokens // 4 + 3 * ("erase" in x or "write" in x),
         laws=frozenset({"repeat", "layout"}),
     )
 

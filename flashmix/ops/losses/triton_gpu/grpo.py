@@ -26,7 +26,7 @@ def keeps(call: GRPOCall) -> Outputs:
 
 def forward(call: GRPOCall, save: bool) -> tuple[Outputs, Outputs]:
     target, weights = (
-        call.target.flatten(),
+        call.target.flatten().contiguous(),  # flatten leaves one expanded row expanded
         row_weights(call.target.shape, call.device, call.mask, call.reduction).flatten(),
     )
     policy, scale = policy_of(call), 1 / call.temperature
