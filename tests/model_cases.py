@@ -33,6 +33,18 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "scaling": {"kind": "llama3", "factor": 4.0, "trained": 8},
     },
 }
+# Options of the layers beyond those that the papers' loops run.
+MORE: dict[str, dict[str, dict[str, Any]]] = {
+    "gla": {"gla_shared": {"heads": 4, "kv_heads": 2, "rank": 3, "eps": 1e-3}},
+    "retnet": {"retnet_shared": {"heads": 4, "kv_heads": 2, "eps": 1e-3}},
+    "gsa": {"gsa_shared": {"heads": 4, "kv_heads": 2, "slots": 3, "eps": 1e-3}},
+    "abc": {"abc_rotary": {"heads": 4, "kv_heads": 2, "slots": 3, "rotary": True, "bound": 8.0, "eps": 1e-3}},
+    "lightning": {"lightning_eps": {"heads": 2, "eps": 1e-3}},
+    "rwkv6": {
+        "rwkv6_narrow": {"heads": 2, "head_dim": 4, "value_dim": 8, "shift_rank": 3, "decay_rank": 4, "eps": 1e-5}
+    },
+    "deltaproduct": {"deltaproduct_without_decay": {"heads": 2, "steps": 2, "forget": False}},
+}
 LATENT: dict[str, dict[str, Any]] = {
     "latent_attention": {"heads": 2, "rank": 6, "shared_dim": 4},
     "latent_attention_query_rank": {"heads": 2, "rank": 6, "query_rank": 10, "shared_dim": 2, "value_dim": 4},
@@ -48,7 +60,7 @@ def _layers() -> dict[str, Callable[[], Mixer[Any]]]:
         layer: partial(entry.layer, WIDTH, **given)
         for name, entry in REGISTERED.items()
         if entry.layer is not None
-        for layer, given in options[name].items()
+        for layer, given in (options[name] | MORE.get(name, {})).items()
     }
 
 

@@ -242,6 +242,31 @@ def test_the_values_of_the_first_rwkv7_layer_serve_the_others() -> None:
         DecoderConfig(vocab_size=64, width=16, layers=[attention, later])
 
 
+def test_the_lower_bounds_of_the_first_hgrn2_layer_serve_the_others() -> None:
+    """Three layers share one `[3, D]`: the bounds grow from 0 to below 1, gradients reach it, and a layer alone needs it."""
+    layers = [LayerConfig("hgrn2", {"heads": 2, "layers": 3, "layer": index}) for index in range(3)]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers)).double()
+    bounds = model.blocks[0].mixer.lower_bounds
+    torch.nn.init.normal_(bounds)
+    tokens = some_tokens(1, 9)
+    forgets: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.mixer.log_forget.register_forward_hook(lambda _, __, log: forgets.append(log.exp()))
+        block.mixer.qfv.weight.data[16:32].mul_(-1e4)  # gates at 0 or 1 but for their bounds
+    model(tokens).sum().backward()
+    share = bounds.softmax(0)
+    for index, forget in enumerate(forgets):
+        assert_same(forget.flatten(-2).amin((0, 1)), share[1 : index + 1].sum(0))
+    assert bounds.grad is not None and bounds.grad.isfinite().all() and bounds.grad.any()
+    with torch.no_grad():
+        cache = model.new_cache()
+        parts = [model(part, cache=cache) for part in tokens.split([4, 1, 4], dim=1)]
+        assert_same(torch.cat(parts, dim=1), model(tokens))
+    with pytest.raises(ValueError, match="first_values must be given"):
+        model.blocks[1].mixer(torch.zeros(1, 2, 16).double())
+
+
 def test_output_projections_are_smaller_in_deeper_models() -> None:
     layer = LayerConfig("gla", {"heads": 2})
 

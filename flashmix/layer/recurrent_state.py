@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.cache import Lengths, RecurrentCache
+from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import dplr, dplr_step, linear_attention, linear_attention_step
 
@@ -35,6 +36,16 @@ def carried(
         q, *operands, initial_state=cache.state, return_state=True, cu_seqlens=packing, **options
     )
     return o
+
+
+def rotated(rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+    """Queries and keys `[B, T, H, D]` rotated by their positions, which the cache counts."""
+    if cache is None:
+        return rotary(qk, cu_seqlens=packing)
+    B, T = qk.shape[:2]
+    before = cache.lengths or Lengths.zero(B if packing is None else packing.count, qk.device)
+    cache.lengths = before.advanced(packing, T)
+    return rotary(qk, positions=before.positions(packing, T), limit=cache.lengths.longest)
 
 
 carried_linear_attention = partial(carried, linear_attention, step=linear_attention_step)

@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.recurrent_state import carried
+from flashmix.layer.recurrent_state import carried, rotated
 from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.mechanisms.slots import SlotMixer, by_slots, check_slots, slot_states, two_passes
+from flashmix.mechanisms.slots import SlotMixer, SlotOptions, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
-from flashmix.modules.projection import HeadProjection
+from flashmix.modules.projection import HeadProjection, repeat_heads
+from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
 from flashmix.ops.scan import scan_max
@@ -118,7 +121,10 @@ def _log(c: Tensor) -> Tensor:
 class ABC(SlotMixer):
     """Attention with bounded memory control: a learned softmax over the past fills each slot; a silu gate on the output.
 
-    Args: those of `GSA`.
+    Args: those of `GSA`, and
+        rotary: whether queries and keys are rotated by their positions.
+        base: of the rotary embedding.
+        bound: None, or slot logits are kept between `-bound` and it.
 
     Source: Peng et al., arXiv:2110.02488, section 3.
 
@@ -128,12 +134,34 @@ class ABC(SlotMixer):
         torch.Size([2, 5, 32])
     """
 
-    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
-        self.qkvsg = HeadProjection(self.width, q=key, k=key, v=value, s=slot, gate=value, **placement)
-        self.norm = GatedRMSNorm(self.value_dim, **placement)
+    @hands_on(SlotMixer.__init__, first=True)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        rotary: bool = False,
+        base: float = 10000.0,
+        bound: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> None:
+        self.rotary_base, self.bound = base if rotary else None, bound
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
+
+    def make(self, **placement: Any) -> None:
+        slots, gate = (self.kv_heads, self.slots), (self.heads, self.value_dim)
+        self.qkvsg = HeadProjection(self.width, **self.parts(), s=slots, gate=gate, **placement)
+        self.rotary = None if self.rotary_base is None else RotaryEmbedding(self.head_dim, self.rotary_base)
+        self.norm = GatedRMSNorm(self.value_dim, self.eps, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        q, k, v, s, gate = self.qkvsg(x)
+        q, k, v, s, gate = (repeat_heads(part, self.heads) for part in self.qkvsg(x))
+        if self.rotary is not None:
+            q, k = rotated(self.rotary, torch.cat([q, k], dim=2), packing, cache).chunk(2, dim=2)
+        if self.bound is not None:
+            s = s.clamp(-self.bound, self.bound)
         o = carried(abc, q, k, v, s, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 

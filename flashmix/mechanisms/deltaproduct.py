@@ -76,6 +76,7 @@ class DeltaProduct(GatedDeltaNet):
 
     Args: those of `DeltaNet`, and
         steps: keys, values and write strengths per token.
+        forget: whether the state decays.
 
     Source: Siems et al., arXiv:2502.10297, section 3.
 
@@ -94,22 +95,25 @@ class DeltaProduct(GatedDeltaNet):
         heads: int,
         *,
         steps: int = 2,
+        forget: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[DeltaNetOptions],
     ) -> None:
         check_range("steps", steps, 1, 64)
-        self.steps = steps
+        self.steps, self.forget = steps, forget
         super().__init__(width, heads, device=device, dtype=dtype, **options)
 
     def make_parameters(self, **placement: Any) -> None:
         super().make_parameters(**placement)
-        strength, decay = (self.steps, self.value_heads), (self.value_heads,)
+        strength, decay = (self.steps, self.value_heads), (self.value_heads,) if self.forget else None
         self.strength_and_decay = HeadProjection(self.width, strength=strength, decay=decay, **placement)
+        if not self.forget:
+            del self.decay
 
     def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         strength, decay = self.strength_and_decay(x)
-        return self.write_strength(strength), self.decay(decay)
+        return self.write_strength(strength), self.decay(decay) if self.forget else None
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         k, v = k.unflatten(2, (self.steps, self.heads)), v.unflatten(2, (self.steps, self.value_heads))

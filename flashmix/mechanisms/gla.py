@@ -14,7 +14,7 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import GatedRMSNorm
-from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
@@ -47,7 +47,9 @@ class GLA(Mixer[RecurrentCache]):
         heads: number of heads.
         head_dim: channels of a query and key; default `width / (2 heads)`.
         value_dim: channels of a value; default `width / heads`.
+        kv_heads: heads of keys, values and decays, a divisor of `heads`; default `heads`.
         rank: of the decay's projection.
+        eps: of the norm of the output.
 
     Source: Yang et al., arXiv:2312.06635, section 4.4.
 
@@ -64,7 +66,9 @@ class GLA(Mixer[RecurrentCache]):
         *,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        kv_heads: int | None = None,
         rank: int = 16,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -72,16 +76,20 @@ class GLA(Mixer[RecurrentCache]):
         self.heads = heads
         self.value_dim = head_size(width, heads, value_dim, "value_dim")
         self.head_dim = max(1, self.value_dim // 2) if head_dim is None else head_dim
-        k, v = (heads, self.head_dim), (heads, self.value_dim)
-        self.qkvg = HeadProjection(width, q=k, k=k, v=v, gate=v, device=device, dtype=dtype)
-        self.decay_projection = LowRank(width, rank, heads * self.head_dim, bias=True, device=device, dtype=dtype)
+        self.kv_heads = shared_heads(heads, kv_heads)
+        q, k = (heads, self.head_dim), (self.kv_heads, self.head_dim)
+        v, gate = (self.kv_heads, self.value_dim), (heads, self.value_dim)
+        self.qkvg = HeadProjection(width, q=q, k=k, v=v, gate=gate, device=device, dtype=dtype)
+        channels = self.kv_heads * self.head_dim
+        self.decay_projection = LowRank(width, rank, channels, bias=True, device=device, dtype=dtype)
         self.decay = LogSigmoidDecay()
-        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.value_dim, eps, device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         q, k, v, gate = self.qkvg(x)
-        log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.heads, self.head_dim))
+        log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.kv_heads, self.head_dim))
+        k, v, log_decay = (repeat_heads(part, self.heads) for part in (k, v, log_decay))
         o = carried_linear_attention(q, k, v, log_decay=log_decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 

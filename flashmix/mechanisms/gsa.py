@@ -15,7 +15,7 @@ from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, SlotStates, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.norm import RMSNorm
-from flashmix.modules.projection import HeadProjection
+from flashmix.modules.projection import HeadProjection, repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 
@@ -71,6 +71,8 @@ class GSA(SlotMixer):
         slots: memory slots of a head.
         head_dim: channels of a query and key; default `width / heads`.
         value_dim: channels of a value; default `width / heads`.
+        kv_heads: heads of keys, values and slots, a divisor of `heads`; default `heads`.
+        eps: of the norm of the output.
 
     Source: Zhang et al., arXiv:2409.07146, section 3.
 
@@ -80,13 +82,13 @@ class GSA(SlotMixer):
         torch.Size([2, 5, 32])
     """
 
-    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
-        self.qkvf = HeadProjection(self.width, q=key, k=key, v=value, f=slot, **placement)
+    def make(self, **placement: Any) -> None:
+        self.qkvf = HeadProjection(self.width, **self.parts(), f=(self.kv_heads, self.slots), **placement)
         self.decay = LogSigmoidDecay(8.0)
-        self.norm = RMSNorm(self.heads * self.value_dim, **placement)
+        self.norm = RMSNorm(self.heads * self.value_dim, self.eps, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        q, k, v, f = self.qkvf(x)
+        q, k, v, f = (repeat_heads(part, self.heads) for part in self.qkvf(x))
         log_decay = self.decay(f)
         s = -torch.expm1(log_decay).to(q.dtype)
         o = carried(gsa, silu(q), silu(k), silu(v), s, log_decay, cache=cache, packing=packing, scale=1.0)

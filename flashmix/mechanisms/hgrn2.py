@@ -16,7 +16,7 @@ from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import dims
-from flashmix.op.dtypes import state_dtype
+from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
@@ -57,6 +57,10 @@ class HGRN2(Mixer[RecurrentCache]):
         heads: number of heads.
         head_dim: channels of a head, of keys and values; default `width / heads`.
         lower: the smallest value of the forget gate, in [0, 1).
+        layers: None, or how many HGRN-2 layers the model has: the smallest values are then learned per channel, `lower_i` the sum of
+            `softmax(lower_bounds)` over the layers from 1 to `i`. The first layer holds `lower_bounds` `[layers, heads * head_dim]`.
+        layer: place of this layer among them, from 0; the others read what the first holds, passed as `first_values`.
+        eps: of the norm of the output.
 
     Source: Qin et al., arXiv:2404.07904, section 3.
 
@@ -66,6 +70,9 @@ class HGRN2(Mixer[RecurrentCache]):
         torch.Size([2, 5, 32])
     """
 
+    shares = "layer"
+    lower_bounds: nn.Parameter | None
+
     def __init__(
         self,
         width: int,
@@ -73,6 +80,9 @@ class HGRN2(Mixer[RecurrentCache]):
         *,
         head_dim: int | None = None,
         lower: float = 0.0,
+        layers: int | None = None,
+        layer: int = 0,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,12 +91,56 @@ class HGRN2(Mixer[RecurrentCache]):
         head, inner = (heads, self.head_dim), heads * self.head_dim
         self.qfv = HeadProjection(width, q=head, f=head, v=head, device=device, dtype=dtype)
         self.log_forget = ForgetGate(lower)
-        self.norm = RMSNorm(inner, device=device, dtype=dtype)
+        self.norm = RMSNorm(inner, eps, device=device, dtype=dtype)
         self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
+        if not 0 <= layer < (layers or 1):
+            raise ValueError(f"layer must be between 0 and layers - 1 = {(layers or 1) - 1}, got {layer}")
+        self.layer, self.layers = layer, layers
+        holds = layers is not None and layer == 0
+        bounds = nn.Parameter(torch.zeros(layers or 1, inner, device=device, dtype=dtype)) if holds else None
+        self.register_parameter("lower_bounds", bounds)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | Packing | None = None,
+        attention_mask: Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        first_values: Tensor | None = None,
+        return_values: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Mixes the tokens of each sequence; see `Mixer.forward`.
+
+        Args:
+            x, cu_seqlens, attention_mask, cache: as in `Mixer.forward`.
+            first_values: the `lower_bounds` of the model's first HGRN-2 layer; needed where `layer` is above 0.
+            return_values: also return these, which later layers take as `first_values`; without `layers` nothing is in them.
+
+        Returns:
+            `[B, T, width]`, with `return_values` the pair of it and `lower_bounds`.
+        """
+        bounds = first_values if self.lower_bounds is None else self.lower_bounds
+        if self.layer and bounds is None:
+            raise ValueError("first_values must be given to a layer that reads the first one's bounds, got None")
+        x, packing, padding = self.prepare(x, cu_seqlens, attention_mask, cache)
+        y = self.mix_bounded(x, packing, cache, bounds if self.layer else None)
+        y = y if padding is None else padding.restore(y)
+        return (y, x.new_empty(0) if bounds is None else bounds) if return_values else y
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        return self.mix_bounded(x, packing, cache, None)
+
+    def mix_bounded(
+        self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None, bounds: Tensor | None
+    ) -> Tensor:
+        """The layer on checked inputs without padding, with the learned bounds of all layers or none."""
         q, f, v = self.qfv(x)
-        o = carried(hgrn2, silu(q), self.log_forget(f), v, cache=cache, packing=packing)
+        lower = None
+        if bounds is not None:
+            shares = at_least_float32(bounds).softmax(0)
+            lower = shares[1 : self.layer + 1].sum(0).unflatten(-1, (self.heads, self.head_dim))
+        o = carried(hgrn2, silu(q), self.log_forget(f, lower), v, cache=cache, packing=packing)
         return self.output(self.norm(o.flatten(2)))
 
 

@@ -56,6 +56,7 @@ class Lightning(Mixer[RecurrentCache]):
         layer: place of this layer in the model, from 0.
         layers: number of layers of the model.
         head_dim: channels of a head; default `width / heads`.
+        eps: of the norm of the output.
 
     Source: Qin et al., arXiv:2401.04658, section 3.
 
@@ -73,6 +74,7 @@ class Lightning(Mixer[RecurrentCache]):
         layer: int = 0,
         layers: int = 1,
         head_dim: int | None = None,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -83,7 +85,7 @@ class Lightning(Mixer[RecurrentCache]):
         self.layer, self.layers = layer, layers
         head = (heads, self.head_dim)
         self.qkvg = HeadProjection(width, q=head, k=head, v=head, gate=head, device=device, dtype=dtype)
-        self.norm = GatedRMSNorm(self.head_dim, activation="sigmoid", device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.head_dim, eps, activation="sigmoid", device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.head_dim, width, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:

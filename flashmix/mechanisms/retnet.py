@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.layer.cache import Lengths, RecurrentCache
+from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.layer.recurrent_state import carried_linear_attention
+from flashmix.layer.recurrent_state import carried_linear_attention, rotated
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import GatedRMSNorm
-from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
@@ -50,7 +50,9 @@ class RetNet(Mixer[RecurrentCache]):
         heads: number of heads.
         head_dim: channels of a query and key; default `width / heads`.
         value_dim: channels of a value; default `2 head_dim`.
+        kv_heads: heads of keys and values, a divisor of `heads`; default `heads`.
         base: of the rotary embedding.
+        eps: of the norm of the output.
 
     Source: Sun et al., arXiv:2307.08621, equations 5 to 8.
 
@@ -69,30 +71,29 @@ class RetNet(Mixer[RecurrentCache]):
         *,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        kv_heads: int | None = None,
         base: float = 10000.0,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(width)
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
         self.value_dim = 2 * self.head_dim if value_dim is None else value_dim
-        qk, v = (2 * heads, self.head_dim), (heads, self.value_dim)
-        self.qkvg = HeadProjection(width, qk=qk, v=v, gate=v, device=device, dtype=dtype)
+        self.kv_heads = shared_heads(heads, kv_heads)
+        qk, v, gate = (heads + self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim), (heads, self.value_dim)
+        self.qkvg = HeadProjection(width, qk=qk, v=v, gate=gate, device=device, dtype=dtype)
         self.rotary = RotaryEmbedding(self.head_dim, base)
-        self.norm = GatedRMSNorm(self.value_dim, device=device, dtype=dtype)
+        self.norm = GatedRMSNorm(self.value_dim, eps, device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
         decay = torch.tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)], device=device)
         self.register_buffer("decay", decay, persistent=False)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         qk, v, gate = self.qkvg(x)
-        if cache is None:
-            qk = self.rotary(qk, cu_seqlens=packing)
-        else:
-            before = cache.lengths or Lengths.zero(x.shape[0] if packing is None else packing.count, x.device)
-            cache.lengths = before.advanced(packing, x.shape[1])
-            qk = self.rotary(qk, positions=before.positions(packing, x.shape[1]), limit=cache.lengths.longest)
-        q, k = qk.chunk(2, dim=2)
+        qk = rotated(self.rotary, qk, packing, cache)
+        q, k = qk.split([self.heads, self.kv_heads], dim=2)
+        k, v = repeat_heads(k, self.heads), repeat_heads(v, self.heads)
         o = carried_linear_attention(q, k, v, log_decay=self.decay, cache=cache, packing=packing)
         return self.output(self.norm(o, gate).flatten(2))
 

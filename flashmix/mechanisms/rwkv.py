@@ -12,19 +12,19 @@ from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.modules.mlp import LowRank
 
-NORM_EPS = 64e-5
-
 
 class RWKV(Mixer[RecurrentCache]):
-    """The base of both layers. Their constructors set `heads` and `head_dim` and end with `make_output`."""
+    """The base of both layers. Their constructors set `heads`, `head_dim`, `value_dim` and `eps` and end with `make_output`."""
 
     heads: int
     head_dim: int
+    value_dim: int
+    eps: float
     decay_projection: LowRank
 
     def make_output(self, **placement: Any) -> None:
         """The parameters from the recurrence's output to the layer's; then all are reset."""
-        inner = self.heads * self.head_dim
+        inner = self.heads * self.value_dim
         self.bonus = nn.Parameter(torch.empty(self.heads, self.head_dim, **placement))
         self.norm_weight = nn.Parameter(torch.empty(inner, **placement))
         self.norm_bias = nn.Parameter(torch.empty(inner, **placement))
@@ -43,9 +43,9 @@ class RWKV(Mixer[RecurrentCache]):
 
     def normalised(self, o: Tensor) -> Tensor:
         """The recurrence's output `[B, T, H, D]`, normalised per head, scaled and shifted: `[B, T, H * D]`."""
-        o = layer_norm(o, (self.head_dim,), eps=NORM_EPS).flatten(2)
+        o = layer_norm(o, (self.value_dim,), eps=self.eps).flatten(2)
         return torch.addcmul(self.norm_bias, o, self.norm_weight)
 
     def by_heads(self, x: Tensor) -> Tensor:
         """`[B, T, H * D]` as `[B, T, H, D]`."""
-        return x.unflatten(-1, (self.heads, self.head_dim))
+        return x.unflatten(-1, (self.heads, -1))

@@ -65,9 +65,11 @@ class RWKV6(RWKV):
     Args:
         width: channels of the input and output.
         heads: number of heads.
-        head_dim: channels of a head; default `width / heads`.
+        head_dim: channels of a query and key; default `width / heads`.
+        value_dim: channels of a value; default `head_dim`.
         shift_rank: of the projection that determines how much of the previous token each channel takes.
         decay_rank: of the decay's projection.
+        eps: of the norm of each head's output.
 
     Source: Peng et al., arXiv:2404.05892, section 4.
 
@@ -83,8 +85,10 @@ class RWKV6(RWKV):
         heads: int,
         *,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         shift_rank: int = 32,
         decay_rank: int = 64,
+        eps: float = 64e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,7 +96,9 @@ class RWKV6(RWKV):
         check_range("shift_rank", shift_rank, 1, 2**16)
         check_range("decay_rank", decay_rank, 1, 2**16)
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
-        inner = heads * self.head_dim
+        self.value_dim = head_size(width, heads, self.head_dim if value_dim is None else value_dim, "value_dim")
+        self.eps = eps
+        keys, values = heads * self.head_dim, heads * self.value_dim
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(size=shape, device=device, dtype=dtype))
@@ -104,9 +110,9 @@ class RWKV6(RWKV):
         self.shift_mix = parameter(5, width)
         self.shift_down = linear(5 * shift_rank)
         self.shift_up = parameter(5, shift_rank, width)
-        self.receptance, self.key, self.value, self.gate = (linear(inner) for _ in range(4))
+        self.receptance, self.key, self.value, self.gate = (linear(out) for out in (keys, keys, values, values))
         self.decay_projection = LowRank(
-            width, decay_rank, inner, activation="tanh", bias=True, device=device, dtype=dtype
+            width, decay_rank, keys, activation="tanh", bias=True, device=device, dtype=dtype
         )
         self.decay = RWKV6Decay()
         self.make_output(device=device, dtype=dtype)

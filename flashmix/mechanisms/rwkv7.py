@@ -84,6 +84,7 @@ class RWKV7(RWKV):
         ranks: of the projections for the decay, the removal `a`, the value residual and the output gate; by default
             they grow with the square root of `width`.
         value_residual: whether values are mixed with those of the model's first RWKV-7 layer, passed as `first_values`.
+        eps: of the norm of each head's output; RWKV has `1e-5 head_dim`, as here for heads of 64 channels.
 
     Source: Peng et al., arXiv:2503.14456, section 4.1.
 
@@ -103,11 +104,13 @@ class RWKV7(RWKV):
         head_dim: int | None = None,
         ranks: tuple[int, int, int, int] | None = None,
         value_residual: bool = False,
+        eps: float = 64e-5,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(width)
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
+        self.value_dim, self.eps = self.head_dim, eps
         inner = heads * self.head_dim
         decay_rank, remove_rank, value_rank, gate_rank = ranks or default_ranks(width)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.common import check_per_head
 from flashmix.mechanisms.registry import Options, Size
-from flashmix.modules.projection import head_size
+from flashmix.modules.projection import head_size, shared_heads
 from flashmix.op.checks import check_like, check_range, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
@@ -62,6 +62,16 @@ def two_passes(
     return o, None if keys is None or values is None else (keys, values)
 
 
+class SlotOptions(TypedDict, total=False):
+    """The options of the layers that build on `SlotMixer`."""
+
+    slots: int
+    head_dim: int | None
+    value_dim: int | None
+    kv_heads: int | None
+    eps: float
+
+
 class SlotMixer(Mixer[RecurrentCache]):
     """The base of the layers: heads with slots; a family writes `make` and `mix`."""
 
@@ -73,6 +83,8 @@ class SlotMixer(Mixer[RecurrentCache]):
         slots: int = 64,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        kv_heads: int | None = None,
+        eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -80,12 +92,18 @@ class SlotMixer(Mixer[RecurrentCache]):
         check_range("slots", slots, 1, 256)
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
         self.value_dim = head_size(width, heads, value_dim, "value_dim")
-        self.make((heads, self.head_dim), (heads, self.value_dim), (heads, slots), device=device, dtype=dtype)
+        self.kv_heads, self.slots, self.eps = shared_heads(heads, kv_heads), slots, eps
+        self.make(device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
 
-    def make(self, key: tuple[int, int], value: tuple[int, int], slot: tuple[int, int], **placement: Any) -> None:
-        """The projection of keys, values and slots of these shapes, the decay and the norm."""
+    def make(self, **placement: Any) -> None:
+        """The projection of queries, keys, values and slots, the decay and the norm."""
         raise NotImplementedError
+
+    def parts(self) -> dict[str, Any]:
+        """The shapes of queries, keys and values per token."""
+        keys, values = (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        return {"q": (self.heads, self.head_dim), "k": keys, "v": values}
 
 
 def by_slots(size: Size) -> list[Options]:

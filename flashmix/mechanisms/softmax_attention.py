@@ -11,9 +11,9 @@ from flashmix.layer.cache import AttentionCache, Lengths
 from flashmix.layer.cached_attention import CachedAttention
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.modules.norm import RMSNorm
-from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.projection import HeadProjection, head_size, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
-from flashmix.op.checks import check_multiple, check_range
+from flashmix.op.checks import check_range
 from flashmix.op.packing import Packing
 from flashmix.ops.rotary.scaling import rotary_scaling
 
@@ -66,8 +66,7 @@ class SoftmaxAttention(CachedAttention):
     ) -> None:
         super().__init__(width)
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
-        self.kv_heads = heads if kv_heads is None else kv_heads
-        check_multiple("heads", heads, "kv_heads", self.kv_heads)
+        self.kv_heads = shared_heads(heads, kv_heads)
         if window is not None:
             check_range("window", window, 1, 2**31)
         self.window = window

@@ -195,11 +195,12 @@ class ForgetGate(nn.Module):
         check_range("lower", lower, 0.0, 1 - 1e-6)
         self.lower = lower
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lower: Tensor | None = None) -> Tensor:
+        """The log of the gate; `lower`, per channel, in place of the module's own."""
         x = at_least_float32(x)
-        if self.lower == 0:
+        if lower is None and self.lower == 0:
             return logsigmoid(x)
-        return torch.log1p((self.lower - 1) * torch.sigmoid(-x))
+        return torch.log1p(((self.lower if lower is None else lower) - 1) * torch.sigmoid(-x))
 
     def extra_repr(self) -> str:
         return f"lower={self.lower}"

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from flashmix.op.checks import check_range
+from flashmix.op.checks import check_multiple, check_range
 
 
 class HeadProjection(nn.Linear):
@@ -49,6 +49,18 @@ class HeadProjection(nn.Linear):
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.parts.items())
         return f"{self.in_features}, {shapes}"
+
+
+def shared_heads(heads: int, given: int | None) -> int:
+    """How many heads of keys and values there are: `given`, or one for each of `heads`; raises ValueError unless it divides them."""
+    if given is not None:
+        check_multiple("heads", heads, "kv_heads", given)
+    return heads if given is None else given
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, T, KV, D]` as `[B, T, heads, D]`: each head for as many neighbours as share it."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def head_size(width: int, heads: int, given: int | None, name: str = "head_dim") -> int:

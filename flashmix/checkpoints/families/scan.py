@@ -1,4 +1,4 @@
-"""Mamba-2 and Bamba: the scan of Mamba-2, alone and with softmax attention in some layers."""
+"""Mamba-2 (transformers and flash-linear-attention) and Bamba: the scan of Mamba-2, alone and with softmax attention in some layers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from flashmix.models.config import DecoderConfig, LayerConfig
 
 def _steps_unbounded(config: Config) -> None:
     """Raises ConversionError where the step size has a limit."""
-    low, high = config.get("time_step_limit") or (0.0, float("inf"))
+    low, high = config.get("time_step_limit") or config.get("dt_limit") or (0.0, float("inf"))
     high = float("inf") if isinstance(high, dict) else float(high)  # {"__float__": "Infinity"}
     if (low, high) != (0.0, float("inf")):
         raise ConversionError(f"no decoder of flashmix has time_step_limit = {[low, high]}")
 
 
 def _mamba2(config: Config) -> DecoderConfig:
-    refuse(config, use_bias=False, hidden_act="silu")
+    """Mamba-2 of transformers, or of flash-linear-attention, whose configuration has `norm_eps` and which normalises by group."""
+    refuse(config, use_bias=False, hidden_act="silu", rmsnorm=True, norm_before_gate=False, D_has_hdim=False)
     _steps_unbounded(config)
-    depth, heads, head_dim = need(config, "num_hidden_layers", "num_heads", "head_dim")
-    eps = config.get("layer_norm_epsilon", 1e-5)
+    depth, width, head_dim = need(config, "num_hidden_layers", "hidden_size", "head_dim")
+    heads = config.get("num_heads") or config.get("expand", 2) * width // head_dim
+    by_group, eps = "norm_eps" in config, config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
     options = {
         "heads": heads,
         "head_dim": head_dim,
         "state_dim": config.get("state_size", 128),
-        "groups": config.get("n_groups", 8),
+        "groups": config.get("n_groups", 1 if by_group else 8),
         "conv_width": config.get("conv_kernel", 4),
         "conv_bias": config.get("use_conv_bias", True),
-        "norm_groups": 1,
+        "norm_groups": config.get("n_groups", 1) if by_group else 1,
         "eps": eps,
     }
     return decoder_of(config, depth * [LayerConfig("mamba2", options, mlp={"kind": "none"})], norm_eps=eps)
@@ -51,7 +53,7 @@ def _their_mamba2(config: DecoderConfig) -> dict[str, Any]:
     layer, plain = first_of(config, "mamba2"), common_config(config, None)
     del plain["rms_norm_eps"]
     return plain | {
-        "layer_norm_epsilon": config.norm_eps,
+        "layer_norm_epsilon" if layer["norm_groups"] == 1 else "norm_eps": config.norm_eps,
         "num_heads": layer["heads"],
         "head_dim": layer["head_dim"],
         "expand": layer["heads"] * layer["head_dim"] // config.width,
