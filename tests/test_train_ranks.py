@@ -24,8 +24,8 @@ STEPS = 4
 
 
 def of_ranks(config: TrainConfig) -> TrainConfig:
-    """The same run in float64, its steps in four rows."""
-    return replace(config, rows=4, dtype="float64", steps=STEPS, eval_every=2, save_every=2)
+    """The same run in float64, its steps in four rows, its learning rate free of their number."""
+    return replace(config, rows=4, dtype="float64", steps=STEPS, final_lr=1.0, eval_every=2, save_every=2)
 
 
 def work(rank: int, count: int, jobs: list[tuple[str, TrainConfig, str]]) -> None:
