@@ -19,8 +19,8 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.op import RECURRENCE
-from flashmix.ops.recurrence.ranks import Pieces
 from flashmix.ops.recurrence.sharded import shapes
+from flashmix.parallel.halves import Pieces
 from flashmix.parallel.shard import Shard
 
 pytest.importorskip("triton")
@@ -76,11 +76,11 @@ def halves_of(impl: str, rule: str, kind: str, packed: bool, capability: tuple[i
         call = call_of(case, operands)
         halves: Any = RECURRENCE.module(impl).halves(call)
         pieces = Pieces((0,), (1,), (1, 2))
-        forward = halves.Forward(call)
+        forward = halves.forward(call)
         forward.maps(pieces, shapes(call))
         state = torch.zeros(3, 2, 128, 128)
         (o, _), kept = forward.outputs(state, True)
-        backward = halves.Backward(call.but(initial_state=state), kept, o)
+        backward = halves.backward(call.but(initial_state=state), kept, o)
         backward.entering(state, pieces.continued)
         backward.gradients(state, frozenset(call.names))
     return found

@@ -27,6 +27,7 @@ class Packing:
         cu_seqlens: `[N + 1]` int32 or int64, `cu_seqlens[n]` is the first token of sequence `n` and the last entry the
             number of tokens. Empty sequences are fine.
         total: number of tokens in the packed row.
+        host: the boundaries as numbers, where they are known: `shard` needs them, and does not read them from a device.
 
     Raises:
         TypeError: `cu_seqlens` is not an int32 or int64 tensor.
@@ -41,7 +42,7 @@ class Packing:
 
     sharded: ClassVar[bool] = False  # whether it is a `Shard`, whose sequences go on at other ranks
 
-    def __init__(self, cu_seqlens: Tensor, total: int) -> None:
+    def __init__(self, cu_seqlens: Tensor, total: int, *, host: Sequence[int] | None = None) -> None:
         check_tensor("cu_seqlens", cu_seqlens)
         check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
         (entries,) = dims("cu_seqlens", cu_seqlens, "N+1")
@@ -57,6 +58,9 @@ class Packing:
         self._version = -1  # of the boundaries that were checked and that the tables were made of
         if not self._is_current() and contents_are_checked(cu_seqlens):
             check_boundaries(cu_seqlens.tolist(), total)
+        if host is not None:
+            check_boundaries(list(host), total)
+            self._host = tuple(host)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, device: torch.device | str | None = None) -> Packing:

@@ -29,6 +29,13 @@ def random_state() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []}
 
 
+def put_random_state(state: dict[str, Any]) -> None:
+    """Puts back what `random_state` gave; of as many GPUs as there were."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
 def capture(step: int, position: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
     return Checkpoint(step, position, model.state_dict(), optimizer.state_dict(), random_state())
 
@@ -43,9 +50,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
         optimizer.load_state_dict(checkpoint.optimizer)
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the checkpoint does not fit the model: {str(error).splitlines()[0]}") from error
-    torch.set_rng_state(checkpoint.random["cpu"])
-    if checkpoint.random["cuda"]:
-        torch.cuda.set_rng_state_all(checkpoint.random["cuda"])
+    put_random_state(checkpoint.random)
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:

@@ -8,16 +8,17 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import flashmix
-from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
+from flashmix.train.folder import DTYPES, RunError, RunFolder, TrainConfig, reason
 
 if TYPE_CHECKING:
     from flashmix.models import Decoder
     from flashmix.train.evaluate import EvalFolder
+    from flashmix.train.ranks import Ranks
     from flashmix.train.text import Options
     from flashmix.train.tokens import Tokens
 
@@ -27,6 +28,8 @@ SETTINGS = {
     "preset": "the model: a name from flashmix.models.presets",
     "steps": "optimiser steps",
     "batch_tokens": "tokens in one step, documents packed end to end",
+    "rows": "packed rows in one step, which data ranks share; a row is what a rank holds at a time",
+    "context": "ranks that share each row (under torchrun)",
     "seq_len": "longest sequence in tokens; longer documents are cut",
     "lr": "highest learning rate",
     "final_lr": "learning rate at the last step, as a fraction of --lr",
@@ -41,7 +44,7 @@ SETTINGS = {
     "seed": "of the weights and of the order of the text",
     "threads": "CPU threads (default: as torch chooses)",
     "device": "cpu, cuda, cuda:1, ... (default: a GPU if there is one)",
-    "dtype": "of the matrix products: float32 or bfloat16",
+    "dtype": "of the matrix products: float32 or bfloat16; float64 is of everything",
 }
 
 # The whole numbers among the settings of EvalConfig.
@@ -78,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         default = getattr(defaults, name)
         kind = type(default) if default is not None else {"threads": int}.get(name, str)
         shown = "" if default is None else f" (default: {default})"
-        choices = ("float32", "bfloat16") if name == "dtype" else None
+        choices = DTYPES if name == "dtype" else None
         option = f"--{name.replace('_', '-')}"
         metavar = kind.__name__.upper()
         train.add_argument(option, type=kind, choices=choices, default=keep, metavar=metavar, help=text + shown)
@@ -146,15 +149,33 @@ def add_eval(commands: Any) -> None:
 
 
 def train_command(arguments: argparse.Namespace) -> int:
+    from flashmix.train.ranks import Ranks
+
+    ranks = Ranks.of_environment()
+    if ranks.several and not (arguments.resume or arguments.out):
+        raise RunError("--out must be given under torchrun: a folder that all ranks see")
     folder = RunFolder(arguments.resume or arguments.out or time.strftime("runs/%Y%m%d-%H%M%S"))
     try:
-        return train_in(folder, arguments)
+        with silent_unless(ranks.first):
+            return train_in(folder, arguments, ranks)
+    except RunError:
+        if ranks.first:  # all ranks have it
+            raise
+        return 1
     finally:
         folder.release()
+        ranks.end()
 
 
-def train_in(folder: RunFolder, arguments: argparse.Namespace) -> int:
-    """Begins the run in `folder` or goes on with it."""
+@contextlib.contextmanager
+def silent_unless(shown: bool) -> Iterator[None]:
+    """Within it, what is printed on stdout goes nowhere, unless it is `shown`."""
+    with contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def train_in(folder: RunFolder, arguments: argparse.Namespace, ranks: Ranks) -> int:
+    """Begins the run in `folder` or goes on with it; after a restart by torchrun a run that was begun goes on."""
     from flashmix.train import session
     from flashmix.train.text import Options, write_text
 
@@ -162,13 +183,13 @@ def train_in(folder: RunFolder, arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {name: chosen[name] for name in ("text", "compile", *SETTINGS) if name in chosen}
     if "text" in settings:
         settings["text"] = tuple(settings["text"])
-    if arguments.resume:
-        if arguments.out:
-            raise RunError("--resume goes on in its own folder: leave --out away")
-        trainer = session.resume(folder, settings)
+    if arguments.resume and arguments.out:
+        raise RunError("--resume goes on in its own folder: leave --out away")
+    if arguments.resume or (ranks.restarted and folder.config.exists()):
+        trainer = session.resume(folder, {} if not arguments.resume else settings, ranks)
         print(f"resuming {folder.path} after step {trainer.step} of {trainer.config.steps}")
     else:
-        trainer = session.begin(TrainConfig(**settings), folder)
+        trainer = session.begin(TrainConfig(**settings), folder, ranks)
     print(trainer.summary(), flush=True)
     try:
         finished = trainer.run()
@@ -177,7 +198,7 @@ def train_in(folder: RunFolder, arguments: argparse.Namespace) -> int:
     if not finished:
         print(f"stopped after step {trainer.step}; {how_to_go_on(folder)}")
         return 130
-    if arguments.sample:
+    if arguments.sample and ranks.first:
         model, tokens = session.load(folder, trainer.config.device)
         print(f"--- a sample of {arguments.sample} tokens")
         show(write_text(model, tokens, "", Options(tokens=arguments.sample)))
@@ -187,7 +208,7 @@ def train_in(folder: RunFolder, arguments: argparse.Namespace) -> int:
 
 
 def how_to_go_on(folder: RunFolder) -> str:
-    if not folder.checkpoint.exists():
+    if not folder.checkpoint.exists() and not folder.shards.exists():
         return "there is no checkpoint yet to go on from"
     return f"go on from the last checkpoint: flashmix train --resume {folder.path}"
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,13 @@ class Batch:
             tensor = torch.from_numpy(values.astype(np.int64))
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        return cls(move(inputs)[None], move(targets)[None], Packing(move(boundaries), len(inputs)))
+        packing = Packing(move(boundaries), len(inputs), host=boundaries.tolist())
+        return cls(move(inputs)[None], move(targets)[None], packing)
+
+    def over(self, group: Any, order: str) -> Batch:
+        """This rank's part of the batch."""
+        shard = self.packing.shard(group, order=order)
+        return Batch(shard.take(self.inputs), shard.take(self.targets), shard)
 
 
 class Stream:

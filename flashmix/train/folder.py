@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, cast
 
+DTYPES = ("float32", "bfloat16", "float64")
+
 
 class RunError(Exception):
     """An error that the user can correct; the command line prints it as one line."""
@@ -25,8 +27,9 @@ class TrainConfig:
     """The settings of one training run, as the command line takes them and `config.json` keeps them.
 
     `text` empty means the source of Python's own standard library. Token counts are in tokens, `eval_every` and
-    `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`). `threads` None is torch's
-    choice, `device` None is a GPU if there is one; the run keeps the values that were chosen.
+    `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`). A step is `rows` packed rows, shared by the
+    data ranks; `context` ranks share each row. `threads` None is torch's choice, `device` None is a GPU if there is one; the run keeps
+    the values that were chosen.
     """
 
     text: tuple[str, ...] = ()
@@ -34,6 +37,8 @@ class TrainConfig:
     preset: str = "hybrid_tiny"
     steps: int = 1000
     batch_tokens: int = 1024
+    rows: int = 1
+    context: int = 1
     seq_len: int = 512
     lr: float = 4e-3
     final_lr: float = 0.05
@@ -54,7 +59,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raises RunError for a setting that cannot be."""
         least = {"steps": 1, "batch_tokens": 1, "seq_len": 1, "eval_tokens": 1, "eval_every": 1, "save_every": 1}
-        least |= {"log_every": 1, "threads": 1, "warmup": 0, "weight_decay": 0}
+        least |= {"log_every": 1, "threads": 1, "warmup": 0, "weight_decay": 0, "rows": 1, "context": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and not value >= bound:
@@ -66,8 +71,10 @@ class TrainConfig:
             raise RunError(f"--held-out must be between 0 and 1, got {self.held_out}")
         if not 0 <= self.final_lr <= 1:
             raise RunError(f"--final-lr must be between 0 and 1, got {self.final_lr}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise RunError(f"--dtype must be float32 or bfloat16, got {self.dtype}")
+        if self.dtype not in DTYPES:
+            raise RunError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {self.dtype}")
+        if self.batch_tokens % self.rows:
+            raise RunError(f"--rows must divide the {self.batch_tokens} --batch-tokens, got {self.rows}")
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> TrainConfig:
@@ -179,6 +186,7 @@ class RunFolder(LockedFolder):
         self.metrics = self.path / "metrics.jsonl"
         self.loss_curve = self.path / "loss.png"
         self.checkpoint = self.path / "checkpoint.pt"
+        self.shards = self.path / "checkpoint"  # of several ranks
         self.tokens = self.path / "tokens.bin"
         self.documents = self.path / "documents.json"
         self.checksums = self.path / "checksums.json"

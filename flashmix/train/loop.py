@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.models import Decoder, parameter_groups
-from flashmix.train import checkpoint
+from flashmix.train import checkpoint, shards
 from flashmix.train.data import Batch, Corpus, Stream
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.plot import draw_loss_curve
 from flashmix.train.progress import Progress
+from flashmix.train.ranks import Ranks, order_of
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -36,17 +37,22 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C (or SIGTERM) requests a stop, the second one stops at once; yields a function: was a stop requested?"""
-    asked = False
+def stop_on_interrupt(ranks: Ranks | None = None) -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C (or SIGTERM) requests a stop, the second one stops at once; yields a function: was a stop requested?
+
+    Of several ranks none stops at once: a terminal and torchrun both hand on the same Ctrl-C.
+    """
+    ranks = ranks or Ranks()
+    asked, once_more = False, "" if ranks.several else " (once more: at once)"
 
     def ask(number: int, frame: Any) -> None:
         nonlocal asked
-        if asked:
+        if asked and not ranks.several:
             raise KeyboardInterrupt
+        if ranks.first and not asked:
+            with suppress(OSError):  # nobody reads it any more
+                print(f"\nstopping after {'the next' if ranks.several else 'this'} step{once_more}", file=sys.stderr)
         asked = True
-        with suppress(OSError):  # nobody reads it any more
-            print("\nstopping after this step (once more: at once)", file=sys.stderr)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -56,39 +62,81 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def whole(x: Tensor) -> Tensor:
+    """A tensor that may lie over ranks, whole on each of them."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 class Trainer:
     """A model in training: `run` trains it from its current step to the last one, or until it is interrupted."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, model: Decoder, corpus: Corpus) -> None:
-        self.config, self.folder = config, folder
-        self.device = torch.device(config.device or "cpu")
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, model: Decoder, corpus: Corpus, ranks: Ranks | None = None
+    ) -> None:
+        self.config, self.folder, self.ranks = config, folder, ranks or Ranks()
+        self.device = self.ranks.device(config.device or "cpu")
         self.model = model.to(self.device)
-        self.forward: Callable[..., Tensor] = torch.compile(self.model) if config.compile else self.model
-        self.optimizer = make_optimizer(self.model, config)
+        self.order = order_of(self.model.config)
+        self._prepare()
         self.training = Stream(corpus, corpus.split(held_out=False), config.seq_len, config.seed)
         self.held_out = Stream(corpus, corpus.split(held_out=True), config.seq_len, config.seed)
         self.step = 0
         self.position = 0
         self.saved_step = 0
         self.unread: list[tuple[Tensor, Tensor]] = []
+        self.asked: Callable[[], bool] = lambda: False  # whether this process was asked to stop
         self.clock = time.perf_counter()
 
+    def _prepare(self) -> None:
+        """Shards the parameters over the ranks, and makes the optimiser of what this one has."""
+        self.ranks.shard(self.model, self.config)
+        self.forward: Callable[..., Tensor] = torch.compile(self.model) if self.config.compile else self.model
+        self.optimizer = make_optimizer(self.model, self.config)
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether a step is one row of this process alone: its loss is a mean; else losses are shares of a sum."""
+        return self.config.rows == 1 and not self.ranks.several
+
     def resume(self) -> None:
-        """Loads the checkpoint of the run folder; measurements of later steps are dropped and made again."""
-        state = checkpoint.load(self.folder.checkpoint, self.device)
-        checkpoint.restore(state, self.model, self.optimizer)
-        self.step = self.saved_step = state.step
-        self.position = state.position
-        self.folder.forget_metrics_after(state.step)
+        """Loads the checkpoint of the run folder; measurements of later steps are dropped and made again.
+
+        A run that torchrun restarted before its first checkpoint begins again.
+        """
+        shards_of_run = shards.newest(self.folder)
+        if shards_of_run is not None:
+            state = shards.restore(shards_of_run, self.ranks, self.model, self.optimizer)
+            self.step, self.position = state["step"], state["position"]
+        elif self.folder.checkpoint.exists() or not self.ranks.restarted:
+            whole = self.ranks.together(lambda: checkpoint.load(self.folder.checkpoint, self.device))
+            self._take(whole)
+            self.step, self.position = whole.step, whole.position
+        self.saved_step = self.step
+        self.ranks.on_first(lambda: self.folder.forget_metrics_after(self.step))
+
+    def _take(self, whole: checkpoint.Checkpoint) -> None:
+        """Puts the checkpoint of one process into the model and the optimiser; over several ranks each takes its part."""
+        if not self.ranks.several:
+            checkpoint.restore(whole, self.model, self.optimizer)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+        model = Decoder(self.model.config).to(self.device, next(self.model.parameters()).dtype)
+        optimizer = make_optimizer(model, self.config)
+        self.ranks.together(lambda: checkpoint.restore(whole, model, optimizer))
+        weights, moments = get_state_dict(model, optimizer)
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
 
     def summary(self) -> str:
         """One line: the model, the text, the steps."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
         mixers = " ".join(layer.mixer for layer in self.model.config.layers)
+        over = f", over {self.ranks.count} ranks, {self.config.context} a row" if self.ranks.several else ""
         return (
             f"{size:,} parameters ({mixers}); "
             f"{self.training.bytes:,} bytes to train on, {self.held_out.bytes:,} held out; "
-            f"{self.config.steps} steps of {self.config.batch_tokens} tokens on {self.device}"
+            f"{self.config.steps} steps of {self.config.batch_tokens} tokens on {self.device}{over}"
         )
 
     def run(self) -> bool:
@@ -97,8 +145,10 @@ class Trainer:
         Raises BrokenPipeError, with all saved as well: nobody reads what is printed.
         """
         try:
-            with stop_on_interrupt() as stopped, Progress(self.config.steps, self.step) as progress:
-                self._run(stopped, progress)
+            progress = Progress(self.config.steps, self.step, shown=self.ranks.first)
+            with stop_on_interrupt(self.ranks) as asked, progress:
+                self.asked = asked
+                self._run((lambda: self.ranks.stopping) if self.ranks.several else asked, progress)
         except BrokenPipeError:
             self.save()
             raise
@@ -119,23 +169,52 @@ class Trainer:
                 self.save()
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """Mean over the tokens of the batch, nats."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets)
+        """Of a step that is one batch the mean over its tokens, else the batch's share of the mean over the step's tokens, nats."""
+        if self.whole_step:
+            return self.loss(batch)
+        return self.loss(batch, reduction="sum") / self.config.batch_tokens
+
+    def loss(self, batch: Batch, **options: str) -> Tensor:
+        enabled = self.config.dtype == "bfloat16" and not self.ranks.several  # of several ranks the weights are cast
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
+            return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets, **options)
+
+    def batch(self, stream: Stream, position: int, count: int) -> Batch:
+        """A row of the stream, or this rank's part of it."""
+        found = stream.batch(position, count, self.device)
+        return found if self.ranks.context is None else found.over(self.ranks.context, self.order)
+
+    def rows(self) -> list[int]:
+        """The positions of the rows of the next step that this rank works on."""
+        count, own = self.config.rows, self.config.rows // self.ranks.data_ranks
+        places = range(self.ranks.data * own, (self.ranks.data + 1) * own)
+        return [self.position + place * (self.config.batch_tokens // count) for place in places]
 
     def train_step(self) -> None:
         """One optimiser step. It does not wait for the device: the losses stay there until `read_losses`."""
-        batch = self.training.batch(self.position, self.config.batch_tokens, self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
-        loss = self.loss_of(batch)
-        loss.backward()
+        rows, losses = self.rows(), []
+        for position in rows:
+            batch = self.batch(self.training, position, self.config.batch_tokens // self.config.rows)
+            loss = self.loss_of(batch)
+            self.ranks.backward(self.model, loss, last=position == rows[-1])
+            losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.unread.append((loss.detach(), norm.detach()))
+        self.unread.append((self.summed(losses), whole(norm.detach())))
         self.step += 1
         self.position += self.config.batch_tokens
+
+    def summed(self, losses: list[Tensor]) -> Tensor:
+        """The loss of a step from those of this rank's rows; with it the ranks agree whether one of them was asked to stop."""
+        if not self.ranks.several:
+            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        asked = torch.tensor(float(self.asked()), dtype=torch.float64)
+        found = self.ranks.sum(torch.stack([torch.stack(losses).double().sum(), asked.to(self.device)]))
+        self.ranks.agree_on_stop(found[1])
+        return found[0]
 
     def read_losses(self) -> dict[str, str]:
         """Waits for the device, writes one row per step, and returns what the progress shows.
@@ -149,7 +228,7 @@ class Trainer:
         speed = len(losses) * self.config.batch_tokens / (now - self.clock)
         first = self.step - len(losses)
         bits = self.training.bits_per_byte
-        self.folder.append_metrics(
+        self.append(
             [
                 {
                     "step": first + i + 1,
@@ -176,25 +255,43 @@ class Trainer:
         total = min(self.held_out.total, self.config.eval_tokens)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        for position in range(0, total, self.config.batch_tokens):
+        row = self.config.batch_tokens // self.config.rows
+        positions = range(0, total, row)
+        for index in range(
+            self.ranks.data, -(-len(positions) // self.ranks.data_ranks) * self.ranks.data_ranks, self.ranks.data_ranks
+        ):
             if stopped():
                 break
-            count = min(self.config.batch_tokens, total - position)
-            loss += self.loss_of(self.held_out.batch(position, count, self.device)).double() * count
+            position = positions[
+                min(index, len(positions) - 1)
+            ]  # ranks without a row of their own keep the others company
+            count = min(row, total - position)
+            batch = self.batch(self.held_out, position, count)
+            own = self.loss(batch).double() * count if self.whole_step else self.loss(batch, reduction="sum").double()
+            loss += own * (index < len(positions))
         else:
-            mean = loss.item() / total
+            mean = self.ranks.sum(loss).item() / total
             bits = self.held_out.bits_per_byte(mean)
-            self.folder.append_metrics([{"step": self.step, "held_out_loss": mean, "held_out_bits_per_byte": bits}])
+            self.append([{"step": self.step, "held_out_loss": mean, "held_out_bits_per_byte": bits}])
             say(f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens")
         self.model.train()
         self.clock = time.perf_counter()
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Measurements into the folder, which the first rank writes."""
+        if self.ranks.first:
+            self.folder.append_metrics(rows)
 
     def save(self) -> None:
         """Writes the measurements, the checkpoint and the loss curve, the most valuable first."""
         self.read_losses()
         if self.saved_step < self.step:
-            state = checkpoint.capture(self.step, self.position, self.model, self.optimizer)
-            checkpoint.save(state, self.folder.checkpoint)
+            if self.ranks.several:
+                shards.save(self.folder, self.ranks, self.step, self.position, self.model, self.optimizer)
+            else:
+                state = checkpoint.capture(self.step, self.position, self.model, self.optimizer)
+                checkpoint.save(state, self.folder.checkpoint)
             self.saved_step = self.step
-        draw_loss_curve(self.folder)
+        if self.ranks.first:
+            draw_loss_curve(self.folder)
         self.clock = time.perf_counter()

@@ -24,23 +24,24 @@ def has_room_for_a_bar() -> bool:
 class Progress:
     """Steps done of `total`, on stderr; what is worth keeping goes through `say`, on stdout.
 
-    Without a terminal a thread prints a line every `INTERVAL` seconds, however long a single step takes.
+    Of several ranks one is `shown`. Without a terminal a thread prints a line every `INTERVAL` seconds, however long a single step takes.
     """
 
-    def __init__(self, total: int, done: int = 0) -> None:
+    def __init__(self, total: int, done: int = 0, shown: bool = True) -> None:
+        self.shown = shown
         self.total, self.done, self.begun_at = total, done, done
         self.label = ""
         self.details: dict[str, str] = {}
         self.start = time.monotonic()
         self.bar = None
-        if has_room_for_a_bar():
+        if shown and has_room_for_a_bar():
             self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
         self._ended = threading.Event()
         self._error: OSError | None = None
         self._lines = threading.Thread(target=self._print_lines, daemon=True)
 
     def __enter__(self) -> Progress:
-        if self.bar is None:
+        if self.bar is None and self.shown:
             self._lines.start()
         return self
 
@@ -50,7 +51,7 @@ class Progress:
         self._ended.set()
         if self.bar is not None:
             self.bar.close()
-        else:
+        elif self.shown:
             self._lines.join()
 
     def update(self) -> None:
@@ -73,7 +74,7 @@ class Progress:
         """Prints a line on stdout, above the bar."""
         if self.bar is not None:
             self.bar.write(line)
-        else:
+        elif self.shown:
             print(line, flush=True)
 
     def line(self) -> str:

@@ -12,27 +12,41 @@ import torch
 
 import flashmix
 from flashmix.models import Decoder, DecoderConfig, preset
-from flashmix.train import checkpoint, data
+from flashmix.train import checkpoint, data, shards
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
 from flashmix.train.loop import Trainer
+from flashmix.train.ranks import Ranks
 from flashmix.train.tokens import Tokens
 
 # The settings that may change when a run is resumed; with any other it would be another run.
-MAY_CHANGE = {"steps", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
+MAY_CHANGE = {"steps", "context", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
 
 
-def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
+def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) -> Trainer:
     """A new run in `folder`: it reads the texts, makes the model from the seed and writes the settings."""
     config.check()
+    ranks = ranks or Ranks()
     config = replace(
         config, threads=config.threads or torch.get_num_threads(), device=config.device or default_device()
     )
+    ranks.check(config)
+    ranks.start(config)
     _set_up(config)
     tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
     try:
         model = Decoder(preset(config.preset, vocab_size=tokens.vocabulary))
     except ValueError as error:
         raise RunError(f"--preset: {error}") from error
+    if config.dtype == "float64":
+        model.double()
+    written = ranks.on_first(lambda: _write(config, folder, tokens, model))
+    ranks.together(lambda: _check_seen(folder))
+    corpus = ranks.together(lambda: written or data.open_corpus(folder, tokens))
+    return Trainer(config, folder, model, corpus, ranks)
+
+
+def _write(config: TrainConfig, folder: RunFolder, tokens: Tokens, model: Decoder) -> data.Corpus:
+    """Writes the texts and the settings of a new run into its folder."""
     folder.create()
     try:
         if config.tokenizer:
@@ -45,16 +59,26 @@ def begin(config: TrainConfig, folder: RunFolder) -> Trainer:
         raise
     versions = {"flashmix": flashmix.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     write_json(folder.config, {"versions": versions, "train": config.to_dict(), "model": model.config.to_dict()})
-    return Trainer(config, folder, model, corpus)
+    return corpus
 
 
-def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
+def _check_seen(folder: RunFolder) -> None:
+    """Raises RunError: the first rank has written the run, but this one does not see it."""
+    if not folder.config.exists():
+        raise RunError(
+            f"{folder.path} must be a folder that all ranks see: there is no {folder.config.name} in it here"
+        )
+
+
+def resume(folder: RunFolder, changes: dict[str, Any], ranks: Ranks | None = None) -> Trainer:
     """The run in `folder` at its last checkpoint, bit for bit, with the settings in `changes` replaced.
 
     Raises RunError: a change to a setting that would make it another run, or a damaged folder.
     """
+    ranks = ranks or Ranks()
     folder.check_used()
-    folder.acquire()
+    if ranks.first:
+        folder.acquire()
     settings = folder.read_config()
     before = TrainConfig.from_dict(settings["train"])
     for name, value in changes.items():
@@ -65,12 +89,15 @@ def resume(folder: RunFolder, changes: dict[str, Any]) -> Trainer:
             )
     config = replace(before, **changes)
     config.check()
+    ranks.check(config)
+    ranks.start(config)
     _set_up(config)
-    data.verify(folder)
-    corpus = data.open_corpus(folder, _tokens_of(folder))
-    trainer = Trainer(config, folder, _model_of(folder, settings), corpus)
+    ranks.on_first(lambda: data.verify(folder))
+    corpus = ranks.together(lambda: data.open_corpus(folder, _tokens_of(folder)))
+    model = _model_of(folder, settings)
+    trainer = Trainer(config, folder, model.double() if config.dtype == "float64" else model, corpus, ranks)
     trainer.resume()
-    if config != before:
+    if config != before and ranks.first:
         write_json(folder.config, {**settings, "train": config.to_dict()})
     return trainer
 
@@ -80,6 +107,10 @@ def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]
     device = device or default_device()
     check_device(device)
     model = _model_of(folder, folder.read_config())
+    shards_of_run = shards.newest(folder)
+    if shards_of_run is not None:
+        shards.restore(shards_of_run, Ranks(), model)
+        return model.to(device).eval(), _tokens_of(folder)
     state = checkpoint.load(folder.checkpoint)
     try:
         model.load_state_dict(state.model)

@@ -1,8 +1,8 @@
 """The recurrence over a shard: maps of the pieces that are left by a sequence, their join, and the op itself on what the rank has.
 
-An implementation may have both halves of a call, before and after the exchange, apart (`ranks.py`). For the others the forward runs the
-pieces whose state leaves once more, from zero (`N`) and from the identity (`M`; without corrections it is diagonal and follows from the
-decays), and the backward runs twice, for the gradients of entering states and then with those of leaving ones.
+An implementation may have both halves of a call, before and after the exchange (`flashmix/parallel/halves.py`). For the others the
+forward runs the pieces whose state leaves once more, from zero (`N`) and from the identity (`M`; without corrections it is diagonal and
+follows from the decays), and the backward runs twice, for the gradients of entering states and then with those of leaving ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
-from flashmix.ops.recurrence.ranks import Halves, Pieces, Shape
+from flashmix.parallel.halves import Halves, Pieces, Shape
 from flashmix.parallel.join import Maps, join, join_backward
 from flashmix.parallel.shard import Link, Shard, ShardPiece
 
@@ -123,7 +123,7 @@ class Joined(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Outputs:
         sizes, rank = shapes(call), shard.rank
-        run: Any = CallHalves(call, shard, impl, chosen) if halves is None else halves.Forward(call)
+        run: Any = CallHalves(call, shard, impl, chosen) if halves is None else halves.forward(call)
         found = run.maps(pieces_of_states(shard), sizes)
         own = {name: {Link(rank, i): x for i, x in its.items()} for name, its in zip("NM", found, strict=True)}
         starts = torch.zeros(shard.count, *sizes["N"], dtype=call.state_dtype, device=call.device)
@@ -154,7 +154,7 @@ class Joined(torch.autograd.Function):
         call = RecurrenceCall.make({**ctx.values, **dict(zip(ctx.given, saved, strict=False))})
         kept = saved[len(ctx.given) :][: ctx.kept]
         M = dict(zip(ctx.links, saved[len(ctx.given) + ctx.kept :], strict=True))
-        run: Any = CallBackward(call, kept, do, ctx.impl) if halves is None else halves.Backward(call, kept, do)
+        run: Any = CallBackward(call, kept, do, ctx.impl) if halves is None else halves.backward(call, kept, do)
         ends = shard.ends[:, None, None, None]
         zeros = torch.zeros_like(call.initial_state)
         dstate = zeros.clone() if dstate is None else torch.where(ends, dstate, zeros)

@@ -20,12 +20,12 @@ from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
-from flashmix.ops.recurrence.ranks import Halves
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import empty_maps, is_step, per_token
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import plan
 from flashmix.ops.recurrence.triton_gpu.run import Run
+from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
 
@@ -96,9 +96,9 @@ def outputs(run: HopperRun, A: Tensor, vectors: Tensor, maps: Tensor | None, sav
 
 def halves(call: RecurrenceCall) -> Halves | None:
     """Both halves of a call over ranks, where there are such."""
-    from flashmix.ops.recurrence.gluon_hopper import ranks
+    from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
 
-    return ranks
+    return HALVES
 
 
 def keeps(call: RecurrenceCall) -> Outputs:

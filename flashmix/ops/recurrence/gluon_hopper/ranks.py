@@ -21,8 +21,8 @@ from flashmix.ops.recurrence.gluon_hopper import (
     segment_maps,
     state_maps,
 )
-from flashmix.ops.recurrence.ranks import Pieces, Shape, each, uncut
 from flashmix.ops.recurrence.triton_gpu.ranks import back_through, from_maps, of_segments
+from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
 
 
 def part(run: HopperRun, first: int, stop: int, *made: Tensor) -> tuple[HopperRun, list[Tensor]]:
@@ -32,7 +32,7 @@ def part(run: HopperRun, first: int, stop: int, *made: Tensor) -> tuple[HopperRu
     return HopperRun(run.base.part(first, stop)), [run.base.of_chunks(t, first, stop) for t in made]
 
 
-class Forward:
+class HopperForward:
     """The forward of a call: `maps`, then `outputs` with the states that entered."""
 
     def __init__(self, call: RecurrenceCall) -> None:
@@ -64,7 +64,7 @@ class Forward:
         return outputs(self.run, *self.scores, self.segments, save)
 
 
-class Backward:
+class HopperBackward:
     """The backward of a call: `entering`, then `gradients` with those of the states that left."""
 
     def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None) -> None:
@@ -93,3 +93,6 @@ class Backward:
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         return gradients_from(self.run, self.kept, self.do, dstate, self.ends, "log_decay" in wanted)
+
+
+HALVES = Halves(HopperForward, HopperBackward)

@@ -19,7 +19,6 @@ from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
-from flashmix.ops.recurrence.ranks import Halves
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import column_keys, plan, row_keys
@@ -35,6 +34,7 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
     StateInputs,
     StateResults,
 )
+from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
 
@@ -111,9 +111,9 @@ def halves(call: RecurrenceCall) -> Halves | None:
     """Both halves of a call over ranks, where there are such; not where the state is transposed."""
     if call.decay is Decay.VALUE:
         return None
-    from flashmix.ops.recurrence.triton_gpu import ranks
+    from flashmix.ops.recurrence.triton_gpu.ranks import HALVES
 
-    return ranks
+    return HALVES
 
 
 def keeps(call: RecurrenceCall) -> Outputs:

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from flashmix.gpu.blocks import cdiv
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
-from flashmix.ops.recurrence.ranks import Pieces, Shape, each, uncut
 from flashmix.ops.recurrence.triton_gpu import (
     gradients_from,
     join_backward,
@@ -35,6 +34,7 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
     StateInputs,
     StateResults,
 )
+from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
 
 
 def composed(maps: Tensor, V: int, diagonal: bool) -> Tensor:
@@ -86,7 +86,7 @@ def part(run: Run, scores: ChunkScores, first: int, stop: int) -> tuple[Run, Chu
     return run.part(first, stop), ChunkScores(rows, columns, *made)
 
 
-class Forward:
+class ChunkForward:
     """The forward of a call: `maps`, then `outputs` with the states that entered."""
 
     def __init__(self, call: RecurrenceCall) -> None:
@@ -122,7 +122,7 @@ class Forward:
         return outputs(run, self.scores, self.segments, save)
 
 
-class Backward:
+class ChunkBackward:
     """The backward of a call: `entering`, then `gradients` with those of the states that left."""
 
     def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None) -> None:
@@ -158,3 +158,6 @@ class Backward:
         x = StateGradients(self.do, dstate, None)
         decay = "log_decay" in wanted
         return gradients_from(self.run, self.inputs, self.scores, self.joined, x, self.ends, decay)
+
+
+HALVES = Halves(ChunkForward, ChunkBackward)

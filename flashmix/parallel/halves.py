@@ -1,4 +1,4 @@
-"""What the halves of a call over ranks share: the pieces that states leave and enter.
+"""The halves of a call of the recurrence over ranks, and the pieces that states leave and enter.
 
 An implementation that has its phases apart has `halves(call)`, which gives them, or None.
 """
@@ -6,7 +6,7 @@ An implementation that has its phases apart has `halves(call)`, which gives them
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,15 @@ class Pieces(NamedTuple):
     continued: tuple[int, ...]  # a state enters
 
 
-class Halves(Protocol):
-    """The module `ranks` of an implementation.
+class Halves(NamedTuple):
+    """Both halves of a call, forward and backward, as an implementation has them.
 
-    `Forward(call)` has `maps(pieces, shape) -> N, M` by piece, then `outputs(initial_state, save) -> outputs, kept`;
-    `Backward(call, kept, do)` has `entering(dstate, pieces) -> gradients` by piece, then `gradients(dstate, wanted)`.
+    `forward(call)` has `maps(pieces, shape) -> N, M` by piece, then `outputs(initial_state, save) -> outputs, kept`;
+    `backward(call, kept, do)` has `entering(dstate, pieces) -> gradients` by piece, then `gradients(dstate, wanted)`.
     """
 
-    Forward: Any
-    Backward: Any
+    forward: Any
+    backward: Any
 
 
 def uncut(indices: Sequence[int]) -> list[tuple[int, int]]:
