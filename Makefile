@@ -3,6 +3,7 @@
 #   make test      runs the tests
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
+#   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0"
 #   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
 # For another torch: make train TORCH="torch==2.9.1"
 # Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
@@ -12,13 +13,14 @@ TRITON ?= triton==3.6.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+DIST_TORCH ?= $(TORCH)
 
 MINUTES ?= 10
 SEED ?= 1
 DEVICE ?= cpu
 WORKERS ?= 2
 
-.PHONY: train test lint counts fuzz clean
+.PHONY: train test lint counts dist fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/has-train
@@ -35,6 +37,16 @@ lint: $(VENV)/has-dev
 counts: $(VENV)/has-dev
 	$(BIN)/python tests/counts.py
 
+# A wheel for this platform, under the tag of the oldest Linux that it runs on; one without the library in C, for all others; the sources.
+dist: $(VENV)/has-dist
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist/linux
+	FLASHMIX_PURE=1 $(BIN)/python -m build --wheel --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/linux/*.whl
+	mv dist/linux/*.tar.gz dist && rm -r dist/linux
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/installed.py dist/*.whl --torch $(DIST_TORCH)
+
 fuzz: $(VENV)/has-dev
 	cd tests && $(abspath $(BIN))/python -W ignore -m fuzz --seed $(SEED) --device $(DEVICE) \
 		$(if $(INDEX),--index $(INDEX),--workers $(WORKERS) $(if $(SECONDS),--seconds $(SECONDS),--minutes $(MINUTES))) $(ARGS)
@@ -44,9 +56,9 @@ $(VENV)/has-torch: Makefile
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/has-train $(VENV)/has-dev: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
+$(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

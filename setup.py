@@ -1,10 +1,19 @@
-"""What pyproject.toml cannot say: the C of the recurrence and the scan, one library, where there is a compiler; else there is none."""
+"""What pyproject.toml cannot say: the C of the recurrence and the scan, one library, where there is a compiler; else there is none.
+
+`FLASHMIX_PURE=1` leaves it out, for a wheel that any machine can install.
+"""
+
+import os
+import sys
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+PURE = os.environ.get("FLASHMIX_PURE", "") not in ("", "0")
 NATIVE, SCAN = "flashmix/ops/recurrence/native", "flashmix/ops/scan/native"
 HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
+STRIPPED = ["-s"] if sys.platform == "linux" else []
 
 
 class Library(build_ext):
@@ -14,16 +23,19 @@ class Library(build_ext):
         return fullname.replace(".", "/") + ".so.0"
 
 
-setup(
-    cmdclass={"build_ext": Library},
-    ext_modules=[
-        Extension(
-            NATIVE.replace("/", ".") + ".librecurrence",
-            [f"{NATIVE}/recurrence.c"],
-            depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h"],
-            extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
-            extra_link_args=["-pthread", "-lm"],
-            optional=True,
-        )
-    ],
+class Wheel(bdist_wheel):
+    """A wheel for one platform and any Python 3: the library knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+library = Extension(
+    NATIVE.replace("/", ".") + ".librecurrence",
+    [f"{NATIVE}/recurrence.c"],
+    depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h"],
+    extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
+    extra_link_args=["-pthread", "-lm", *STRIPPED],
+    optional=True,
 )
+setup(cmdclass={"build_ext": Library, "bdist_wheel": Wheel}, ext_modules=[] if PURE else [library])

@@ -1,0 +1,59 @@
+"""Whether built wheels work where nothing else is: each in a new virtual environment, in an empty folder.
+
+    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.13.0]
+
+Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`.
+`make dist` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+PROGRAM = """
+import importlib.metadata, flashmix
+assert importlib.metadata.version("flashmix") == flashmix.__version__
+from flashmix.ops.recurrence.native.binding import missing
+print("library in C:", missing() or "there")
+"""
+
+
+def try_wheel(wheel: Path, torch: str) -> None:
+    """Raises CalledProcessError where a step fails; what a step prints is shown."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        venv.create(place / "venv", with_pip=True)
+        empty = place / "empty"
+        empty.mkdir()
+
+        def run(*command: str) -> None:
+            print("$", *command, flush=True)
+            subprocess.run([place / "venv" / "bin" / command[0], *command[1:]], cwd=empty, check=True)
+
+        run("python", "-m", "pip", "install", "--quiet", torch)
+        run("python", "-m", "pip", "install", "--quiet", str(wheel.resolve()))
+        run("python", "-c", PROGRAM)
+        run("flashmix", "--version")
+        run("flashmix", "doctor")
+        run("flashmix", "doctor", "--check")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("wheels", nargs="+", type=Path)
+    parser.add_argument("--torch", nargs="+", default=["torch"], metavar="REQUIREMENT")
+    given = parser.parse_args()
+    for torch in given.torch:
+        for wheel in given.wheels:
+            print(f"== {wheel.name} with {torch}", flush=True)
+            try_wheel(wheel, torch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
