@@ -50,6 +50,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hgrn2": ("HGRN2", {"num_heads": 2, "expand_ratio": 8, "num_hidden_layers": 3}),
     "hgrn2_plain": ("HGRN2", {"num_heads": 2, "expand_ratio": 8, "use_lower_bound": False}),
     "mamba2": ("Mamba2", {"head_dim": 8, "state_size": 8, "n_groups": 2}),
+    "rwkv6": ("RWKV6", {"num_heads": 2, "proj_low_rank_dim": 3, "gate_low_rank_dim": 4}),
+    "rwkv7": (
+        "RWKV7",
+        {"head_dim": 8, "decay_low_rank_dim": 4, "gate_low_rank_dim": 5, "a_low_rank_dim": 3, "v_low_rank_dim": 2},
+    ),
     "transformer": ("Transformer", {"num_heads": 2, "num_kv_heads": 1, "qk_norm": True, "window_size": 4}),
 }
 

@@ -335,7 +335,7 @@ GOOD: dict[str, Any] = {
         (
             {"layers": [GOOD["layers"][0], {"mixer": "gla", "heads": 2, "widnow": 4}]},
             ValueError,
-            "layers[1].widnow is not an option of gla, which takes heads, head_dim, value_dim, rank",
+            "layers[1].widnow is not an option of gla, which takes heads, head_dim, value_dim, kv_heads",
         ),
         ({"layers": [{"mixer": "gla", "heads": 2.5}]}, TypeError, "layers[0].heads must be a whole number, got 2.5"),
         ({"layers": [{"mixer": "gla", "heads": True}]}, TypeError, "layers[0].heads must be a whole number, got True"),
@@ -354,7 +354,8 @@ GOOD: dict[str, Any] = {
             TypeError,
             "layers[0].ranks must be a list of whole numbers, got 8",
         ),
-        ({"norm": "none"}, ValueError, "norm must be one of 'rms', 'unit_offset_rms'"),
+        ({"norm": "none"}, ValueError, "norm must be one of 'rms', 'unit_offset_rms', 'layer'"),
+        ({"embedding_norm": 1}, TypeError, "embedding_norm must be true or false, got 1"),
         ({"layers": [ATTENTION | {"mlp": {}}]}, ValueError, "layers[0].mlp.kind must be one of 'none', 'swiglu', 'exp"),
         (
             {"layers": [ATTENTION | {"mlp": {"kind": "swiglu", "wide": 2}}]},
@@ -409,6 +410,32 @@ def test_blocks_with_experts_with_norms_after_and_without_an_mlp() -> None:
     assert {id(block.mlp.gate_up), id(block.mlp.down), id(block.mlp.router.weight)} <= decayed
     assert not any(p.any() for n, p in model.named_parameters() if n.endswith("mlp_norm.weight"))
     assert DecoderConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
+
+
+def test_channel_mixing_remembers_the_token_before() -> None:
+    """Cached, packed and padded calls equal the whole; snapshots and reordering keep the MLP's memory."""
+    mixing = [{"kind": "channel_mixing", "hidden": 12, "receptance": receptance} for receptance in (False, True)]
+    layers = [LayerConfig("rwkv7", {"heads": 2}, mlp=mixing[0]), LayerConfig("attention", {"heads": 2}, mlp=mixing[1])]
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(64, 16, layers, norm="layer", embedding_norm=True)).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens = some_tokens(2, 9)
+    full = model(tokens)
+    with torch.no_grad():
+        cache = model.new_cache()
+        first = model(tokens[:, :4], cache=cache)
+        snapshot = cache.snapshot()
+        one_by_one = [model(tokens[:, t : t + 1], cache=cache) for t in range(4, 9)]
+        assert_same(torch.cat([first, *one_by_one], dim=1), full)
+        cache.restore(snapshot)
+        cache.reorder(torch.tensor([1, 0]))
+        assert_same(model(tokens.flip(0)[:, 4:], cache=cache), full.flip(0)[:, 4:])
+        assert_same(model(tokens.view(1, -1), cu_seqlens=torch.tensor([0, 9, 18])).view_as(full), full)
+        padded = torch.cat([torch.zeros(2, 3, dtype=torch.int64), tokens], dim=1)
+        assert_same(model(padded, attention_mask=torch.arange(12).expand(2, 12) >= 3)[:, 3:], full)
+    model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 def test_options_survive_json() -> None:

@@ -12,8 +12,10 @@ from torch.nn.functional import cross_entropy, logsigmoid, silu, softplus
 
 from flashmix.modules import (
     BoundedDecay,
+    ChannelMixing,
     ForgetGate,
     GatedRMSNorm,
+    LayerNorm,
     LinearCrossEntropy,
     LogSigmoidDecay,
     LowRank,
@@ -269,3 +271,29 @@ def test_norms_by_groups_and_with_a_unit_offset() -> None:
     expected = (rows / (rows.square().mean(-1, keepdim=True) + 1e-3).sqrt()).flatten(-2) * (1 + norm.weight)
     assert_same(norm(x + residual), expected)
     assert_same(norm.add_and_norm(x, residual)[0], expected)
+
+
+@pytest.mark.parametrize("receptance", [False, True])
+def test_channel_mixing_is_its_formula(receptance: bool) -> None:
+    torch.manual_seed(0)
+    layer, x, start = ChannelMixing(6, 9, receptance=receptance).double(), numbers(2, 4, 6), numbers(2, 6, seed=2)
+    before = torch.cat([start[:, None], x[:, :-1]], dim=1)
+    key = x + (before - x) * layer.key_mix
+    expected = (key @ layer.key.weight.T).relu() ** 2 @ layer.value.weight.T
+    if receptance:
+        gate = x + (before - x) * layer.receptance_mix
+        expected = expected * torch.sigmoid(gate @ layer.receptance.weight.T)
+    y, state = layer(x, initial_state=start.unsqueeze(1), return_state=True)
+    assert_same(y, expected)
+    assert torch.equal(state, x[:, -1:])
+
+
+def test_layer_norm() -> None:
+    norm, x, residual = LayerNorm(8, 1e-3).double(), numbers(2, 5, 8), numbers(2, 5, 8, seed=2)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    expected = torch.nn.functional.layer_norm(x + residual, (8,), norm.weight, norm.bias, 1e-3)
+    assert_same(norm(x + residual), expected)
+    y, total = norm.add_and_norm(x, residual)
+    assert_same(y, expected)
+    assert torch.equal(total, x + residual)

@@ -87,7 +87,7 @@ def _defaults(built: type) -> dict[str, Any]:
 
 def same_decoder(one: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether both describe the same decoder."""
-    fields = ("vocab_size", "width", "tied", "norm", "norm_eps", "logit_softcap")
+    fields = ("vocab_size", "width", "tied", "norm", "norm_eps", "embedding_norm", "logit_softcap")
     return layers_of(one) == layers_of(other) and all(getattr(one, n) == getattr(other, n) for n in fields)
 
 

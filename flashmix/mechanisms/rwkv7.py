@@ -112,7 +112,8 @@ class RWKV7(RWKV):
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
         self.value_dim, self.eps = self.head_dim, eps
         inner = heads * self.head_dim
-        decay_rank, remove_rank, value_rank, gate_rank = ranks or default_ranks(width)
+        self.ranks = ranks or default_ranks(width)
+        decay_rank, remove_rank, value_rank, gate_rank = self.ranks
 
         def low_rank(rank: int, activation: str | None = None, bias: bool = True) -> LowRank:
             return LowRank(width, rank, inner, activation=activation, bias=bias, device=device, dtype=dtype)

@@ -15,7 +15,7 @@ class ModelCache:
     """The decode state of a model, made by `Decoder.new_cache` and updated by every call that takes it.
 
     Args:
-        layers: the cache of each layer.
+        layers: the cache of each layer, then that of each MLP that looks at the token before.
         history: how many of the last tokens `Decoder.roll_back` can take back; each call since then keeps a snapshot.
     """
 

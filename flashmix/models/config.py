@@ -12,11 +12,15 @@ from torch import nn
 
 from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.registry import mixers
-from flashmix.modules import MLPS, RMSNorm, SwiGLU
+from flashmix.modules import MLPS, LayerNorm, RMSNorm, SwiGLU
 from flashmix.op.checks import check_choice
 
 MIXERS: dict[str, type[Mixer[Any]]] = mixers()
-NORMS: dict[str, Callable[..., RMSNorm]] = {"rms": RMSNorm, "unit_offset_rms": partial(RMSNorm, unit_offset=True)}
+NORMS: dict[str, Callable[..., RMSNorm | LayerNorm]] = {
+    "rms": RMSNorm,
+    "unit_offset_rms": partial(RMSNorm, unit_offset=True),
+    "layer": LayerNorm,
+}
 
 # The types that an option may have, by its annotation in the layer's constructor, and their name in errors.
 TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -138,8 +142,9 @@ class DecoderConfig:
         layers: one `LayerConfig` per block, from the embedding up.
         mlp_width: hidden channels of each block's SwiGLU; None: `8/3 width`, rounded up to a multiple of 32.
         tied: whether the head is the embedding.
-        norm: of the inputs of mixers, MLPs and the head: a key of `NORMS`, "rms" or "unit_offset_rms" (`1 + weight` scales).
+        norm: of the inputs of mixers, MLPs and the head: a key of `NORMS`, "rms", "unit_offset_rms" (`1 + weight` scales) or "layer".
         norm_eps: of these norms.
+        embedding_norm: whether the embedded tokens are normalised before the first block, as in RWKV.
         logit_softcap: None, or logits are bounded to `c tanh(logits / c)`.
 
     Raises:
@@ -160,6 +165,7 @@ class DecoderConfig:
     tied: bool = False
     norm: str = "rms"
     norm_eps: float = 1e-6
+    embedding_norm: bool = False
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +174,7 @@ class DecoderConfig:
             if entry.name != "layers":
                 value = getattr(self, entry.name)
                 _check_type(entry.name, value, str(entry.type))
-                if isinstance(value, (int, float)) and entry.name != "tied" and not value > 0:
+                if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
                     raise ValueError(f"{entry.name} must be positive, got {value}")
         check_choice("norm", self.norm, *NORMS)
         self._check_layers()

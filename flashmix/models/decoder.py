@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flashmix.layer.cache import LayerCache
+from flashmix.layer.cache import LayerCache, RecurrentCache
 from flashmix.layer.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
 from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
-from flashmix.modules import LinearCrossEntropy, MixtureOfExperts
+from flashmix.modules import ChannelMixing, LinearCrossEntropy, MixtureOfExperts
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
 
@@ -34,7 +34,12 @@ class Block(nn.Module):
         self.mlp = layer.build_mlp(config.width, config.mlp_width, **placement)
 
     def forward(
-        self, x: Tensor, packing: Packing | None, cache: LayerCache | None, shared: dict[str, Tensor]
+        self,
+        x: Tensor,
+        packing: Packing | None,
+        cache: LayerCache | None,
+        shared: dict[str, Tensor],
+        mlp_cache: RecurrentCache | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The block's output, and the values of the first layer of each kind that shares them (`Mixer.shares`)."""
         y = x if self.norm_after else self.mixer_norm(x)
@@ -50,9 +55,21 @@ class Block(nn.Module):
             return x + y, shared
         if self.norm_after:
             x = x + y
-            return x + self.mlp_norm(self.mlp(x)), shared
+            return x + self.mlp_norm(self._mlp(x, packing, mlp_cache)), shared
         y, x = self.mlp_norm.add_and_norm(y, x)
-        return x + self.mlp(y), shared
+        return x + self._mlp(y, packing, mlp_cache), shared
+
+    def _mlp(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        """The MLP, which may look at the token before."""
+        assert self.mlp is not None
+        if not isinstance(self.mlp, ChannelMixing):
+            y: Tensor = self.mlp(x)
+            return y
+        before = None if cache is None else cache.recent
+        y, last = self.mlp(x, initial_state=before, return_state=cache is not None, cu_seqlens=packing)
+        if cache is not None:
+            cache.recent = last
+        return y
 
     def writers(self) -> Iterator[Tensor]:
         """The matrices whose products are added to the residual stream."""
@@ -90,8 +107,10 @@ class Decoder(nn.Module):
         self.config = config
         self.checkpoint_activations = checkpoint_activations
         self.embedding = nn.Embedding(config.vocab_size, config.width, device=device, dtype=dtype)
+        norm = partial(NORMS[config.norm], config.width, config.norm_eps, device=device, dtype=dtype)
+        self.embedding_norm = norm() if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer, device=device, dtype=dtype) for layer in config.layers)
-        self.norm = NORMS[config.norm](config.width, config.norm_eps, device=device, dtype=dtype)
+        self.norm = norm()
         self.head = nn.Linear(config.width, config.vocab_size, bias=False, device=device, dtype=dtype)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -120,7 +139,9 @@ class Decoder(nn.Module):
 
     def new_cache(self, history: int = 0) -> ModelCache:
         """An empty cache; `history` last tokens of it can be rolled back."""
-        return ModelCache([block.mixer.new_cache() for block in self._blocks()], history)
+        mixers: list[LayerCache] = [block.mixer.new_cache() for block in self._blocks()]
+        mlps = [RecurrentCache() for block in self._blocks() if isinstance(block.mlp, ChannelMixing)]
+        return ModelCache([*mixers, *mlps], history)
 
     def _blocks(self) -> Iterator[Block]:
         """The blocks, with their type."""
@@ -220,6 +241,9 @@ class Decoder(nn.Module):
         if padding is not None:
             tokens, packing = padding.remove(tokens), padding.packing
         x = self.embedding(tokens)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        mlp_caches = iter([] if cache is None else cache.layers[len(self.blocks) :])
         shared: dict[str, Tensor] = {}
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
@@ -227,7 +251,8 @@ class Decoder(nn.Module):
             if recompute and layer_cache is None:
                 x, shared = checkpoint(block, x, packing, None, shared, use_reentrant=False)
             else:
-                x, shared = block(x, packing, layer_cache, shared)
+                has_memory = layer_cache is not None and isinstance(block.mlp, ChannelMixing)
+                x, shared = block(x, packing, layer_cache, shared, next(mlp_caches) if has_memory else None)
         return self.norm(x), padding
 
 

@@ -13,19 +13,21 @@ from flashmix.modules.decay import (
 )
 from flashmix.modules.experts import MixtureOfExperts
 from flashmix.modules.losses import LinearCrossEntropy, next_token_targets
-from flashmix.modules.mlp import LowRank, SwiGLU
-from flashmix.modules.norm import GatedRMSNorm, RMSNorm
+from flashmix.modules.mlp import ChannelMixing, LowRank, SwiGLU
+from flashmix.modules.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
 
 # The MLPs of a model's blocks, by their kind in a configuration; the first argument of each is the width.
-MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "experts": MixtureOfExperts}
+MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "experts": MixtureOfExperts, "channel_mixing": ChannelMixing}
 
 __all__ = [
     "MLPS",
     "BoundedDecay",
+    "ChannelMixing",
     "ForgetGate",
     "GatedRMSNorm",
+    "LayerNorm",
     "LinearCrossEntropy",
     "LogSigmoidDecay",
     "LowRank",

@@ -1,4 +1,4 @@
-"""The gated MLP, and the low-rank projection of decays and gates."""
+"""The gated MLP, RWKV's channel mixing, and the low-rank projection of decays and gates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from flashmix.op.packing import Packing
 from flashmix.ops.gated_product.op import swiglu
+from flashmix.ops.token_shift.op import token_shift
 
 
 class SwiGLU(nn.Module):
@@ -45,6 +47,62 @@ class SwiGLU(nn.Module):
     def writers(self) -> Iterator[Tensor]:
         """The matrix that makes the output."""
         yield self.down.weight
+
+
+class ChannelMixing(nn.Module):
+    """RWKV's MLP: `y = W_v relu(W_k x_k)^2`, with `receptance` times `sigmoid(W_r x_r)`; `x_k` and `x_r` mix a token with the one before.
+
+    Args:
+        dim: channels in and out.
+        hidden: channels between.
+        receptance: whether there is the gate of RWKV-6; RWKV-7 has none.
+
+    Source: Peng et al., arXiv:2404.05892, section 4 (with the gate); arXiv:2503.14456, section 4.2 (without).
+
+    Example:
+        >>> import torch
+        >>> ChannelMixing(16, 32)(torch.randn(2, 5, 16))[0].shape
+        torch.Size([2, 5, 16])
+    """
+
+    receptance_mix: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        receptance: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.key_mix = nn.Parameter(torch.rand(dim, device=device, dtype=dtype))
+        self.key = nn.Linear(dim, hidden, bias=False, device=device, dtype=dtype)
+        self.value = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+        self.receptance = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype) if receptance else None
+        mix = nn.Parameter(torch.rand(dim, device=device, dtype=dtype)) if receptance else None
+        self.register_parameter("receptance_mix", mix)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        initial_state: Tensor | None = None,
+        return_state: bool = False,
+        cu_seqlens: Tensor | Packing | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`x` `[B, T, dim]` mixed; the state `[N, 1, dim]` holds the last input of each sequence."""
+        before, state = token_shift(x, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens)
+        step = before - x
+        y = self.value(torch.relu(self.key(torch.addcmul(x, step, self.key_mix))).square())
+        if self.receptance is not None and self.receptance_mix is not None:
+            y = y * torch.sigmoid(self.receptance(torch.addcmul(x, step, self.receptance_mix)))
+        return y, state
+
+    def writers(self) -> Iterator[Tensor]:
+        """The matrix that makes the output."""
+        yield self.value.weight
 
 
 class LowRank(nn.Module):

@@ -1,4 +1,4 @@
-"""RMS normalisation as modules: plain, fused with a residual sum, and gated."""
+"""Normalisation as modules: by root mean square, also gated, and to mean 0; fused with a residual sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice
 from flashmix.op.dtypes import at_least_float32
-from flashmix.ops.norm.op import group_norm, rms_norm
+from flashmix.ops.norm.op import group_norm, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -84,6 +84,48 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, affine={self.weight is not None}"
+
+
+class LayerNorm(nn.Module):
+    """Brings the last axis to mean 0 and variance 1, then scales and shifts it: `y = (x - mean) / sqrt(var + eps) * weight + bias`.
+
+    Args:
+        dim: channels of the last axis.
+        eps: added to the variance.
+
+    Source: Ba, Kiros, Hinton, arXiv:1607.06450, equation 4.
+
+    Example:
+        >>> import torch
+        >>> LayerNorm(16)(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self, dim: int, eps: float = 1e-5, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def set_scale(self, scale: float) -> None:
+        """Sets the factor of every channel."""
+        self.weight.fill_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return y
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)` in one pass over memory."""
+        y, total = layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, return_residual=True)
+        return y, total
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
 
 
 class GatedRMSNorm(nn.Module):

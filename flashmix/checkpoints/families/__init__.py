@@ -4,12 +4,26 @@ from flashmix.checkpoints.families.attention import LLAMA, QWEN3
 from flashmix.checkpoints.families.fla import FLA
 from flashmix.checkpoints.families.gated_delta import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from flashmix.checkpoints.families.kimi import KIMI_LINEAR
+from flashmix.checkpoints.families.rwkv import RWKV6, RWKV7
 from flashmix.checkpoints.families.scan import BAMBA, MAMBA2
 from flashmix.checkpoints.family import ModelFamily
 
 FAMILIES: dict[str, ModelFamily] = {
     family.name: family
-    for family in (LLAMA, QWEN3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR, MAMBA2, BAMBA, *FLA)
+    for family in (
+        LLAMA,
+        QWEN3,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        OLMO_HYBRID,
+        KIMI_LINEAR,
+        MAMBA2,
+        BAMBA,
+        *FLA,
+        RWKV6,
+        RWKV7,
+    )
 }
 
 __all__ = ["FAMILIES"]
