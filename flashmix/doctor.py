@@ -39,6 +39,11 @@ def hardware() -> Iterator[str]:
             f"GPU {gpu.index}: {gpu.name}, compute capability {major}.{minor}, "
             f"{gpu.shared_memory // 1024} KiB shared memory per block, {gpu.multiprocessors} multiprocessors"
         )
+    import torch.distributed as dist
+
+    known = {"gloo": "is_gloo_available", "nccl": "is_nccl_available"} if dist.is_available() else {}
+    backends = [name for name, has in known.items() if getattr(dist, has)()]
+    yield f"several processes: {' and '.join(backends) or 'no backend of torch.distributed'}"
     if AVOIDED:
         yield f"{AVOID} leaves out: {', '.join(sorted(AVOIDED))}"
     if not gpus:

@@ -181,7 +181,9 @@ def halo(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tens
         states = start.flatten(0, 1).split([x.shape[1] for x in rows], 1)
         rows = [torch.cat(both) for both in zip(rows, states, strict=True)]
     found = fetch(shard, ("halo", count, given), lambda: halo_wants(shard, count, given), *rows)
-    index = shard.made(("halo places", count, given), lambda: halo_places(shard, count, given).to(start.device))
+    index = shard.made(
+        ("halo places", count, given), lambda: shard.tensor(halo_places(shard, count, given), torch.int64)
+    )
     return start.flatten(0, 1).index_copy(0, index, torch.cat(found, 1)).view(start.shape)
 
 
@@ -211,11 +213,11 @@ def halo_wants(shard: Shard, count: int, given: bool) -> Wants:
     return wants
 
 
-def halo_places(shard: Shard, count: int, given: bool) -> Tensor:
+def halo_places(shard: Shard, count: int, given: bool) -> list[int]:
     """The rows of the flattened state `[pieces * count, D]` that are fetched."""
     places: list[int] = []
     for index, p in enumerate(shard.pieces[shard.rank]):
         if not p.begins:
             known = count if given else min(count, p.start - shard.boundaries[p.sequence])
             places += range((index + 1) * count - known, (index + 1) * count)
-    return torch.tensor(places, dtype=torch.int64)
+    return places

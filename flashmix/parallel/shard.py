@@ -83,7 +83,7 @@ class Shard(Packing):
         own = self.pieces[self.rank]
         self.flags = tuple(p.begins for p in own), tuple(p.ends for p in own)
         ends = [0, *accumulate(p.stop - p.start for p in own)]
-        cu_seqlens = torch.tensor(ends, dtype=like.dtype, device=like.device)
+        cu_seqlens = self.tensor(ends, like.dtype)
         super().__init__(cu_seqlens, ends[-1])
         self.local = Packing(cu_seqlens, ends[-1])
         self._made: dict[Hashable, Any] = {}
@@ -100,8 +100,8 @@ class Shard(Packing):
 
     def _global_positions(self) -> Tensor:
         skipped = [p.start - self.boundaries[p.sequence] for p in self.pieces[self.rank]]
-        before = torch.tensor(skipped, dtype=torch.int64, device=self._like.device)
-        return self.local.positions + before.repeat_interleave(self.local.lengths)
+        before = self.tensor(skipped, torch.int64)
+        return self.local.positions + before.repeat_interleave(self.local.lengths, output_size=self.total)
 
     @property
     def reach(self) -> int:
@@ -111,12 +111,17 @@ class Shard(Packing):
     @property
     def begins(self) -> Tensor:
         """`[count]` bool: whether a piece is the first of its sequence, whose initial state is read."""
-        return self.made("begins", lambda: torch.tensor(self.flags[0], dtype=torch.bool, device=self._like.device))
+        return self.made("begins", lambda: self.tensor(self.flags[0], torch.bool))
 
     @property
     def ends(self) -> Tensor:
         """`[count]` bool: whether a piece is the last of its sequence, whose final state is that of the sequence."""
-        return self.made("ends", lambda: torch.tensor(self.flags[1], dtype=torch.bool, device=self._like.device))
+        return self.made("ends", lambda: self.tensor(self.flags[1], torch.bool))
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Numbers of the host on the device of the shard, which is not waited for."""
+        found, device = torch.tensor(values, dtype=dtype), self._like.device
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     def made(self, key: Hashable, make: Callable[[], Table]) -> Table:
         """`make()`, made once a shard: it follows from the lengths and ranges, which do not change."""

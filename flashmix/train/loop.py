@@ -211,8 +211,8 @@ class Trainer:
         """The loss of a step from those of this rank's rows; with it the ranks agree whether one of them was asked to stop."""
         if not self.ranks.several:
             return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        asked = torch.tensor(float(self.asked()), dtype=torch.float64)
-        found = self.ranks.sum(torch.stack([torch.stack(losses).double().sum(), asked.to(self.device)]))
+        asked = torch.full((), float(self.asked()), dtype=torch.float64, device=self.device)
+        found = self.ranks.sum(torch.stack([torch.stack(losses).double().sum(), asked]))
         self.ranks.agree_on_stop(found[1])
         return found[0]
 

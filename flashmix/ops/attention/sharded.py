@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import torch
-from torch import Tensor
-
 from flashmix.op.call import Outputs
 from flashmix.op.packing import Packing
 from flashmix.ops.attention import op
@@ -58,5 +55,4 @@ def packing_of_keys(shard: Shard, left: int | None, causal: bool) -> Packing:
     """Where the keys of each of this rank's pieces start and end."""
     spans = (visible(shard, p, left, causal) for p in shard.pieces[shard.rank])
     ends = [0, *accumulate(stop - start for start, stop in spans)]
-    like: Tensor = shard.cu_seqlens
-    return Packing(torch.tensor(ends, dtype=like.dtype, device=like.device), ends[-1])
+    return Packing(shard.tensor(ends, shard.cu_seqlens.dtype), ends[-1])
