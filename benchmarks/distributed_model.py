@@ -49,13 +49,14 @@ def trained(bench: Any, way: str, tokens: int, window: int | None, steps: int = 
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bench.cuda)
     total = tokens * (ranks if context is not None else 1)
-    packing: Any = Packing.from_lengths([total], device=bench.device)
+    packing: Any = None
     generator = torch.Generator(bench.device).manual_seed(bench.rank if way == "data" else 0)
     ids, targets = (
         torch.randint(64, (1, total), generator=generator, device=bench.device).clamp(0, 63) for _ in range(2)
     )
     if context is not None:
-        packing = packing.shard(context, order="contiguous" if window else "zigzag")
+        order = "contiguous" if window else "zigzag"
+        packing = Packing.from_lengths([total], device=bench.device).shard(context, order=order)
         ids, targets = packing.take(ids), packing.take(targets)
     spent, losses = [], []
     if bench.cuda:

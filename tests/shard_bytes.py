@@ -44,12 +44,20 @@ def far(name: str, have: Tensor, want: Tensor) -> list[str]:
     )
 
 
+class Received(list[int]):
+    """The bytes of collectives, and the dtypes of what they moved: rows of tokens are bytes, states are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+
 @contextmanager
-def counted() -> Iterator[list[int]]:
+def counted() -> Iterator[Received]:
     """The bytes that each collective receives from other ranks."""
     import torch.distributed as dist
 
-    found: list[int] = []
+    found = Received()
     plain = dist.all_to_all_single
 
     def counting(output: Tensor, *args: Any, group: Any, **options: Any) -> Any:
@@ -57,6 +65,7 @@ def counted() -> Iterator[list[int]]:
         rows[dist.get_rank(group)] = 0
         width = output[:1].numel() if output.shape[0] else 0
         found.append(sum(rows) * width * output.element_size())
+        found.dtypes.append(output.dtype)
         return plain(output, *args, group=group, **options)
 
     dist.all_to_all_single = counting

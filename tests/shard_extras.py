@@ -206,6 +206,7 @@ def decoder(group: Any) -> list[str]:
     counted_targets = (targets != -100).sum()
     model(tokens, cu_seqlens=whole, targets=targets).backward()
     want = {name: p.grad for name, p in model.named_parameters()}
+    exchanges: dict[tuple[str, bool], list[int]] = {}
     for order, recomputed in (("contiguous", False), ("zigzag", False), ("zigzag", True)):
         model.checkpoint_activations = recomputed
         model.zero_grad(set_to_none=True)
@@ -214,13 +215,17 @@ def decoder(group: Any) -> list[str]:
         loss = model(shard.take(tokens), cu_seqlens=shard, targets=own, reduction="sum") / shard.sum(
             (own != -100).sum()
         )
-        loss.backward()
+        with counted() as sent:
+            loss.backward()
+        exchanges[order, recomputed] = [n for n, dtype in zip(sent, sent.dtypes, strict=True) if dtype != torch.uint8]
         if int(shard.sum((own != -100).sum())) != int(counted_targets):
             found.append("the number of counted targets")
         for name, p in model.named_parameters():
             expected = want[name]
             assert p.grad is not None and expected is not None
             found += far(f"{order} {name}, checkpoints {recomputed}", shard.sum(p.grad), expected)
+    if exchanges["zigzag", True] != exchanges["zigzag", False] or not exchanges["zigzag", True]:
+        found.append(f"checkpoints ask for states again: {exchanges}")
     return found
 
 

@@ -17,6 +17,7 @@ from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
 from flashmix.modules import ChannelMixing, LinearCrossEntropy, MixtureOfExperts
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
+from flashmix.parallel.exchange import keep_states
 
 
 class Block(nn.Module):
@@ -83,7 +84,8 @@ class Decoder(nn.Module):
 
     Args:
         config: sizes and layers.
-        checkpoint_activations: keep only the input of each block and compute the rest again in the backward.
+        checkpoint_activations: keep only the input of each block and compute the rest again in the backward; over a `Shard` the states of
+            other ranks are kept as well, not asked for again.
         device, dtype: of the parameters.
 
     Example:
@@ -249,7 +251,8 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]
             if recompute and layer_cache is None:
-                x, shared = checkpoint(block, x, packing, None, shared, use_reentrant=False)
+                options: dict[str, Any] = {"context_fn": keep_states} if packing is not None and packing.sharded else {}
+                x, shared = checkpoint(block, x, packing, None, shared, use_reentrant=False, **options)
             else:
                 has_memory = layer_cache is not None and isinstance(block.mlp, ChannelMixing)
                 x, shared = block(x, packing, layer_cache, shared, next(mlp_caches) if has_memory else None)

@@ -52,6 +52,20 @@ LIBRARY.impl("all_to_all", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("flashmix::all_to_all", _exchanged, lib=LIBRARY)
 
 
+def keep_states() -> Any:
+    """The contexts of activation checkpointing that keeps the states received, which are small beside what they cost to ask for again.
+
+    Rows of other ranks (keys and values) are asked for again.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        states = op is torch.ops.flashmix.all_to_all.default and args[0].dtype is not torch.uint8
+        return CheckpointPolicy.MUST_SAVE if states else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def blocks(
     shard: Shard, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[torch.Size]], like: Tensor
 ) -> list[list[Tensor]]:
