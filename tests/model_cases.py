@@ -43,6 +43,7 @@ MORE: dict[str, dict[str, dict[str, Any]]] = {
     "rwkv6": {
         "rwkv6_narrow": {"heads": 2, "head_dim": 4, "value_dim": 8, "shift_rank": 3, "decay_rank": 4, "eps": 1e-5}
     },
+    "comba": {"comba_normalised_last": {"heads": 2, "normalise_last": True, "output_gate": "sigmoid"}},
     "deltaproduct": {"deltaproduct_without_decay": {"heads": 2, "steps": 2, "forget": False}},
 }
 LATENT: dict[str, dict[str, Any]] = {

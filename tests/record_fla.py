@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 2, "head_dim": 8, "num_householder": 2, "use_forget_gate": True, "allow_neg_eigval": True},
     ),
     "gated_deltaproduct_bare": ("GatedDeltaProduct", {"num_heads": 2, "head_dim": 8, "num_householder": 2}),
+    "comba": ("Comba", {"num_heads": 1, "num_v_heads": 2, "head_dim": 8, "expand_v": 1}),
     "gla": ("GLA", {"num_heads": 2, "norm_eps": 1e-3}),
     "gla_shared": ("GLA", {"num_heads": 2, "num_kv_heads": 1, "fuse_norm": False}),
     "retnet": ("RetNet", {"num_heads": 2}),

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options, unrounded
+from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.op.checks import dims
+from flashmix.op.options import hands_on
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
@@ -49,7 +51,11 @@ def comba(
 class Comba(GatedDeltaNet):
     """Gated DeltaNet whose correction reads with a weaker key, `p = sigmoid(c) k`, and whose query is corrected, `q - d p`.
 
-    Args: those of `DeltaNet`; `c` and `d` are learned, one per head of keys.
+    Args: those of `DeltaNet`, and
+        normalise_last: whether queries and keys are normalised only after `p` and `q - d p` are made of them, and `p` too, as in
+            flash-linear-attention, where the length of `p` then no longer depends on `c`.
+
+    `c` and `d` are learned, one per head of keys.
 
     Source: Hu et al., arXiv:2506.02475, section 3.
 
@@ -61,6 +67,23 @@ class Comba(GatedDeltaNet):
 
     has_step = False
 
+    @hands_on(DeltaNet.__init__, first=True)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        normalise_last: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[DeltaNetOptions],
+    ) -> None:
+        self.normalise_last = normalise_last
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
+
+    def unit(self, x: Tensor) -> Tensor:
+        return x if self.normalise_last else super().unit(x)
+
     def make_parameters(self, **placement: Any) -> None:
         super().make_parameters(**placement)
         self.closeness = nn.Parameter(torch.ones(self.heads, **placement))
@@ -69,6 +92,8 @@ class Comba(GatedDeltaNet):
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         p = k * torch.sigmoid(self.closeness).to(k.dtype)[:, None]
         q = q - self.correction.to(q.dtype)[:, None] * p
+        if self.normalise_last:
+            q, k, p = (DeltaNet.unit(self, part) for part in (q, k, p))
         return comba(q, k, p, v, *self.beta_and_decay(x), **options)
 
 

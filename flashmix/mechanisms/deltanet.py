@@ -225,8 +225,11 @@ class DeltaNet(Mixer[RecurrentCache]):
             activation = ACTIVATIONS.get(self.qk_activation, silu)
             q, k, v = activation(q), activation(k), silu(v)
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
-        q, k = (l2_norm(t) if self.qk_norm == "l2" else t / t.sum(-1, keepdim=True) for t in (q, k))
-        return q, k, v.unflatten(-1, (self.steps * self.value_heads, self.value_dim)), recent
+        return self.unit(q), self.unit(k), v.unflatten(-1, (self.steps * self.value_heads, self.value_dim)), recent
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Queries or keys as `qk_norm` normalises them."""
+        return l2_norm(x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.

@@ -192,6 +192,16 @@ def _their_kda(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
     return _their_delta(layer) | lower | {"num_v_heads": layer["value_heads"]}
 
 
+def _comba(config: Config, index: int) -> Options:
+    gate = "sigmoid" if config.get("use_output_gate", True) else "none"
+    return _delta(config) | {"output_gate": gate, "normalise_last": True}
+
+
+def _their_comba(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
+    gate = {"use_output_gate": layer["output_gate"] != "none", "num_v_heads": layer["value_heads"]}
+    return _their_delta(layer) | gate
+
+
 def _deltaproduct(config: Config, index: int) -> Options:
     gate = "silu" if config.get("use_output_gate", True) else "none"
     steps = {"steps": config.get("num_householder", 1), "forget": config.get("use_forget_gate", False)}
@@ -279,6 +289,7 @@ MIXERS_OF_FLA = {
     "gated_deltanet": FlaMixer("gated_deltanet", _gated_deltanet, _their_gated_deltanet, delta_rules),
     "delta_net": FlaMixer("deltanet", _deltanet, _their_deltanet, delta_rules),
     "gated_deltaproduct": FlaMixer("deltaproduct", _deltaproduct, _their_deltaproduct, delta_rules),
+    "comba": FlaMixer("comba", _comba, _their_comba, delta_rules),
     "kda": FlaMixer("kda", _kda, _their_kda, kda_rules),
     "gla": FlaMixer("gla", _gla, _their_shared, gla_rules),
     "retnet": FlaMixer("retnet", _retnet, _their_shared, retnet_rules),
@@ -290,6 +301,7 @@ CLASSES = {
     "gated_deltanet": "GatedDeltaNet",
     "delta_net": "DeltaNet",
     "gated_deltaproduct": "GatedDeltaProduct",
+    "comba": "Comba",
     "kda": "KDA",
     "gla": "GLA",
     "retnet": "RetNet",

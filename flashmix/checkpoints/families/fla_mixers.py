@@ -8,6 +8,7 @@ from flashmix.checkpoints.family import Layer
 from flashmix.checkpoints.rules import WeightRows, WeightRule, joined, same
 
 Options = dict[str, Any]
+COMBA = {"closeness": "decay", "correction": "D"}
 
 
 def _delta_sizes(layer: Layer) -> dict[str, int]:
@@ -34,13 +35,15 @@ def _qkv_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightR
 
 
 def delta_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
-    """DeltaNet, Gated DeltaNet, Gated DeltaProduct."""
+    """DeltaNet, Gated DeltaNet, Comba, Gated DeltaProduct."""
     rules, HV = _qkv_rules(ours, theirs, width, layer), layer["value_heads"]
     strengths, b, a = layer.options.get("steps", 1) * HV, f"{theirs}.b_proj.weight", f"{theirs}.a_proj.weight"
     if layer["output_gate"] != "none":
         rules.append(same(f"{ours}.gate.weight", f"{theirs}.g_proj.weight", HV * layer["value_dim"], width))
     if layer.mixer == "deltanet":
         return [*rules, same(f"{ours}.strength.weight", b, HV, width)]
+    if layer.mixer == "comba":
+        rules += [same(f"{ours}.{n}", f"{theirs}.{t}", layer["heads"]) for n, t in COMBA.items()]
     decays = layer.options.get("forget", True)
     rows = {b: strengths} | ({a: HV} if decays else {})
     rules.append(joined(f"{ours}.strength_and_decay.weight", rows, width))
