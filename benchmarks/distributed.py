@@ -164,6 +164,9 @@ def checked(bench: Bench, kind: str, order: str, lengths: tuple[int, ...], dtype
     want = with_gradients(kind, {n: x.double() for n, x in operands.items()}, whole, flow.double())
     base = with_gradients(kind, operands, whole, flow)
     have = with_gradients(kind, taken(kind, operands, shard), shard, shard.take(flow))
+    again = with_gradients(kind, taken(kind, operands, shard), shard, shard.take(flow))
+    if not all(torch.equal(a, b) for a, b in zip(have, again, strict=True)):
+        raise AssertionError("a second run has other bits")
     names, shares = ["output", *operands], {}
     for name, got, exact, plain in zip(names, have, want, base, strict=True):
         if name in KINDS[kind].shared:

@@ -84,6 +84,15 @@ def fetch(shard: Shard, key: Hashable, wants: Callable[[], Wants], *rows: Tensor
     `wants()` is the same on every rank and is asked once under this `key`. Differentiable: rows that several ranks wanted receive the
     sum of their gradients in the order of ranks, in float32 or float64.
     """
+    return passed(shard, key, wants, *rows)[len(rows) :]
+
+
+def passed(shard: Shard, key: Hashable, wants: Callable[[], Wants], *rows: Tensor) -> tuple[Tensor, ...]:
+    """The tensors themselves, for the op on what the rank has, and then what `fetch` gives.
+
+    They are `[rows, D]` or `[1, rows, D]`. The gradients of both meet here: the few that come back from other ranks are added in the
+    place of the op's.
+    """
     route = shard.made(("route", key), lambda: route_of(shard, wants()))
     return Fetch.apply(shard, route, *rows)
 
@@ -127,9 +136,16 @@ def joined(spans: Any) -> list[tuple[int, int]]:
     return found
 
 
+def together(parts: Sequence[Tensor], like: Tensor, dim: int = 0) -> Tensor:
+    """The parts end to end; one alone is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim) if parts else like[:0]
+
+
 def as_bytes(parts: Sequence[Tensor]) -> Tensor:
     """Rows of several tensors side by side as one message."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], 1)
+    return together([part.contiguous().view(torch.uint8) for part in parts], parts[0], 1)
 
 
 def from_bytes(message: Tensor, likes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -139,30 +155,45 @@ def from_bytes(message: Tensor, likes: Sequence[tuple[int, torch.dtype]]) -> lis
     return [part.contiguous().view(dtype) for part, (_, dtype) in zip(parts, likes, strict=True)]
 
 
+def owned(gradient: Tensor) -> Tensor:
+    """A gradient that may be added to: of an op alone, and not a part of what entered its backward."""
+    return gradient.clone(memory_format=torch.contiguous_format) if gradient._is_view() else gradient.contiguous()
+
+
 class Fetch(torch.autograd.Function):
-    """See `fetch`."""
+    """See `passed`."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Shard, route: Route, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.shard, ctx.route = shard, route
+    def forward(ctx: Any, shard: Shard, route: Route, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.route, ctx.shapes = shard, route, [x.shape for x in given]
+        rows = [x.flatten(0, -2) for x in given]
         ctx.likes = [(x.shape[1], x.dtype) for x in rows]
         ctx.rows, ctx.device = rows[0].shape[0], rows[0].device
+        ctx.set_materialize_grads(False)
         arrived = [x[:0] for x in rows]
         if not route.silent:
             sent = [sum(b - a for a, b in spans) for spans in route.sent]
-            parts = [torch.cat([x[:0], *(x[a:b] for spans in route.sent for a, b in spans)]) for x in rows]
+            parts = [together([x[a:b] for spans in route.sent for a, b in spans], x) for x in rows]
             arrived = from_bytes(all_to_all(as_bytes(parts), sent, route.received, shard), ctx.likes)
         pairs = zip(rows, arrived, strict=True)
-        return tuple(torch.cat([x[:0], *((x if own else y)[a:b] for own, a, b in route.found)]) for x, y in pairs)
+        found = [together([(x if own else y)[a:b] for own, a, b in route.found], x) for x, y in pairs]
+        found = [
+            y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
+            for x, y in zip(rows, found, strict=True)
+        ]
+        return *(x.view_as(x) for x in given), *found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        route, shard = ctx.route, ctx.shard
+        route, shard, count = ctx.route, ctx.shard, len(ctx.likes)
         wide = [(channels, state_dtype(dtype)) for channels, dtype in ctx.likes]
-        own = [torch.zeros(ctx.rows, D, dtype=dtype, device=ctx.device) for D, dtype in wide]
+        own = [
+            torch.zeros(ctx.rows, D, dtype=dtype, device=ctx.device) if grad is None else owned(grad).flatten(0, -2)
+            for (D, dtype), grad in zip(wide, grads, strict=False)
+        ]
         others = [torch.zeros(sum(route.received), D, dtype=dtype, device=ctx.device) for D, dtype in wide]
-        for mine, theirs, grad in zip(own, others, grads, strict=True):
+        for mine, theirs, grad in zip(own, others, grads[count:], strict=True):
             reached = 0
             for is_own, a, b in route.found:
                 if grad is not None:
@@ -177,28 +208,39 @@ class Fetch(torch.autograd.Function):
                     for a, b in spans:
                         mine[a:b] += grad[reached : reached + b - a]
                         reached += b - a
-        return None, None, *(x.to(dtype) for x, (_, dtype) in zip(own, ctx.likes, strict=True))
+        made = zip(own, ctx.likes, ctx.shapes, strict=True)
+        return None, None, *(x.to(dtype).view(shape) for x, (_, dtype), shape in made)
 
 
-def halo(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None) -> Tensor | None:
-    """`[pieces, count, D]`: what precedes each piece, the caller's `initial_state` where a sequence begins, other ranks' tokens elsewhere.
+def halo(
+    shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """`[pieces, count, D]`: what precedes each piece, the caller's `initial_state` where a sequence begins, other ranks' tokens elsewhere;
+    and the inputs for the op on what the rank has.
 
     `inputs` are `[1, T, D_i]`, side by side in the state.
     """
     if count == 0 or not shard.chains:
-        return initial_state
-    rows, given = [x[0] for x in inputs], initial_state is not None
-    start = initial_state
+        return initial_state, list(inputs)
+    given, start = initial_state is not None, initial_state
     if start is None:
-        start = rows[0].new_zeros(shard.count, count, sum(x.shape[1] for x in rows))
-    elif shard.made(("short", count), lambda: reaches_before(shard, count)):
-        states = start.flatten(0, 1).split([x.shape[1] for x in rows], 1)
-        rows = [torch.cat(both) for both in zip(rows, states, strict=True)]
-    found = fetch(shard, ("halo", count, given), lambda: halo_wants(shard, count, given), *rows)
+        start = inputs[0].new_zeros(shard.count, count, sum(x.shape[2] for x in inputs))
+    key, own = ("halo", count, given), tuple(inputs)
+
+    def wants() -> Wants:
+        return halo_wants(shard, count, given)
+
+    if given and shard.made(("short", count), lambda: reaches_before(shard, count)):
+        states = start.flatten(0, 1).split([x.shape[2] for x in inputs], 1)
+        found = fetch(shard, key, wants, *(torch.cat([x[0], state]) for x, state in zip(inputs, states, strict=True)))
+    else:
+        both = passed(shard, key, wants, *inputs)
+        own, found = both[: len(inputs)], both[len(inputs) :]
     index = shard.made(
         ("halo places", count, given), lambda: shard.tensor(halo_places(shard, count, given), torch.int64)
     )
-    return start.flatten(0, 1).index_copy(0, index, torch.cat(found, 1)).view(start.shape)
+    state = start.flatten(0, 1).index_copy(0, index, together(found, start, 1)).view(start.shape)
+    return state, list(own)
 
 
 def reaches_before(shard: Shard, count: int) -> bool:

@@ -13,6 +13,8 @@ from flashmix.parallel.exchange import halo
 def run(call: Convolutions, impl: str, asked: str) -> Outputs:
     """The outputs of a call whose packing is a `Shard`."""
     shard: Any = call.packing
-    state = halo(shard, call.inputs, call.width - 1, call.initial_state)
-    local = call.but(packing=shard.local, initial_state=state)
+    state, inputs = halo(shard, call.inputs, call.width - 1, call.initial_state)
+    own = {name: x for (name, *_), x in zip(call.NAMES, inputs, strict=True)}
+    packing = None if shard.count == 1 and shard.total else shard.local
+    local = call.but(packing=packing, initial_state=state, **own)
     return (op.SHORT_CONV if isinstance(call, ShortConvCall) else op.SHORT_CONV_QKV)(local, impl, asked)

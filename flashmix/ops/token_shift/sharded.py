@@ -13,6 +13,5 @@ from flashmix.parallel.exchange import halo
 def run(call: ShiftCall, impl: str, asked: str) -> Outputs:
     """The outputs of a call whose packing is a `Shard`."""
     shard: Any = call.packing
-    return op.SHIFT(
-        call.but(packing=shard.local, initial_state=halo(shard, (call.x,), 1, call.initial_state)), impl, asked
-    )
+    state, (x,) = halo(shard, (call.x,), 1, call.initial_state)
+    return op.SHIFT(call.but(x=x, packing=shard.local, initial_state=state), impl, asked)

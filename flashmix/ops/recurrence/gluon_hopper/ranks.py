@@ -14,6 +14,7 @@ from flashmix.ops.recurrence.gluon_hopper import (
     gradient_tiles,
     gradients_from,
     join_backward,
+    join_forward,
     map_tiles,
     outputs,
     scores_of,
@@ -43,7 +44,8 @@ class HopperForward:
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
         if self.segments is not None:
-            return of_segments(self.run.call, self.segments, pieces, shape)
+            starts = join_forward(self.run, self.segments)[1] if pieces.begun else None
+            return of_segments(self.run.call, self.segments, starts, pieces, shape)
         N: dict[int, Tensor] = {}
         M: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.begun):

@@ -20,6 +20,7 @@ from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu import (
     gradients_from,
     join_backward,
+    join_forward,
     outputs,
     scores_of,
     segment_ends,
@@ -56,19 +57,21 @@ def from_maps(maps: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def of_segments(
-    call: RecurrenceCall, segments: Tensor, pieces: Pieces, shape: Shape
+    call: RecurrenceCall, maps: Tensor, starts: Tensor | None, pieces: Pieces, shape: Shape
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """The `N` and `M` that ranks send, from the maps of the segments of all pieces."""
-    diagonal, left = not call.rule.corrected, sorted((*pieces.begun, *pieces.through))
-    if not left:
-        return {}, {}
-    all_N, all_M = from_maps(composed(segments[left[0] : left[-1] + 1], call.V, diagonal), shape)
-    N, M = each(all_N, left[0]), each(all_M, left[0])
-    if call.initial_state is not None:
-        for i in pieces.begun:
-            S = call.initial_state[i]
-            N[i] = torch.addcmul(N[i], M[i], S) if diagonal else M[i] @ S + N[i]
-    return {i: N[i] for i in left}, {i: M[i] for i in pieces.through}
+    """The `N` and `M` that ranks send, from the maps of the segments of all pieces, and from their `starts` where pieces begin."""
+    diagonal, V = not call.rule.corrected, call.V
+    N: dict[int, Tensor] = {}
+    M: dict[int, Tensor] = {}
+    for first, stop in uncut(pieces.begun):
+        assert starts is not None
+        last, S = maps[first:stop, :, -1], starts[first:stop, :, -1]
+        own, through = last[..., :V, :], last[..., V:, :]
+        N |= each((torch.addcmul(own, S, through) if diagonal else S @ through + own).mT, first)
+    for first, stop in uncut(pieces.through):
+        found = from_maps(composed(maps[first:stop], V, diagonal), shape)
+        N, M = N | each(found[0], first), M | each(found[1], first)
+    return N, M
 
 
 def back_through(maps: Tensor, gradient: Tensor, own: Tensor, V: int, diagonal: bool) -> Tensor:
@@ -97,7 +100,8 @@ class ChunkForward:
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
         if self.segments is not None:
-            return of_segments(self.run.call, self.segments, pieces, shape)
+            starts = join_forward(self.run, self.segments)[1] if pieces.begun else None
+            return of_segments(self.run.call, self.segments, starts, pieces, shape)
         N: dict[int, Tensor] = {}
         M: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.begun):
