@@ -256,9 +256,8 @@ def times(bench: Bench, kind: str, operands: Operands, packing: Any) -> dict[str
         flow = torch.randn_like(outputs(kind, operands, packing))
         forward = bench.milliseconds(lambda: outputs(kind, operands, packing))
     both = bench.milliseconds(lambda: with_gradients(kind, operands, packing, flow), repeats=5)
-    return {
-        "forward": forward, "both": both, "GiB": bench.peak(lambda: with_gradients(kind, operands, packing, flow))
-    }  # fmt: skip
+    memory = bench.peak(lambda: with_gradients(kind, operands, packing, flow))
+    return {"forward": forward, "both": both, "GiB": memory}
 
 
 def predict(rows: dict[str, Any], ranks: int) -> None:

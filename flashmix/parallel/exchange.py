@@ -224,7 +224,8 @@ def halo(
         return initial_state, list(inputs)
     given, start = initial_state is not None, initial_state
     if start is None:
-        start = inputs[0].new_zeros(shard.count, count, sum(x.shape[2] for x in inputs))
+        first, *_ = inputs
+        start = first.new_zeros(shard.count, count, sum(x.shape[2] for x in inputs))
     key, own = ("halo", count, given), tuple(inputs)
 
     def wants() -> Wants:
