@@ -4,6 +4,7 @@
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
 #   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0"
+#   make docs      builds the documentation site into build/site, plots and all; a warning is an error
 #   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
 # For another torch: make train TORCH="torch==2.9.1"
 # Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
@@ -20,7 +21,7 @@ SEED ?= 1
 DEVICE ?= cpu
 WORKERS ?= 2
 
-.PHONY: train test lint counts dist fuzz clean
+.PHONY: train test lint counts dist docs fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/has-train
@@ -47,6 +48,10 @@ dist: $(VENV)/has-dist
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tests/installed.py dist/*.whl --torch $(DIST_TORCH)
 
+docs: $(VENV)/has-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
+
 fuzz: $(VENV)/has-dev
 	cd tests && $(abspath $(BIN))/python -W ignore -m fuzz --seed $(SEED) --device $(DEVICE) \
 		$(if $(INDEX),--index $(INDEX),--workers $(WORKERS) $(if $(SECONDS),--seconds $(SECONDS),--minutes $(MINUTES))) $(ARGS)
@@ -56,7 +61,7 @@ $(VENV)/has-torch: Makefile
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
+$(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist $(VENV)/has-docs: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
 	touch $@
 

@@ -15,6 +15,7 @@ SIZES = {
     "small": Size(width=384, depth=8, head_dim=64, window=256),  # on a CPU in hours, on a GPU in minutes
     "base": Size(width=768, depth=12, head_dim=64, window=1024),
 }
+"""The sizes of the presets, by the last part of a preset's name."""
 
 Layers = list[LayerConfig]
 
@@ -55,6 +56,7 @@ def kimi_linear_like(size: Size) -> Layers:
 PRESETS: dict[str, Callable[[Size], Layers]] = {mixer: partial(layers_of, mixer) for mixer in presets()} | {
     build.__name__: build for build in (transformer, hybrid, qwen3_next_like, kimi_linear_like)
 }
+"""The published architectures by name: each makes the list of layers of a size."""
 
 
 def preset(name: str, *, vocab_size: int = 256) -> DecoderConfig:

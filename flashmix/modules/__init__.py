@@ -18,8 +18,8 @@ from flashmix.modules.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
 
-# The MLPs of a model's blocks, by their kind in a configuration; the first argument of each is the width.
 MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "experts": MixtureOfExperts, "channel_mixing": ChannelMixing}
+"""The MLPs of a model's blocks, by their kind in a configuration; the first argument of each is the width."""
 
 __all__ = [
     "MLPS",

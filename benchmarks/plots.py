@@ -1,0 +1,437 @@
+"""Plots of the measurements in `benchmarks/results`: speed, memory, decoding and errors, each with the file that its numbers are from.
+
+`python benchmarks/plots.py` draws those that README shows into `docs/plots`; `--all FOLDER` draws every plot, as `make docs` does.
+A plot names the newest results of its kind in `PLOTS`; whoever commits newer ones changes the name there and runs the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+COMMITTED = Path(__file__).parent.parent / "docs" / "plots"
+Json = dict[str, Any]
+Draw = Callable[..., "Figure"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one colour stands for; lightness and hatching tell it apart in grey too."""
+
+    label: str
+    colour: str
+    hatch: str = ""
+
+
+GLUON = Series("flashmix, Gluon (Hopper)", "#123b7a")
+TRITON = Series("flashmix, Triton", "#5b9bd9")
+OURS = Series("flashmix", "#123b7a")
+BFLOAT16 = Series("flashmix, bfloat16 state", "#5b9bd9")
+FLA = Series("flash-linear-attention", "#f5b971", "///")
+CUDNN = Series("cuDNN", "#f5b971", "///")
+FLASH = Series("torch's flash", "#c9c9c9", "...")
+COMPILE = Series("torch.compile", "#c9c9c9", "...")
+TRANSFORMERS = Series("transformers (PyTorch)", "#f5b971", "///")
+BOUND = Series("bound of the machine", "#ffffff")
+
+STYLE = {
+    "svg.fonttype": "none",  # text stays text: small files, and the reader's own font
+    "svg.hashsalt": "flashmix",  # the same numbers are the same file
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
+    "font.size": 10.0,
+    "hatch.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11.0,
+    "axes.axisbelow": True,
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+}
+
+
+def bars(
+    axes: Axes, groups: Sequence[str], values: Sequence[tuple[Series, Sequence[float | None]]], digits: int
+) -> None:
+    """Horizontal bars, one for each series in each group, the first group on top; a missing number leaves its place free."""
+    height = 0.82 / len(values)
+    for index, (series, numbers) in enumerate(values):
+        places = [place + (index - (len(values) - 1) / 2) * height for place in range(len(groups))]
+        found = [(place, number) for place, number in zip(places, numbers, strict=True) if number is not None]
+        drawn = axes.barh(
+            [place for place, _ in found],
+            [number for _, number in found],
+            height * 0.92,
+            color=series.colour,
+            hatch=series.hatch,
+            edgecolor="#333333",
+            linewidth=0.6,
+            label=series.label,
+        )
+        axes.bar_label(drawn, [f"{number:.{digits}f}" for _, number in found], padding=3, fontsize=8)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.margins(x=0.12)
+    axes.grid(axis="x", color="#e2e2e2")
+
+
+def panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels that share the axis of groups; the legend belongs below them (`finish`)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    grid = figure.subplots(1, count, sharey=True, squeeze=False)
+    return figure, list(grid[0])
+
+
+def finish(figure: Figure, axes: Sequence[Axes], title: str, unit: str, names: Sequence[str] = ()) -> Figure:
+    """Title, names of the panels, the unit below each, and one legend for all."""
+    figure.suptitle(title, fontsize=12)
+    for panel, name in zip(axes, names, strict=False):
+        panel.set_title(name)
+    for panel in axes:
+        panel.set_xlabel(unit)
+    handles, labels = axes[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False, fontsize=9)
+    return figure
+
+
+def size_of(row: Json) -> str:
+    """Batch, tokens and heads of a row of the recurrence's benchmark."""
+    keys, values = row.get("H", row.get("key_heads")), row.get("HV", row.get("value_heads"))
+    return f"{row['B']} × {row['T']:,} tokens\n{keys} key, {values} value heads"
+
+
+def shape_of(row: Json) -> tuple[int, ...]:
+    keys, values = row.get("H", row.get("key_heads")), row.get("HV", row.get("value_heads"))
+    return (row["B"], row["T"], keys, values, row["K"], row["V"])
+
+
+def number(row: Json | None, name: str) -> float | None:
+    """A measured number, or None where it is missing."""
+    return None if row is None else row.get(name)
+
+
+def gated_deltanet(hopper: Json, beside: Json) -> Figure:
+    rows = [row for row in hopper["rows"] if row["K"] == 128]
+    others = {shape_of(row): row for row in beside["rows"] if row["rule"] == "gated_delta_rule"}
+    figure, axes = panels(2, 9.0, 4.6)
+    for panel, part in zip(axes, ("forward", "both"), strict=True):
+        found = [others[shape_of(row)] for row in rows]
+        values = [
+            (GLUON, [row[f"gluon_{part}_ms"] for row in rows]),
+            (TRITON, [row[f"triton_{part}_ms"] for row in rows]),
+            (FLA, [row["fla"][f"{part}_ms"] for row in found]),
+            (BOUND, [row["bound_ms"][part] for row in found]),
+        ]
+        bars(panel, [size_of(row) for row in rows], values, 2)
+    title = "Gated DeltaNet, 128 channels a head, bfloat16, NVIDIA H200 (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+def attention(measured: Json) -> Figure:
+    backward, forward = measured[
+        "runs"
+    ]  # the kernels changed between them: docs/attention_speed.md takes these columns
+    rows = [f"{kind} T{tokens} B{16384 // tokens} H16" for tokens in (4096, 8192, 16384) for kind in ("causal", "full")]
+    rows = [row for row in rows if f"128 {row}" in forward["rows"]]
+    figure, axes = panels(2, 9.0, 4.8)
+    for panel, run, part, name in zip(
+        axes, (forward, backward), ("fwd", "bwd"), ("128 {0}", "128/128 {1}"), strict=True
+    ):
+        found = []
+        for row in rows:
+            kind, rest = row.split(" ", 1)
+            found.append(run["rows"][name.format(row, f"{rest} {kind}")][part])
+        groups = [row.replace(" T", "\n").replace(" B", " tokens × ").replace(" H16", "") for row in rows]
+        bars(
+            panel,
+            groups,
+            [(s, [row[k] for row in found]) for s, k in ((GLUON, "gluon"), (TRITON, "triton"), (CUDNN, "cudnn"))],
+            0,
+        )
+    title = "Softmax attention, 16 heads of 128 channels, bfloat16, NVIDIA H200 (more is faster)"
+    return finish(figure, axes, title, "TFLOP/s", ("forward (second run)", "backward (first run)"))
+
+
+def decode(measured: Json) -> Figure:
+    found = {(row["what"], row["B"]): row for row in measured["rows"] if "B" in row}
+    groups = [(what, B) for what in ("step", "layer") for B in (1, 64)]
+    ours = {"step": "delta_rule_step, float32 state", "layer": "delta_net_step"}
+    text = {"step": "recurrence", "layer": "layer without\nits projections"}
+    figure, axes = panels(2, 9.0, 3.8)
+    for panel, part in zip(axes, ("graph_us", "eager_us"), strict=True):
+        values = [
+            (OURS, [found[ours[what], B][part] for what, B in groups]),
+            (FLA, [found[f"fla {what}", B][part] for what, B in groups]),
+        ]
+        bars(panel, [f"{text[what]}, {B} sequence{'s' * (B > 1)}" for what, B in groups], values, 1)
+    title = "One token of Gated DeltaNet, 32 heads of 128 × 128, NVIDIA H200 (less is faster)"
+    return finish(figure, axes, title, "microseconds a call", ("in a CUDA graph", "called from Python"))
+
+
+def by_rule(measured: Sequence[Json], shape: tuple[int, ...]) -> dict[str, Json]:
+    """The rows of one shape by their rule; a later file has the last word."""
+    return {row["rule"]: row for file in measured for row in file["rows"] if shape_of(row) == shape}
+
+
+def peer(row: Json, name: str) -> float | None:
+    """A number of flash-linear-attention's, where it refuses that of its code with the refusal lifted."""
+    lifted = row.get("fla lifted", {}).get(name)
+    return row["fla"].get(name) if row["fla"].get(name) is not None else lifted
+
+
+def mechanisms(*measured: Json) -> Figure:
+    found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
+    figure, axes = panels(2, 9.0, 6.4)
+    for panel, part in zip(axes, ("forward", "both"), strict=True):
+        values = [
+            (TRITON, [row["flashmix"][f"{part}_ms"] for row in found.values()]),
+            (FLA, [peer(row, f"{part}_ms") for row in found.values()]),
+            (BOUND, [row["bound_ms"][part] for row in found.values()]),
+        ]
+        bars(panel, [rule.replace("_", " ") for rule in found], values, 2)
+    title = "Mechanisms, 8 × 4,096 tokens, 16 heads of 128 channels, bfloat16, NVIDIA H200 (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+def memory(*measured: Json) -> Figure:
+    found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
+    figure, axes = panels(1, 8.0, 5.4)
+    values = [
+        (TRITON, [row["flashmix"]["both_peak_gib"] for row in found.values()]),
+        (FLA, [peer(row, "both_peak_gib") for row in found.values()]),
+    ]
+    bars(axes[0], [rule.replace("_", " ") for rule in found], values, 2)
+    title = "Peak memory of forward + backward, 8 × 4,096 tokens, 16 heads of 128 channels, bfloat16"
+    return finish(figure, axes, title, "GiB, inputs and gradients included")
+
+
+def errors(*measured: Json) -> Figure:
+    found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
+    figure, axes = panels(2, 9.0, 5.4)
+    parts: list[Callable[[Json], float | None]] = [
+        lambda of: of["errors"].get("o"),
+        lambda of: max((e for name, e in of["errors"].items() if name != "o"), default=None),
+    ]
+    for panel, part in zip(axes, parts, strict=True):
+        scaled = [
+            (series, [None if (e := part(row[key])) is None else 1000 * e for row in found.values()])
+            for series, key in ((TRITON, "flashmix"), (FLA, "fla"))
+        ]
+        bars(panel, [rule.replace("_", " ") for rule in found], scaled, 1)
+    title = "Relative error against the float32 recurrence, bfloat16 inputs, NVIDIA H200 (less is better)"
+    return finish(figure, axes, title, "thousandths", ("output", "worst gradient"))
+
+
+def attention_length(measured: Json) -> Figure:
+    """TFLOP/s over tokens, with as many tokens in all."""
+    backward, forward = measured["runs"]
+    tokens = (4096, 8192, 16384)
+    figure, axes = panels(2, 9.0, 3.8)
+    for panel, run, part, name in zip(
+        axes, (forward, backward), ("fwd", "bwd"), ("128 causal {}", "128/128 {} causal"), strict=True
+    ):
+        for series, key, marker in ((GLUON, "gluon", "o"), (TRITON, "triton", "s"), (CUDNN, "cudnn", "^")):
+            found = [run["rows"][name.format(f"T{T} B{16384 // T} H16")][part][key] for T in tokens]
+            line = "--" if series.hatch else "-"
+            panel.plot(
+                tokens, found, line, color=series.colour, marker=marker, markeredgecolor="#333333", label=series.label
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(tokens, [f"{T:,}" for T in tokens])
+        panel.set_ylim(0, 720)
+        panel.grid(color="#e2e2e2")
+    axes[0].set_ylabel("TFLOP/s")
+    title = "Causal attention over the length, 16,384 tokens in all, 16 heads of 128, NVIDIA H200 (more is faster)"
+    return finish(figure, axes, title, "tokens in a sequence", ("forward (second run)", "backward (first run)"))
+
+
+def recurrence_length(*measured: Json) -> Figure:
+    """The same tokens as eight sequences and as one."""
+    short, long = (by_rule(measured, (B, 32768 // B, 16, 16, 128, 128)) for B in (8, 1))
+    rules = [rule for rule in short if rule in long]
+    figure, axes = panels(2, 9.0, 6.4)
+    for panel, key in zip(axes, ("flashmix", "fla"), strict=True):
+        few, many = (
+            Series(f"{n} tokens", c, h) for n, c, h in (("8 × 4,096", "#5b9bd9", ""), ("1 × 32,768", "#f5b971", "///"))
+        )
+        rows = [
+            (
+                series,
+                [
+                    row["flashmix"]["both_ms"] if key == "flashmix" else peer(row, "both_ms")
+                    for row in map(of.get, rules)
+                ],
+            )
+            for series, of in ((few, short), (many, long))
+        ]
+        bars(panel, [rule.replace("_", " ") for rule in rules], rows, 1)
+    title = "As many tokens in long sequences: forward + backward, 16 heads of 128, NVIDIA H200 (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("flashmix, Triton", "flash-linear-attention"))
+
+
+def decode_batch(measured: Json) -> Figure:
+    """Time of a step over the number of sequences, beside the time in which a copy moves the same state."""
+    from matplotlib.ticker import ScalarFormatter
+
+    figure, axes = panels(1, 7.0, 4.0)
+    lines = (
+        (OURS, "delta_rule_step, float32 state", "-", "o"),
+        (BFLOAT16, "delta_rule_step, bfloat16 state", "-", "s"),
+        (FLA, "fla step", "--", "^"),
+    )
+    for series, what, line, marker in lines:
+        found = [(row["B"], row["graph_us"]) for row in measured["rows"] if row["what"] == what]
+        sizes, times = zip(*found, strict=True)
+        label = "flashmix, float32 state" if series is OURS else series.label
+        axes[0].plot(sizes, times, line, color=series.colour, marker=marker, markeredgecolor="#333333", label=label)
+    full = [(row["B"], row["graph_us"] * row["copy"]) for row in measured["rows"] if row["what"] == lines[0][1]]
+    axes[0].plot(*zip(*full, strict=True), ":", color="#333333", label="a copy of the float32 state")
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_yscale("log")
+    axes[0].xaxis.set_major_formatter(ScalarFormatter())
+    axes[0].yaxis.set_major_formatter(ScalarFormatter())
+    axes[0].set_ylabel("microseconds a step, in a graph")
+    axes[0].grid(color="#e2e2e2")
+    title = "One token of the delta rule, 32 heads of 128 × 128, H200 (less is faster)"
+    return finish(figure, axes, title, "sequences")
+
+
+def rowwise(*measured: Json) -> Figure:
+    rows = [row for file in measured for row in file["rows"] if "flashmix_forward_of_copy" in row]
+    figure, axes = panels(2, 9.0, 8.4)
+    for panel, part in zip(axes, ("forward", "both"), strict=True):
+        values = [
+            (series, [None if (of := number(row, f"{key}_{part}_of_copy")) is None else 100 * of for row in rows])
+            for series, key in ((OURS, "flashmix"), (FLA, "fla"), (COMPILE, "compile"))
+        ]
+        bars(panel, [f"{row['op']}\n{row['shape']}" for row in rows], values, 0)
+        panel.axvline(100, color="#333333", linewidth=0.8, linestyle=":")
+    title = "Row-wise ops, bfloat16, NVIDIA H200: share of the speed of a large copy (more is faster)"
+    return finish(figure, axes, title, "per cent of the copy", ("forward", "forward + backward"))
+
+
+def cpu(measured: Json) -> Figure:
+    rows = [row for row in measured["rows"] if "transformers_forward_ms" in row]
+    figure, axes = panels(2, 9.0, 3.2)
+    for panel, part in zip(axes, ("forward", "forward_backward"), strict=True):
+        values = [
+            (OURS, [row[f"{part}_ms"] for row in rows]),
+            (TRANSFORMERS, [row[f"transformers_{part}_ms"] for row in rows]),
+        ]
+        bars(panel, [row["shape"].replace("x", " × ") for row in rows], values, 0)
+    title = "Gated DeltaNet on 2 CPU cores, float32 (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot: what draws it, the files of `benchmarks/results` that it takes, and the sentence below it."""
+
+    draw: Draw
+    files: tuple[str, ...]
+    caption: str
+
+    @property
+    def sources(self) -> str:
+        return ", ".join(f"benchmarks/results/{file}" for file in self.files)
+
+
+HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_h200.json", "2026-11-22_attention_hopper_h200.json"
+RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
+ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
+PLOTS = {
+    "gated_deltanet": Plot(
+        gated_deltanet,
+        (HOPPER, RULES[2]),
+        "Medians with a cold L2 cache. Gluon and Triton were measured in one process on 2026-11-22, "
+        "flash-linear-attention 0.6.0 (with tilelang) and the bound, "
+        "the larger of necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s, on 2026-11-21 "
+        "with the same Triton kernels beside it.",
+    ),
+    "attention": Plot(
+        attention,
+        (HOPPER_ATTENTION,),
+        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22, "
+        "two runs between which the kernels changed, each beside cuDNN of its own run.",
+    ),
+    "decode": Plot(
+        decode,
+        ("2026-11-21_decode_h200.json",),
+        "2026-11-21. The layer between its projections: convolution, normalised keys, gates, the recurrence "
+        "and the gated norm, one launch of flashmix.",
+    ),
+    "mechanisms": Plot(
+        mechanisms,
+        RULES,
+        "2026-11-21, with the Triton kernels, before those in Gluon. Where flash-linear-attention 0.6.0 refuses "
+        "its backward on this Triton (simple GLA), its code with the refusal lifted was timed.",
+    ),
+    "memory": Plot(memory, RULES, "2026-11-21, the runs of the plot of mechanisms."),
+    "errors": Plot(
+        errors,
+        RULES,
+        "2026-11-21, one sequence of each row. The float64 definitions are compared in the tests, "
+        "within the budget of the page on numerics.",
+    ),
+    "attention_length": Plot(attention_length, (HOPPER_ATTENTION,), "2026-11-22, the runs of the plot of attention."),
+    "recurrence_length": Plot(
+        recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
+    ),
+    "decode_batch": Plot(
+        decode_batch, ("2026-11-20_decode_h200.json",), "2026-11-20, the run with the most batch sizes."
+    ),
+    "rowwise": Plot(
+        rowwise, ROWWISE, "2026-11-21. Necessary bytes over time, over the copy's bytes over its time (4.23 TB/s)."
+    ),
+    "cpu": Plot(
+        cpu,
+        ("2026-11-21_recurrence_cpu.json",),
+        "2026-11-21, AMD EPYC, batch × tokens × heads × channels, beside the PyTorch path of transformers.",
+    ),
+}
+README = ("gated_deltanet", "attention", "decode")
+
+
+def save(name: str, folder: Path, ending: str = "svg") -> Path:
+    """Draws a plot into a folder; its sources stand in the picture's own description."""
+    import matplotlib
+
+    plot = PLOTS[name]
+    with matplotlib.rc_context(STYLE):
+        figure = plot.draw(*(json.loads((RESULTS / file).read_text()) for file in plot.files))
+        target = folder / f"{name}.{ending}"
+        described = {"Date": None, "Description": plot.sources} if ending == "svg" else None
+        figure.savefig(target, metadata=described, dpi=120)
+    if ending == "svg":  # trailing blanks of matplotlib's paths
+        target.write_text("\n".join(line.rstrip() for line in target.read_text().splitlines()) + "\n")
+    return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plots of benchmarks/results.")
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="every plot into this folder (default: README's into docs/plots)"
+    )
+    parser.add_argument("--png", action="store_true", help="PNG in place of SVG")
+    args = parser.parse_args()
+    folder = args.all or COMMITTED
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PLOTS if args.all else README:
+        target = save(name, folder, "png" if args.png else "svg")
+        print(f"{target}: {target.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
