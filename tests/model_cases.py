@@ -35,9 +35,10 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 # Options of the layers beyond those that the papers' loops run.
 MORE: dict[str, dict[str, dict[str, Any]]] = {
-    "gla": {"gla_shared": {"heads": 4, "kv_heads": 2, "rank": 3, "eps": 1e-3}},
-    "retnet": {"retnet_shared": {"heads": 4, "kv_heads": 2, "eps": 1e-3}},
-    "gsa": {"gsa_shared": {"heads": 4, "kv_heads": 2, "slots": 3, "eps": 1e-3}},
+    "gla": {"gla_shared": {"heads": 4, "kv_heads": 2, "rank": 3, "eps": 1e-3, "conv_width": 3, "output_gate": "none"}},
+    "retnet": {"retnet_shared": {"heads": 4, "kv_heads": 2, "eps": 1e-3, "conv_width": 2, "output_gate": "sigmoid"}},
+    "gsa": {"gsa_shared": {"heads": 4, "kv_heads": 2, "slots": 3, "eps": 1e-3, "conv_width": 4, "conv_bias": True}},
+    "hgrn2": {"hgrn2_convolution": {"heads": 2, "conv_width": 3}},
     "abc": {"abc_rotary": {"heads": 4, "kv_heads": 2, "slots": 3, "rotary": True, "bound": 8.0, "eps": 1e-3}},
     "lightning": {"lightning_eps": {"heads": 2, "eps": 1e-3}},
     "rwkv6": {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fla_cases import RECORDED
 from hf_cases import ATTENTION, FAMILIES, error, tiny, tokens, transformers
 
 import flashmix
@@ -110,7 +111,8 @@ def test_there_and_back(model: Any, tmp_path: Path) -> None:
 
 def test_every_family_is_tested() -> None:
     names = {getattr(transformers, (DENSE | FAMILIES)[name][0]).model_type for name in KNOWN}
-    assert set(CONVERTED) == names
+    recorded = {entry["config"]["model_type"] for entry in json.loads(RECORDED.read_text()).values()}
+    assert set(CONVERTED) == names | recorded
 
 
 @pytest.fixture
@@ -231,3 +233,25 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     row = tokens(1, 9)
     with torch.no_grad():
         assert error(model(row).logits, load(tmp_path / "ours")(row)) <= SAME
+
+
+def test_the_language_model_of_a_model_with_vision(tmp_path: Path) -> None:
+    """Vision and draft head are left out and reported; the way back writes the language model alone."""
+    model = tiny("qwen3_5")
+    model.save_pretrained(tmp_path / "theirs")
+
+    def dress(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.replace("model.", "model.language_model.", 1)] = weights.pop(name)
+        weights["model.visual.patch_embed.weight"] = torch.zeros(2)
+        weights["mtp.fc.weight"] = torch.zeros(2)
+
+    rewrite(tmp_path / "theirs", dress)
+    values = json.loads((tmp_path / "theirs/config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": values, "architectures": ["Qwen3_5ForConditionalGeneration"]}
+    (tmp_path / "theirs/config.json").write_text(json.dumps(whole))
+    report = convert(tmp_path / "theirs", tmp_path / "ours")
+    assert sorted(report.left_out) == ["model.visual.patch_embed.weight", "mtp.fc.weight"]
+    assert "left out: " in str(report)
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(type(model).from_pretrained(tmp_path / "back"), model)

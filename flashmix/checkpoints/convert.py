@@ -211,13 +211,20 @@ def _our_values(config: DecoderConfig, values: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def _language_model(family: ModelFamily, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model alone, of a model that can do more."""
+    if family.nested is None or family.nested not in values:
+        return dict(values)
+    return dict(values[family.nested]) | {"architectures": [family.architecture], "model_type": family.name}
+
+
 def _family_of(config: DecoderConfig, values: Mapping[str, Any], to: str | None) -> tuple[ModelFamily, dict[str, Any]]:
     """The family to go back to, and its `config.json`: the one that ours was made of, or one that `theirs` makes."""
     before = values.get("converted_from") or {}
     if before and (to is None or read_family(before)[0].name == to):
         family, known = read_family(before)
         if same_decoder(known, config):
-            return family, dict(before)
+            return family, _language_model(family, before) | dict(family.written)
     if to is None:
         raise ConversionError("to must name a family for a model that does not come from one, got None")
     check_choice("to", to, *FAMILIES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashmix.checkpoints.rules import ConversionError, WeightRows, WeightRule, joined, same
@@ -26,6 +26,7 @@ class ModelFamily:
         renames: patterns of names in files of theirs and what stands for them in the rules.
         ignored: patterns of weights in files of theirs that no decoder has.
         also: further values of `model_type`.
+        written: values of a configuration of theirs with which its model has the names that the rules write.
         nested: None, or the key of `config.json` under which the language model's own configuration may be.
     """
 
@@ -38,6 +39,7 @@ class ModelFamily:
     ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
     also: tuple[str, ...] = ()
     nested: str | None = None
+    written: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

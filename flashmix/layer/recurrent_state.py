@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashmix.layer.cache import Lengths, RecurrentCache
 from flashmix.modules.rotary_embedding import RotaryEmbedding
+from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import dplr, dplr_step, linear_attention, linear_attention_step
 
@@ -36,6 +38,24 @@ def carried(
         q, *operands, initial_state=cache.state, return_state=True, cu_seqlens=packing, **options
     )
     return o
+
+
+def convolved(
+    convolution: ShortConvolution | None, parts: Sequence[Tensor], packing: Packing | None, cache: RecurrentCache | None
+) -> Sequence[Tensor]:
+    """Parts `[B, T, H, D]` of a projection after a convolution over all their channels, whose last inputs the cache holds."""
+    if convolution is None:
+        return parts
+    x, recent = convolution(
+        torch.cat([part.flatten(2) for part in parts], dim=-1),
+        initial_state=None if cache is None else cache.recent,
+        return_state=cache is not None,
+        cu_seqlens=packing,
+    )
+    if cache is not None:
+        cache.recent = recent
+    pieces = x.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
+    return [piece.unflatten(-1, part.shape[2:]) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def rotated(rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:

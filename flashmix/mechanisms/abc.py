@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.recurrent_state import carried, rotated
+from flashmix.layer.recurrent_state import carried, convolved, rotated
 from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, SlotOptions, by_slots, check_slots, slot_states, two_passes
@@ -157,7 +157,9 @@ class ABC(SlotMixer):
         self.norm = GatedRMSNorm(self.value_dim, self.eps, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        q, k, v, s, gate = (repeat_heads(part, self.heads) for part in self.qkvsg(x))
+        *qkv, s, gate = self.qkvsg(x)
+        qkv = convolved(self.convolution, qkv, packing, cache)
+        q, k, v, s = (repeat_heads(part, self.heads) for part in (*qkv, s))
         if self.rotary is not None:
             q, k = rotated(self.rotary, torch.cat([q, k], dim=2), packing, cache).chunk(2, dim=2)
         if self.bound is not None:

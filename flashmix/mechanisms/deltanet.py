@@ -16,9 +16,9 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
-from flashmix.modules.norm import GatedRMSNorm, RMSNorm
+from flashmix.modules.norm import GatedRMSNorm, RMSNorm, output_norm
 from flashmix.modules.projection import head_size
-from flashmix.modules.short_convolution import ShortConvolution
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import check_choice, check_multiple
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
@@ -130,12 +130,10 @@ class DeltaNet(Mixer[RecurrentCache]):
         check_choice("qk_activation", qk_activation, "silu", *ACTIVATIONS)
         check_choice("qk_norm", qk_norm, "l2", "sum")
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
-        self.convolution: ShortConvolution | None = None
-        if conv_width:
-            activation = "silu" if qk_activation == "silu" else None
-            self.convolution = ShortConvolution(
-                channels, conv_width, activation=activation, bias=conv_bias, device=device, dtype=dtype
-            )
+        activation = "silu" if qk_activation == "silu" else None
+        self.convolution = maybe_convolution(
+            channels, conv_width, activation=activation, bias=conv_bias, device=device, dtype=dtype
+        )
         self.output_gate = self.own_gate if output_gate is None else output_gate
         check_choice("output_gate", self.output_gate, "silu", "sigmoid", "none")
         self.eps = eps
@@ -150,11 +148,8 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def make_norm(self, **placement: Any) -> None:
         """Makes the parameters of `normalise`."""
-        if self.output_gate == "none":
-            self.gate, self.norm = None, RMSNorm(self.value_dim, self.eps, **placement)
-        else:
-            self.gate = self.make_gate(**placement)
-            self.norm = GatedRMSNorm(self.value_dim, self.eps, activation=self.output_gate, **placement)
+        self.gate = None if self.output_gate == "none" else self.make_gate(**placement)
+        self.norm = output_norm(self.value_dim, self.eps, self.output_gate, **placement)
 
     def make_gate(self, **placement: Any) -> nn.Module:
         """The projection of the output gate."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.layer.recurrent_state import carried_linear_attention
+from flashmix.layer.recurrent_state import carried_linear_attention, convolved
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.mlp import LowRank
-from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.norm import output_norm
 from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import dims
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
@@ -49,6 +52,9 @@ class GLA(Mixer[RecurrentCache]):
         value_dim: channels of a value; default `width / heads`.
         kv_heads: heads of keys, values and decays, a divisor of `heads`; default `heads`.
         rank: of the decay's projection.
+        conv_width: tokens that a short convolution of queries, keys and values sees; 0: there is none.
+        conv_bias: whether it has a bias.
+        output_gate: activation of the gate on the output, "silu" or "sigmoid", or "none".
         eps: of the norm of the output.
 
     Source: Yang et al., arXiv:2312.06635, section 4.4.
@@ -68,6 +74,9 @@ class GLA(Mixer[RecurrentCache]):
         value_dim: int | None = None,
         kv_heads: int | None = None,
         rank: int = 16,
+        conv_width: int = 0,
+        conv_bias: bool = False,
+        output_gate: str = "silu",
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,20 +87,24 @@ class GLA(Mixer[RecurrentCache]):
         self.head_dim = max(1, self.value_dim // 2) if head_dim is None else head_dim
         self.kv_heads = shared_heads(heads, kv_heads)
         q, k = (heads, self.head_dim), (self.kv_heads, self.head_dim)
-        v, gate = (self.kv_heads, self.value_dim), (heads, self.value_dim)
+        v, gate = (self.kv_heads, self.value_dim), (heads, self.value_dim) if output_gate != "none" else None
         self.qkvg = HeadProjection(width, q=q, k=k, v=v, gate=gate, device=device, dtype=dtype)
         channels = self.kv_heads * self.head_dim
         self.decay_projection = LowRank(width, rank, channels, bias=True, device=device, dtype=dtype)
         self.decay = LogSigmoidDecay()
-        self.norm = GatedRMSNorm(self.value_dim, eps, device=device, dtype=dtype)
+        self.convolution = maybe_convolution(
+            prod(q) + prod(k) + prod(v), conv_width, bias=conv_bias, device=device, dtype=dtype
+        )
+        self.norm = output_norm(self.value_dim, eps, output_gate, device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        q, k, v, gate = self.qkvg(x)
+        *qkv, gate = self.qkvg(x)
+        q, k, v = convolved(self.convolution, qkv, packing, cache)
         log_decay = self.decay(self.decay_projection(x)).unflatten(-1, (self.kv_heads, self.head_dim))
         k, v, log_decay = (repeat_heads(part, self.heads) for part in (k, v, log_decay))
         o = carried_linear_attention(q, k, v, log_decay=log_decay, cache=cache, packing=packing)
-        return self.output(self.norm(o, gate).flatten(2))
+        return self.output((self.norm(o) if gate is None else self.norm(o, gate)).flatten(2))
 
 
 def by_half_the_heads(size: Size) -> list[Options]:

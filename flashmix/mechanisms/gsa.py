@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from flashmix.layer.cache import RecurrentCache
-from flashmix.layer.recurrent_state import carried
+from flashmix.layer.recurrent_state import carried, convolved
 from flashmix.mechanisms.common import check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, SlotStates, by_slots, check_slots, slot_states, two_passes
@@ -72,6 +72,8 @@ class GSA(SlotMixer):
         head_dim: channels of a query and key; default `width / heads`.
         value_dim: channels of a value; default `width / heads`.
         kv_heads: heads of keys, values and slots, a divisor of `heads`; default `heads`.
+        conv_width: tokens that a short convolution of queries, keys and values sees; 0: there is none.
+        conv_bias: whether it has a bias.
         eps: of the norm of the output.
 
     Source: Zhang et al., arXiv:2409.07146, section 3.
@@ -88,7 +90,9 @@ class GSA(SlotMixer):
         self.norm = RMSNorm(self.heads * self.value_dim, self.eps, **placement)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        q, k, v, f = (repeat_heads(part, self.heads) for part in self.qkvf(x))
+        *qkv, f = self.qkvf(x)
+        qkv = convolved(self.convolution, qkv, packing, cache)
+        q, k, v, f = (repeat_heads(part, self.heads) for part in (*qkv, f))
         log_decay = self.decay(f)
         s = -torch.expm1(log_decay).to(q.dtype)
         o = carried(gsa, silu(q), silu(k), silu(v), s, log_decay, cache=cache, packing=packing, scale=1.0)

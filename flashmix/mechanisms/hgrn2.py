@@ -9,12 +9,13 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.layer.recurrent_state import carried
+from flashmix.layer.recurrent_state import carried, convolved
 from flashmix.mechanisms.common import Result, StateOptions, check_same_heads, complement, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import ForgetGate
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.packing import Packing
@@ -60,6 +61,8 @@ class HGRN2(Mixer[RecurrentCache]):
         layers: None, or how many HGRN-2 layers the model has: the smallest values are then learned per channel, `lower_i` the sum of
             `softmax(lower_bounds)` over the layers from 1 to `i`. The first layer holds `lower_bounds` `[layers, heads * head_dim]`.
         layer: place of this layer among them, from 0; the others read what the first holds, passed as `first_values`.
+        conv_width: tokens that a short convolution of queries, gates and values sees, without activation; 0: there is none.
+        conv_bias: whether it has a bias.
         eps: of the norm of the output.
 
     Source: Qin et al., arXiv:2404.07904, section 3.
@@ -82,6 +85,8 @@ class HGRN2(Mixer[RecurrentCache]):
         lower: float = 0.0,
         layers: int | None = None,
         layer: int = 0,
+        conv_width: int = 0,
+        conv_bias: bool = False,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,6 +95,9 @@ class HGRN2(Mixer[RecurrentCache]):
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
         head, inner = (heads, self.head_dim), heads * self.head_dim
         self.qfv = HeadProjection(width, q=head, f=head, v=head, device=device, dtype=dtype)
+        self.convolution = maybe_convolution(
+            3 * inner, conv_width, activation=None, bias=conv_bias, device=device, dtype=dtype
+        )
         self.log_forget = ForgetGate(lower)
         self.norm = RMSNorm(inner, eps, device=device, dtype=dtype)
         self.output = nn.Linear(inner, width, bias=False, device=device, dtype=dtype)
@@ -135,7 +143,7 @@ class HGRN2(Mixer[RecurrentCache]):
         self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None, bounds: Tensor | None
     ) -> Tensor:
         """The layer on checked inputs without padding, with the learned bounds of all layers or none."""
-        q, f, v = self.qfv(x)
+        q, f, v = convolved(self.convolution, self.qfv(x), packing, cache)
         lower = None
         if bounds is not None:
             shares = at_least_float32(bounds).softmax(0)

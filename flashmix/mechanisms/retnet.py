@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,13 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.layer.recurrent_state import carried_linear_attention, rotated
+from flashmix.layer.recurrent_state import carried_linear_attention, convolved, rotated
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
-from flashmix.modules.norm import GatedRMSNorm
+from flashmix.modules.norm import output_norm
 from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
@@ -52,6 +54,9 @@ class RetNet(Mixer[RecurrentCache]):
         value_dim: channels of a value; default `2 head_dim`.
         kv_heads: heads of keys and values, a divisor of `heads`; default `heads`.
         base: of the rotary embedding.
+        conv_width: tokens that a short convolution of queries, keys and values sees; 0: there is none.
+        conv_bias: whether it has a bias.
+        output_gate: activation of the gate on the output, "silu" or "sigmoid", or "none".
         eps: of the norm of the output.
 
     Source: Sun et al., arXiv:2307.08621, equations 5 to 8.
@@ -73,6 +78,9 @@ class RetNet(Mixer[RecurrentCache]):
         value_dim: int | None = None,
         kv_heads: int | None = None,
         base: float = 10000.0,
+        conv_width: int = 0,
+        conv_bias: bool = False,
+        output_gate: str = "silu",
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,21 +89,24 @@ class RetNet(Mixer[RecurrentCache]):
         self.heads, self.head_dim = heads, head_size(width, heads, head_dim)
         self.value_dim = 2 * self.head_dim if value_dim is None else value_dim
         self.kv_heads = shared_heads(heads, kv_heads)
-        qk, v, gate = (heads + self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim), (heads, self.value_dim)
+        qk, v = (heads + self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        gate = None if output_gate == "none" else (heads, self.value_dim)
         self.qkvg = HeadProjection(width, qk=qk, v=v, gate=gate, device=device, dtype=dtype)
         self.rotary = RotaryEmbedding(self.head_dim, base)
-        self.norm = GatedRMSNorm(self.value_dim, eps, device=device, dtype=dtype)
+        self.convolution = maybe_convolution(prod(qk) + prod(v), conv_width, bias=conv_bias, device=device, dtype=dtype)
+        self.norm = output_norm(self.value_dim, eps, output_gate, device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
         decay = torch.tensor([math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)], device=device)
         self.register_buffer("decay", decay, persistent=False)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
-        qk, v, gate = self.qkvg(x)
+        *qkv, gate = self.qkvg(x)
+        qk, v = convolved(self.convolution, qkv, packing, cache)
         qk = rotated(self.rotary, qk, packing, cache)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
         k, v = repeat_heads(k, self.heads), repeat_heads(v, self.heads)
         o = carried_linear_attention(q, k, v, log_decay=self.decay, cache=cache, packing=packing)
-        return self.output(self.norm(o, gate).flatten(2))
+        return self.output((self.norm(o) if gate is None else self.norm(o, gate)).flatten(2))
 
 
 register(

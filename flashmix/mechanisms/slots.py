@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, TypedDict
 
 import torch
@@ -12,6 +13,7 @@ from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.common import check_per_head
 from flashmix.mechanisms.registry import Options, Size
 from flashmix.modules.projection import head_size, shared_heads
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import check_like, check_range, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
@@ -69,6 +71,8 @@ class SlotOptions(TypedDict, total=False):
     head_dim: int | None
     value_dim: int | None
     kv_heads: int | None
+    conv_width: int
+    conv_bias: bool
     eps: float
 
 
@@ -84,6 +88,8 @@ class SlotMixer(Mixer[RecurrentCache]):
         head_dim: int | None = None,
         value_dim: int | None = None,
         kv_heads: int | None = None,
+        conv_width: int = 0,
+        conv_bias: bool = False,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -94,6 +100,8 @@ class SlotMixer(Mixer[RecurrentCache]):
         self.value_dim = head_size(width, heads, value_dim, "value_dim")
         self.kv_heads, self.slots, self.eps = shared_heads(heads, kv_heads), slots, eps
         self.make(device=device, dtype=dtype)
+        channels = sum(prod(shape) for shape in self.parts().values())
+        self.convolution = maybe_convolution(channels, conv_width, bias=conv_bias, device=device, dtype=dtype)
         self.output = nn.Linear(heads * self.value_dim, width, bias=False, device=device, dtype=dtype)
 
     def make(self, **placement: Any) -> None:

@@ -128,6 +128,13 @@ class LayerNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}"
 
 
+def output_norm(dim: int, eps: float, gate: str, **placement: Any) -> RMSNorm | GatedRMSNorm:
+    """The norm of a layer's output, with a gate of this activation or with "none"."""
+    if gate == "none":
+        return RMSNorm(dim, eps, **placement)
+    return GatedRMSNorm(dim, eps, activation=gate, **placement)
+
+
 class GatedRMSNorm(nn.Module):
     """An RMS norm whose result is gated: `y = x / sqrt(mean(x^2) + eps) * weight * act(gate)`.
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
+
+
+def maybe_convolution(dim: int, width: int, **options: Any) -> ShortConvolution | None:
+    """A `ShortConvolution`, or None where its width is 0."""
+    return ShortConvolution(dim, width, **options) if width else None
 
 
 class ShortConvolution(nn.Module):

@@ -129,7 +129,7 @@ def _delta(config: Config) -> Options:
     eps = config.get("norm_eps", 1e-6)
     options = {"heads": heads, "head_dim": head_dim, "value_heads": config.get("num_v_heads") or heads, "eps": eps}
     options["value_dim"] = int(head_dim * config.get("expand_v", 2.0))
-    options["conv_width"] = config.get("conv_size", 4) if config.get("use_short_conv", True) else 0
+    options["conv_width"] = _conv_width(config, True)
     return options | {"negative_eigenvalues": config.get("allow_neg_eigval", False)}
 
 
@@ -138,8 +138,7 @@ def _their_delta(layer: Layer) -> dict[str, Any]:
         "num_heads": layer["heads"],
         "head_dim": layer["head_dim"],
         "expand_v": layer["value_dim"] / layer["head_dim"],
-        "use_short_conv": bool(layer["conv_width"]),
-        "conv_size": layer["conv_width"] or 4,
+        **_their_conv(layer),
         "allow_neg_eigval": layer["negative_eigenvalues"],
     }
 
@@ -215,15 +214,33 @@ def _their_deltaproduct(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
 
 def _shared(config: Config, keys: float, values: float) -> Options:
     """Heads of the layers whose keys and values may be shared; the factors stand for `expand_k` and `expand_v`."""
-    refuse(config, use_short_conv=False, use_output_gate=config.get("model_type") != "gsa", clamp_min=None)
+    refuse(config, clamp_min=None, feature_map="swish" if config.get("model_type") == "gsa" else None)
     width, heads = need(config, "hidden_size", "num_heads")
     return {
         "heads": heads,
         "kv_heads": config.get("num_kv_heads") or heads,
         "head_dim": round(width * config.get("expand_k", keys)) // heads,
         "value_dim": round(width * config.get("expand_v", values)) // heads,
+        "conv_width": _conv_width(config),
         "eps": config.get("norm_eps", 1e-6),
     }
+
+
+def _conv_width(config: Config, default: bool = False) -> int:
+    """Tokens of the short convolution, 0 where there is none."""
+    return int(config.get("conv_size", 4)) if config.get("use_short_conv", default) else 0
+
+
+def _their_conv(layer: Layer) -> dict[str, Any]:
+    return {"use_short_conv": bool(layer["conv_width"]), "conv_size": layer["conv_width"] or 4}
+
+
+def _gated(config: Config) -> Options:
+    return {"output_gate": "silu" if config.get("use_output_gate", True) else "none"}
+
+
+def _their_gated(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
+    return _their_shared(layer, config) | {"use_output_gate": layer["output_gate"] != "none"}
 
 
 def _their_shared(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
@@ -232,21 +249,20 @@ def _their_shared(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
         "num_kv_heads": layer["kv_heads"],
         "expand_k": layer["heads"] * layer["head_dim"] / config.width,
         "expand_v": layer["heads"] * layer["value_dim"] / config.width,
+        **_their_conv(layer),
     }
 
 
 def _gla(config: Config, index: int) -> Options:
-    refuse(config, feature_map=None)
-    return _shared(config, 0.5, 1.0)
+    return _shared(config, 0.5, 1.0) | _gated(config)
 
 
 def _retnet(config: Config, index: int) -> Options:
-    refuse(config, feature_map=None)
-    return _shared(config, 1.0, 2.0)
+    return _shared(config, 1.0, 2.0) | _gated(config) | {"conv_width": 0}  # their model never has one
 
 
 def _gsa(config: Config, index: int) -> Options:
-    refuse(config, feature_map="swish", use_output_gate=False, use_norm=True, gate_logit_normalizer=8, clamp_max=None)
+    refuse(config, use_output_gate=False, use_norm=True, gate_logit_normalizer=8, clamp_max=None)
     return _shared(config, 1.0, 1.0) | {"slots": config.get("num_slots") or 64, "eps": FIXED_EPS}
 
 
@@ -255,16 +271,13 @@ def _their_gsa(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
 
 
 def _hgrn2(config: Config, index: int) -> Options:
-    refuse(config, use_short_conv=False)
     width, depth = need(config, "hidden_size", "num_hidden_layers")
     ratio = config.get("expand_ratio", 128)
     heads = config.get("num_heads") or width // ratio
     if (config.get("expand_ratio") or width // heads) * heads != width:
         raise ConversionError("no decoder of flashmix has an HGRN-2 with keys of another width than values")
-    options: Options = {
-        "heads": heads,
-        "eps": FIXED_EPS * (width // heads),
-    }  # their output is smaller by the root of that
+    options: Options = {"heads": heads, "conv_width": _conv_width(config)}
+    options["eps"] = FIXED_EPS * (width // heads)  # their output is smaller by the root of that
     if config.get("use_lower_bound", True):
         if 0 in (config.get("attn") or {}).get("layers", ()):
             raise ConversionError("no decoder of flashmix has learned lower bounds with softmax attention first")
@@ -274,7 +287,8 @@ def _hgrn2(config: Config, index: int) -> Options:
 
 def _their_hgrn2(layer: Layer, config: DecoderConfig) -> dict[str, Any]:
     heads = layer["heads"]
-    return {"num_heads": heads, "expand_ratio": config.width // heads, "use_lower_bound": layer["layers"] is not None}
+    bounds = {"use_lower_bound": layer["layers"] is not None}
+    return {"num_heads": heads, "expand_ratio": config.width // heads, **bounds, **_their_conv(layer)}
 
 
 def _transformer(config: Config, index: int) -> Options:
@@ -291,8 +305,8 @@ MIXERS_OF_FLA = {
     "gated_deltaproduct": FlaMixer("deltaproduct", _deltaproduct, _their_deltaproduct, delta_rules),
     "comba": FlaMixer("comba", _comba, _their_comba, delta_rules),
     "kda": FlaMixer("kda", _kda, _their_kda, kda_rules),
-    "gla": FlaMixer("gla", _gla, _their_shared, gla_rules),
-    "retnet": FlaMixer("retnet", _retnet, _their_shared, retnet_rules),
+    "gla": FlaMixer("gla", _gla, _their_gated, gla_rules),
+    "retnet": FlaMixer("retnet", _retnet, _their_gated, retnet_rules),
     "gsa": FlaMixer("gsa", _gsa, _their_gsa, gsa_rules),
     "hgrn2": FlaMixer("hgrn2", _hgrn2, _their_hgrn2, hgrn2_rules),
     "transformer": FlaMixer("attention", _transformer, _their_transformer, _attention_rules),
@@ -317,6 +331,7 @@ FLA = tuple(
         partial(_theirs, mixer=mixer),
         partial(_rules, mixer=mixer),
         ignored=(r"\.rotary\.inv_freq$",),
+        written={"fuse_norm": True} if name in ("gla", "retnet") else {},  # on which the name of their norm depends
     )
     for name, mixer in MIXERS_OF_FLA.items()
 )

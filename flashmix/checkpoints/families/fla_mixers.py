@@ -20,18 +20,23 @@ def _delta_sizes(layer: Layer) -> dict[str, int]:
 
 def _qkv_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
     """The projection and the convolution of queries, keys and values; the output's norm and projection."""
-    sizes, W = _delta_sizes(layer), layer["conv_width"]
+    sizes = _delta_sizes(layer)
     values = layer["value_heads"] * layer["value_dim"]
     rules = [
         joined(f"{ours}.qkv.weight", {f"{theirs}.{name}_proj.weight": rows for name, rows in sizes.items()}, width),
         same(f"{ours}.norm.weight", f"{theirs}.o_norm.weight", layer["value_dim"]),
         same(f"{ours}.output.weight", f"{theirs}.o_proj.weight", width, values),
     ]
-    if W:
-        parts = tuple(WeightRows(f"{theirs}.{n}_conv1d.weight", (rows, 1, W), {n: rows}) for n, rows in sizes.items())
-        whole = WeightRows(f"{ours}.convolution.weight", (sum(sizes.values()), W), sizes)
-        rules.append(WeightRule((whole,), parts))
-    return rules
+    return rules + _convolution_rules(ours, theirs, sizes, layer)
+
+
+def _convolution_rules(ours: str, theirs: str, sizes: dict[str, int], layer: Layer) -> list[WeightRule]:
+    """The convolution over all of these rows; theirs has one for each."""
+    W = layer["conv_width"]
+    if not W:
+        return []
+    parts = tuple(WeightRows(f"{theirs}.{n}_conv1d.weight", (rows, 1, W), {n: rows}) for n, rows in sizes.items())
+    return [WeightRule((WeightRows(f"{ours}.convolution.weight", (sum(sizes.values()), W), sizes),), parts)]
 
 
 def delta_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
@@ -81,15 +86,14 @@ def _named(theirs: str, sizes: dict[str, int]) -> dict[str, int]:
 def _gated_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
     """GLA and RetNet, but for the decay: the norm has one of two names."""
     values = layer["heads"] * layer["value_dim"]
-    sizes = _shared_sizes(layer) | {"g": values}
+    gated, sizes = layer["output_gate"] != "none", _shared_sizes(layer)
+    norms = [f"{theirs}.g_norm_swish_gate.weight", f"{theirs}.g_norm.weight"]
+    norm, other = norms if gated else norms[::-1]
+    rows = sizes | ({"g": values} if gated else {})
     return [
-        joined(f"{ours}.qkvg.weight", _named(theirs, sizes), width),
-        same(
-            f"{ours}.norm.weight",
-            f"{theirs}.g_norm_swish_gate.weight",
-            layer["value_dim"],
-            aliases=[f"{theirs}.g_norm.weight"],
-        ),
+        *_convolution_rules(ours, theirs, sizes, layer),
+        joined(f"{ours}.qkvg.weight", _named(theirs, rows), width),
+        same(f"{ours}.norm.weight", norm, layer["value_dim"], aliases=[other]),
         same(f"{ours}.output.weight", f"{theirs}.o_proj.weight", width, values),
     ]
 
@@ -113,9 +117,11 @@ def retnet_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[Weigh
 def gsa_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
     """GSA."""
     values = layer["heads"] * layer["value_dim"]
-    sizes = _shared_sizes(layer) | {"f": layer["kv_heads"] * layer["slots"]}
+    sizes = _shared_sizes(layer)
+    rows = sizes | {"f": layer["kv_heads"] * layer["slots"]}
     return [
-        joined(f"{ours}.qkvf.weight", _named(theirs, sizes), width),
+        *_convolution_rules(ours, theirs, sizes, layer),
+        joined(f"{ours}.qkvf.weight", _named(theirs, rows), width),
         same(f"{ours}.norm.weight", f"{theirs}.g_norm.weight", values),
         same(f"{ours}.output.weight", f"{theirs}.o_proj.weight", width, values),
     ]
@@ -123,8 +129,10 @@ def gsa_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRu
 
 def hgrn2_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
     """HGRN-2; the lower bounds of all layers are the first one's in ours and the model's in theirs."""
+    sizes = {"q": width, "f": width, "i": width}
     rules = [
-        joined(f"{ours}.qfv.weight", _named(theirs, {"q": width, "f": width, "i": width}), width),
+        *_convolution_rules(ours, theirs, sizes, layer),
+        joined(f"{ours}.qfv.weight", _named(theirs, sizes), width),
         same(f"{ours}.norm.weight", f"{theirs}.g_norm.weight", width),
         same(f"{ours}.output.weight", f"{theirs}.o_proj.weight", width, width),
     ]
