@@ -2,6 +2,7 @@
 
 - README, CONTRIBUTING and CHANGELOG become the pages start, contributing and changes; links between them and `docs/` are followed.
 - A line `<!-- plot: NAME -->` becomes that plot of `benchmarks/plots.py` with its caption and sources.
+- A line `<!-- example: NAME -->` becomes the source of that program of `examples/`.
 - A line `<!-- names: MODULE -->` becomes the reference of every public name of the module, in the order of `NAMES`.
 - Formulas between dollars become MathML, which browsers draw without a script.
 """
@@ -69,6 +70,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     source = next((name for name, target in PAGES.items() if target == path), f"docs/{path}")
     markdown = re.sub(r"(\]\()([^)#\s:]+)", lambda link: link[1] + moved(link[2], source, path), markdown)
     markdown = re.sub(r"^<!-- plot: (\w+) -->$", lambda found: plot(found[1], path), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- example: (\w+) -->$", lambda found: example(found[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^<!-- names: ([\w.]+) -->$", lambda found: names(found[1]), markdown, flags=re.MULTILINE)
 
 
@@ -92,6 +94,12 @@ def plot(name: str, page: str) -> str:
     where = posixpath.relpath(f"plots/{name}.svg", posixpath.dirname(page) or ".")
     caption = html.escape(f"{shown.caption} Numbers: {shown.sources}.")
     return f'<figure class="plot" markdown="span">![{name.replace("_", " ")}]({where})<figcaption>{caption}</figcaption></figure>'
+
+
+def example(name: str) -> str:
+    """The source of a program, under its name."""
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    return f'```python title="examples/{name}.py"\n{source}```'
 
 
 def names(module: str) -> str:
