@@ -29,6 +29,7 @@ SCHEMA: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "SymInt", str: 
 SCHEMA |= {kind | None: f"{name}?" for kind, name in SCHEMA.items()} | {bool: "bool", torch.dtype: "ScalarType"}
 SCHEMA |= {tuple[int, ...]: "int[]", tuple[float, ...]: "float[]", tuple[str, ...]: "str[]"}
 Written = Annotated[Tensor, "written"]  # a tensor field of a call that the op overwrites
+PLAIN: dict[Any, Any] = {Written: Tensor, Written | None: Tensor | None}
 Outputs = tuple[Tensor, ...]
 Gradients = dict[str, Tensor]
 
@@ -185,8 +186,8 @@ class Op:
 
     def _describe(self) -> str:
         """Sorts the fields of the call into tensors, packings and options; returns the operator's inputs in torch's schema language."""
-        call, hints = self.call, typing.get_type_hints(self.call)
-        marked = typing.get_type_hints(call, include_extras=True)
+        call, marked = self.call, typing.get_type_hints(self.call, include_extras=True)
+        hints = {name: PLAIN.get(hint, hint) for name, hint in marked.items()}
         fields = dataclasses.fields(call)  # type: ignore[arg-type]
         call.written = tuple(f.name for f in fields if marked[f.name] in (Written, Written | None))
         call.names = tuple(f.name for f in fields if hints[f.name] in (Tensor, Tensor | None))
