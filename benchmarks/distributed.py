@@ -120,14 +120,15 @@ class Bench:
                 times.append(spent)
         return round(self.slowest(sorted(times)[len(times) // 2]), 4)
 
-    def peak(self, run: Callable[[], Any]) -> float:
-        """GiB at most allocated, operands included, on the rank with most."""
+    def peak(self, run: Callable[[], Any], operands: Operands) -> float:
+        """GiB at most allocated by a run, its operands included, on the rank with most."""
         if not self.cuda:
             return 0.0
+        others = torch.cuda.memory_allocated() - sum(x.numel() * x.element_size() for x in operands.values())
         torch.cuda.reset_peak_memory_stats()
         run()
         torch.cuda.synchronize()
-        return round(self.slowest(torch.cuda.max_memory_allocated() / 2**30), 3)
+        return round(self.slowest((torch.cuda.max_memory_allocated() - others) / 2**30), 3)
 
 
 def layout(name: str, total: int, ranks: int) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def times(bench: Bench, kind: str, operands: Operands, packing: Any) -> dict[str
         flow = torch.randn_like(outputs(kind, operands, packing))
         forward = bench.milliseconds(lambda: outputs(kind, operands, packing))
     both = bench.milliseconds(lambda: with_gradients(kind, operands, packing, flow), repeats=5)
-    memory = bench.peak(lambda: with_gradients(kind, operands, packing, flow))
+    memory = bench.peak(lambda: with_gradients(kind, operands, packing, flow), operands)
     return {"forward": forward, "both": both, "GiB": memory}
 
 

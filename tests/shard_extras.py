@@ -230,6 +230,24 @@ def decoder(group: Any) -> list[str]:
 
 
 @check
+def given_gradients(group: Any) -> list[str]:
+    """What comes back from other ranks is added to gradients of the op's own, not to the caller's."""
+    found, whole = [], Packing.from_lengths(LENGTHS)
+    shard = whole.shard(group)
+    x, weight = shard.take(normal(1, sum(LENGTHS), 3)).requires_grad_(), normal(3, 4)
+    for name, y in {
+        "shift": flashmix.token_shift(x, cu_seqlens=shard)[0],
+        "convolution": flashmix.short_conv(x, weight, cu_seqlens=shard)[0],
+        "residual": flashmix.short_conv(x, weight, residual=x, cu_seqlens=shard)[0],
+    }.items():
+        flow = normal(*y.shape)
+        before = flow.clone()
+        torch.autograd.grad(y, x, flow)
+        found += [] if torch.equal(flow, before) else [name]
+    return found
+
+
+@check
 def long_sequences(group: Any) -> list[str]:
     """Rotations where positions lie beyond what the rank has tokens, and beyond the smallest table."""
     whole = Packing.from_lengths([300, 3])
