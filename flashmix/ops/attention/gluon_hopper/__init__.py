@@ -26,8 +26,6 @@ def backward_supports(call: AttentionCall) -> str | None:
         return "it has no gradients of gates and slopes"
     if not least <= max(call.q.shape[3], call.v.shape[3]) <= most:
         return f"its tiles take head dims from {least} to {most}"
-    if call.group > 1:
-        return "Triton's is faster with grouped heads"
     return None
 
 

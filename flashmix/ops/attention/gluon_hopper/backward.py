@@ -7,8 +7,8 @@ that share them. Tiles of scores lie `[keys, queries]`, so P^T and dS^T are left
 besides: each group multiplies half of dQ's block by all 128 keys, and one warp adds it to dQ in float32 by TMA.
 
 Those additions run in a fixed order: a counter a block of queries says how many programs have added to it, and a program waits for those of
-the later keys. Programs take the numbers by which they find their keys in the order in which they start, later keys first, so each waits
-for started programs only.
+the earlier keys. Programs take the numbers by which they find their keys in the order in which they start, earlier keys (the heaviest of
+a causal mask) first, so each waits for started programs only; all walk from the last queries to the first, so each waits one block.
 """
 
 # mypy: allow-untyped-defs
@@ -114,14 +114,14 @@ def first_sums(sequence, start_q, S: tl.constexpr):
 
 
 @gluon.jit
-def find_keys_from_the_last(number, table, n, S: gl.constexpr):
+def find_keys(number, table, n, S: gl.constexpr):
     """The 128 keys of a program, and its `QuerySteps`."""
     bh, block = find_head(number, n.blocks, n.batches * n.heads, n.at_once)
     batch, head_k = bh // n.heads, bh % n.heads
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
         sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
-    block = gl.cdiv(tokens_k, S.BN) - 1 - block
+    block = gl.where(block * S.BN < tokens_k, block, -1)
     at = AttentionBlock(batch, head_k * n.group, head_k, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
     low, inner, outer, high = rows_of_keys(at.first, tokens_k - tokens_q, tokens_q, n, S)
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
@@ -133,20 +133,18 @@ def find_keys_from_the_last(number, table, n, S: gl.constexpr):
 @gluon.jit
 def next_step(head, block, steps):
     """The head and the block of queries after these."""
-    more = block + 1 < steps.first + steps.each
-    return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
+    more = block > steps.first
+    return gl.where(more, head, head + 1), gl.where(more, block - 1, steps.first + steps.each - 1)
 
 
 @gluon.jit
 def turn_of(at, block, n, S: gl.constexpr):
-    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
-    last = gl.cdiv(at.tokens_k, S.BN) - 1
-    ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
-    if S.CAUSAL:
-        last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
-    elif S.RIGHT:
-        last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
-    return last - at.first // S.BN
+    """How many programs add to a block of queries before the one `at`: those of earlier keys that it sees."""
+    first = 0
+    if S.LEFT:
+        before = block * S.BM + at.tokens_k - at.tokens_q - n.left - S.BN
+        first = gl.where(before < 0, 0, before // S.BN + 1)
+    return at.first // S.BN - first
 
 
 @gluon.jit
@@ -166,7 +164,7 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, rings.k, group, QK, S)
-    head, block = at.head, steps.first
+    head, block = at.head, steps.first + steps.each - 1
     for i in range(steps.all):
         row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
@@ -188,7 +186,7 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
 def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn."""
     before = counters
-    head, block = at.batch * n.heads_q + at.head, steps.first
+    head, block = at.batch * n.heads_q + at.head, steps.first + steps.each - 1
     for i in range(steps.all):
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
         counter = counters + 1 + place
@@ -249,7 +247,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         wait_full(rings.k.full, both)
         if steps.all > 0:
             wait_full(rings.v.full, both)
-    head, block = at.head, steps.first
+    head, block = at.head, steps.first + steps.each - 1
     for i in range(steps.all):
         stage = i % S.STAGES
         start = block * S.BM
@@ -312,7 +310,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
 def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr):
     """dK, dV and what 128 keys add to dQ."""
     number = gl.atomic_add(work.counters, 1)
-    at, steps = find_keys_from_the_last(number, work.table, n, S)
+    at, steps = find_keys(number, work.table, n, S)
     rings = BackwardRings(
         ring(2, (k_t, None), 1),
         ring(2, (v_t, None), 1),

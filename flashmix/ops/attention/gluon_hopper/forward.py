@@ -22,6 +22,7 @@ from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
+    arrive_at_group,
     ex2,
     fence_async_shared,
     gl,
@@ -32,6 +33,7 @@ from flashmix.gpu.hopper import (
     release,
     row_pieces,
     signal,
+    sync_group,
     wait_empty,
     wait_full,
 )
@@ -172,6 +174,19 @@ def told(queue, drawn):
 
 
 @gluon.jit
+def await_turn(group: gl.constexpr, S: gl.constexpr):
+    """Three groups issue their products in turns, so that the softmax of one runs beside the products of others."""
+    if S.BM == 192:
+        sync_group(8 + group, 256)
+
+
+@gluon.jit
+def pass_turn(group: gl.constexpr, S: gl.constexpr):
+    if S.BM == 192:
+        arrive_at_group(8 + (group + 1) % 3, 256)
+
+
+@gluon.jit
 def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l)`."""
     QK: gl.constexpr = S.QK
@@ -186,9 +201,11 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
             bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
+        await_turn(group, S)
         s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
         wait_full(rings.v.full, use - 1)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
+        pass_turn(group, S)
         s = products_done(PV, [s])
         release(rings.k.empty, use)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
@@ -248,7 +265,9 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     # the first tile
     wait_full(rings.q.full, turn * GROUPS + group)
     wait_full(rings.k.full, keys.base)
+    await_turn(group, S)
     s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
+    pass_turn(group, S)
     s = products_done(0, [s])
     release(rings.k.empty, keys.base)
     found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
@@ -287,6 +306,8 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
 @gluon.jit
 def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr):
     """Four warps with 64 queries of each block."""
+    if group == 2:
+        pass_turn(group, S)
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while number < blocks:
