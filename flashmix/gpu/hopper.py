@@ -27,7 +27,7 @@ __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global",
     "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero",
     "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group",
-    "wait_empty", "wait_full", "warpgroup_mma",
+    "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = tma.async_copy_global_to_shared
@@ -149,6 +149,21 @@ def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
     """Counts as one of the `threads` at named barrier `number`, without waiting."""
     text: gl.constexpr = _named_barrier("arrive", number, threads)
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(number: gl.constexpr, i, threads: gl.constexpr, WAIT: gl.constexpr):
+    """Use `i` at named barriers `number` and `number + 1`, which take turns: waits there, or counts as one of the `threads`."""
+    if i % 2 == 0:
+        if WAIT:
+            sync_group(number, threads)
+        else:
+            arrive_at_group(number, threads)
+    else:
+        if WAIT:
+            sync_group(number + 1, threads)
+        else:
+            arrive_at_group(number + 1, threads)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 
 MOST_CHANNELS_BACKWARD = 256
-LEAST_CHANNELS_HOPPER = 1  # of the larger head dim: Triton's kernels for fewer are as fast
+LEAST_CHANNELS_HOPPER = 65  # of the larger head dim: Triton's kernels for fewer are as fast
 
 
 @dataclass(frozen=True)

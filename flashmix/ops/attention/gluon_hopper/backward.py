@@ -7,8 +7,8 @@ that share them. Tiles of scores lie `[keys, queries]`, so P^T and dS^T are left
 besides: each group multiplies half of dQ's block by all 128 keys, and one warp adds it to dQ in float32 by TMA.
 
 Those additions run in a fixed order: a counter a block of queries says how many programs have added to it, and a program waits for those of
-the earlier keys. Programs take the numbers by which they find their keys in the order in which they start, earlier keys (the heaviest of
-a causal mask) first, so each waits for started programs only; all walk from the last queries to the first, so each waits one block.
+the later keys. Programs take the numbers by which they find their keys in the order in which they start, later keys first, so each waits
+for started programs only.
 """
 
 # mypy: allow-untyped-defs
@@ -25,7 +25,9 @@ from flashmix.gpu.hopper import (
     accumulator,
     add_to_global,
     allocate_barriers,
+    arrive_at_group,
     await_count,
+    copy_to_global,
     count_up,
     ex2,
     fence_async_shared,
@@ -38,6 +40,7 @@ from flashmix.gpu.hopper import (
     signal,
     stores_done,
     sync_group,
+    take_turn,
     wait_empty,
     wait_full,
     warpgroup_mma,
@@ -50,7 +53,7 @@ from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
-from flashmix.ops.attention.gluon_hopper.tiles import TileRing, copy_tile, first_of, result_layout, ring, write_part
+from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile, first_of, result_layout, ring, write_part
 from flashmix.ops.attention.triton_gpu.backward import RowInputs, row_statistics, summed_over_rows
 from flashmix.ops.attention.triton_gpu.packed import blocks_of, find_sequence
 from flashmix.ops.attention.triton_gpu.spec import aligned, numbers_of
@@ -63,6 +66,9 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     store_rows,
 )
 
+# Named barriers, which ask no group to wait for its own warps first; those of two tiles have two numbers.
+BOTH_GROUPS, Q_READ, D_O_READ, D_Q_FULL = gl.constexpr(4), gl.constexpr(5), gl.constexpr(7), gl.constexpr(9)
+GROUPS_AND_COPIES, GROUP_AND_SUMS = gl.constexpr(256 + 32), gl.constexpr(128 + 32)  # threads
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 PIECE = 256  # columns of dQ's sums in memory; half a block, `[64, 64]`, has 16 rows of them, in the order in which threads hold it
@@ -104,6 +110,13 @@ class BackwardRings(NamedTuple):
     d_q: Any
 
 
+class HalfRing(NamedTuple):
+    """A buffer for each half of a block of dQ, and the barriers that say that it has left."""
+
+    tiles: Any
+    empty: Any
+
+
 @triton.jit
 def first_sums(sequence, start_q, S: tl.constexpr):
     """The number of a packed sequence's first block of dQ: no two sequences share one."""
@@ -114,14 +127,14 @@ def first_sums(sequence, start_q, S: tl.constexpr):
 
 
 @gluon.jit
-def find_keys(number, table, n, S: gl.constexpr):
+def find_keys_from_the_last(number, table, n, S: gl.constexpr):
     """The 128 keys of a program, and its `QuerySteps`."""
     bh, block = find_head(number, n.blocks, n.batches * n.heads, n.at_once)
     batch, head_k = bh // n.heads, bh % n.heads
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
         sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
-    block = gl.where(block * S.BN < tokens_k, block, -1)
+    block = gl.cdiv(tokens_k, S.BN) - 1 - block
     at = AttentionBlock(batch, head_k * n.group, head_k, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
     low, inner, outer, high = rows_of_keys(at.first, tokens_k - tokens_q, tokens_q, n, S)
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
@@ -133,18 +146,20 @@ def find_keys(number, table, n, S: gl.constexpr):
 @gluon.jit
 def next_step(head, block, steps):
     """The head and the block of queries after these."""
-    more = block > steps.first
-    return gl.where(more, head, head + 1), gl.where(more, block - 1, steps.first + steps.each - 1)
+    more = block + 1 < steps.first + steps.each
+    return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
 
 
 @gluon.jit
 def turn_of(at, block, n, S: gl.constexpr):
-    """How many programs add to a block of queries before the one `at`: those of earlier keys that it sees."""
-    first = 0
-    if S.LEFT:
-        before = block * S.BM + at.tokens_k - at.tokens_q - n.left - S.BN
-        first = gl.where(before < 0, 0, before // S.BN + 1)
-    return at.first // S.BN - first
+    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
+    last = gl.cdiv(at.tokens_k, S.BN) - 1
+    ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
+    if S.CAUSAL:
+        last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
+    elif S.RIGHT:
+        last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
+    return last - at.first // S.BN
 
 
 @gluon.jit
@@ -152,6 +167,13 @@ def put_numbers(numbers, full, tiles, use):
     """Stores numbers of BM rows as tile `use` of a ring. (TMA would want those of each packed sequence to begin at 16 bytes.)"""
     tiles.index(use % full.shape[0]).store(numbers)
     signal(full, use)
+
+
+@gluon.jit
+def await_readers(barrier: gl.constexpr, i):
+    """Until both groups have left the tile, one of two, that use `i` fills."""
+    if i > 1:
+        take_turn(barrier, i, GROUPS_AND_COPIES, True)
 
 
 @gluon.jit
@@ -164,7 +186,7 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
         copy_tile((k_d, None), of_k, at.first + group * 64, rings.k, group, QK, S)
-    head, block = at.head, steps.first + steps.each - 1
+    head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
         of_q = (at.batch, head, at.start_q, at.tokens_q)
@@ -172,28 +194,34 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         inside = row + lanes < at.tokens_q
         level = gl.load(work.level + numbers, mask=inside, other=float("inf"))  # [BM]
         delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
-        copy_tile((q_d, None), of_q, row, rings.q, i, QK, S)
+        await_readers(Q_READ, i)
+        fill_tile((q_d, None), of_q, row, rings.q, i, QK, S)
         put_numbers(level, rings.q.full, rings.level, i)
         if i == 0:
             for group in gl.static_range(2):
                 copy_tile((v_d, None), of_k, at.first + group * 64, rings.v, group, V, S)
-        copy_tile((d_o_d, None), of_q, row, rings.d_o, i, V, S)
+        await_readers(D_O_READ, i)
+        fill_tile((d_o_d, None), of_q, row, rings.d_o, i, V, S)
         put_numbers(delta, rings.d_o.full, rings.delta, i)
         head, block = next_step(head, block, steps)
 
 
 @gluon.jit
 def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
-    """The warp that adds to dQ, block by block, each in its turn."""
+    """The warp that adds to dQ, block by block, each in its turn; the first stores."""
     before = counters
-    head, block = at.batch * n.heads_q + at.head, steps.first + steps.each - 1
+    head, block = at.batch * n.heads_q + at.head, steps.first
     for i in range(steps.all):
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
         counter = counters + 1 + place
-        await_count(counter, turn_of(at, block, n, S))
+        turn = turn_of(at, block, n, S)
+        await_count(counter, turn)
         for half in gl.static_range(2):
-            wait_full(rings.d_q.full, 2 * i + half)
-            add_to_global(d_q_d, [(place * 2 + half) * 16, 0], rings.d_q.tiles.index(half))
+            sync_group(D_Q_FULL + half, GROUP_AND_SUMS)
+            if turn == 0:
+                copy_to_global(d_q_d, [(place * 2 + half) * 16, 0], rings.d_q.tiles.index(half))
+            else:
+                add_to_global(d_q_d, [(place * 2 + half) * 16, 0], rings.d_q.tiles.index(half))
         if i > 0:  # the block before this one has come to memory: pass it on
             count_up(before, 2)
         before = counter
@@ -247,7 +275,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         wait_full(rings.k.full, both)
         if steps.all > 0:
             wait_full(rings.v.full, both)
-    head, block = at.head, steps.first + steps.each - 1
+    head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES
         start = block * S.BM
@@ -282,23 +310,23 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         rings.d_s.index(i % 2 * 2 + group).store(d_s)
         fence_async_shared()
         d_s_t = gl.convert_layout(d_s, operand(QK.FIRST))
-        sync_group(7, 256)
+        sync_group(BOTH_GROUPS, 256)
         # dQ = dS K, half of it;  dK += dS^T Q
         d_q = half_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
         d_k = warpgroup_mma(d_s_t, q, d_k, is_async=True)
         d_q, d_v, p_t = products_done(1, [d_q, d_v, p_t])
-        release(rings.d_o.empty, i)
+        take_turn(D_O_READ, i, GROUPS_AND_COPIES, False)
         wait_empty(rings.d_q.empty, 2 * i + group)
         # in the order in which threads hold it: eight stores of 16 bytes each
         d_q = d_q.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256])
         rings.d_q.tiles.index(group).store(d_q)
         fence_async_shared()
-        signal(rings.d_q.full, 2 * i + group)
+        arrive_at_group(D_Q_FULL + group, GROUP_AND_SUMS)
         # a product in flight over the loop's end would make ptxas run all of them one by one
         d_k, d_s_t = products_done(0, [d_k, d_s_t])
-        release(rings.q.empty, i)
+        take_turn(Q_READ, i, GROUPS_AND_COPIES, False)
         head, block = next_step(head, block, steps)
-    sync_group(7, 256)  # the other group has read these keys
+    sync_group(BOTH_GROUPS, 256)  # the other group has read these keys
     to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
     to_v = result_rows(work.d_v, at, n.heads, at.head_k, n.tokens_k, at.start_k, V)
     write_part(to_k, d_k * n.d_scale, k, first_key, at.tokens_k, 0, QK.ALL)
@@ -310,7 +338,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
 def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr):
     """dK, dV and what 128 keys add to dQ."""
     number = gl.atomic_add(work.counters, 1)
-    at, steps = find_keys(number, work.table, n, S)
+    at, steps = find_keys_from_the_last(number, work.table, n, S)
     rings = BackwardRings(
         ring(2, (k_t, None), 1),
         ring(2, (v_t, None), 1),
@@ -319,11 +347,7 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
-        TileRing(
-            gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout),
-            allocate_barriers(2, 1),
-            allocate_barriers(2, 1),
-        ),
+        HalfRing(gl.allocate_shared_memory(gl.float32, [2, 16, 256], d_q_t.layout), allocate_barriers(2, 1)),
     )
     descriptors = (q_t, d_o_t, k_t, v_t)
     if at.first >= 0:
@@ -340,8 +364,8 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, n, S: gl.constexpr
 
 
 @triton.jit(do_not_specialize=["n"])
-def query_gradient_kernel(d_q, sums, table, n, S: tl.constexpr):
-    """dQ of BM queries of a head from its sums, see `backward_group`."""
+def query_gradient_kernel(d_q, sums, counters, table, n, S: tl.constexpr):
+    """dQ of BM queries of a head from its sums, see `backward_group`; 0 where no program has added any."""
     QK: tl.constexpr = S.QK
     bh, block = find_head(tl.program_id(0), n.blocks, n.batches * n.heads_q, n.at_once)
     batch, head = bh // n.heads_q, bh % n.heads_q
@@ -357,7 +381,8 @@ def query_gradient_kernel(d_q, sums, table, n, S: tl.constexpr):
     half = row // 64 + column // 64
     r, c = row % 64, column % 64
     at = c // 8 * 512 + (r // 16 * 32 + r % 8 * 4 + c % 8 // 2) * 4 + r // 8 % 2 * 2 + c % 2
-    tile = tl.load(sums + (place.to(tl.int64) * 2 + half) * 4096 + at)  # [BM, K]
+    any_keys = (tl.load(counters + 1 + place) > 0) & (half >= 0)
+    tile = tl.load(sums + (place.to(tl.int64) * 2 + half) * 4096 + at, mask=any_keys, other=0.0)  # [BM, K]
     here = AttentionBlock(batch, head, head, bh, block * S.BM, start_q, tokens_q, start_q, tokens_q)
     to = result_rows(d_q, here, n.heads_q, head, n.tokens_q, start_q, QK)
     store_rows(to, tile * n.d_scale, block * S.BM, tokens_q, 0, QK.FIRST, QK, S.BM)
@@ -374,8 +399,8 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     count = 0 if call.packing is None else call.packing.count + 1
     blocks_q, table_q = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
     blocks = (call.tokens_q // spec.BM + count if call.packed else blocks_q) * call.batch * call.heads_q
-    made = torch.zeros(blocks * (2 * 4096 + 1) + 4, dtype=torch.float32, device=q.device)
-    sums, counters = made[: blocks * 2 * 4096], made[blocks * 2 * 4096 :].view(torch.int32)
+    sums = torch.empty(blocks * 2 * 4096, dtype=torch.float32, device=q.device)
+    counters = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
     blocks_k, table_k = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
     of_rows = [tiles(x, spec, spec.BM, width)[0] for x, width in ((q, spec.QK), (d_o, spec.V))]
     of_keys = [tiles(x, spec, ROWS, width)[0] for x, width in ((k, spec.QK), (v, spec.V))]
@@ -388,7 +413,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
         numbers_of(call, spec, blocks_k),
     )
     bound(query_gradient_kernel, spec, num_warps=4)(
-        blocks_q * call.batch * call.heads_q, d_q, sums, table_q, numbers_of(call, spec, blocks_q)
+        blocks_q * call.batch * call.heads_q, d_q, sums, counters, table_q, numbers_of(call, spec, blocks_q)
     )
     found = {"q": d_q, "k": d_k, "v": d_v}
     if call.sink is not None and rows.d_sink is not None:
