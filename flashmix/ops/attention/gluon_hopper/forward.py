@@ -15,10 +15,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
@@ -37,13 +33,9 @@ from flashmix.gpu.hopper import (
     wait_empty,
     wait_full,
 )
-from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.op.call import Outputs
-from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, row_sums, softmax
-from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
-from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
@@ -57,11 +49,8 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     write_rows,
     zero_sums,
 )
-from flashmix.ops.attention.triton_gpu.decay import running_sums
-from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, query_rows
-from flashmix.ops.attention.triton_gpu.packed import blocks_of
+from flashmix.ops.attention.triton_gpu.forward import query_rows
 from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
-from flashmix.ops.attention.triton_gpu.spec import numbers_of
 from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
@@ -143,7 +132,9 @@ def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while number < blocks:
-        following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
+        following = gl.to_tensor(blocks)
+        if blocks > gl.num_programs(0):
+            following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
         tell(queue, drawn, following)
         at = find_queries(number, x.table, n, S)
         if (at.first >= 0) & (at.first < at.tokens_q):
@@ -357,26 +348,3 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
             [4, 4, 1],
             [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
         )
-
-
-def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
-    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each, of a call as `laid_out` makes it."""
-    q, k, v = call.q, call.k, call.v
-    spec, options = hopper_spec(call, "forward")
-    decay, decay_tiles = running_sums(call, spec._replace(SCALED=False))
-    o = q.new_empty(*q.shape[:3], v.shape[3])
-    top, total = call.row_statistics()
-    lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
-    blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    programs = blocks * call.batch * call.heads_q
-    bound(hopper_forward_kernel, spec, **options)(
-        min(programs, gpu.target(call.device).multiprocessors) if spec.OWN_RESULTS else programs,
-        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
-        HopperResults(o, lse, top, total, counter),
-        *tiles(q, spec, ROWS, spec.QK),
-        *tiles(k, spec, spec.BN, spec.QK),
-        *tiles(v, spec, spec.BN, spec.V),
-        numbers_of(call, spec, blocks),
-    )
-    return o, lse, (top, total)

@@ -215,6 +215,18 @@ def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.con
 
 
 @gluon.jit
+def write_float32(at, sums, first, limit, ALL: gl.constexpr):
+    """Writes 64 rows of `sums` in float32 from row `first`, below `limit`, of `(address, stride)`, straight from registers."""
+    address, stride = at
+    WIDTH: gl.constexpr = sums.shape[1]
+    L: gl.constexpr = accumulator(WIDTH)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gl.store(to, sums, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
+
+
+@gluon.jit
 def write_rows(at, sums, buffers, first, limit, C: gl.constexpr):
     """Writes 64 rows of both parts of `sums` from row `first`, below `limit`, of `(address, stride)`, through shared memory."""
     a, b = sums
