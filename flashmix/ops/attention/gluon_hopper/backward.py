@@ -30,6 +30,7 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    leave,
     operand,
     plain,
     products_done,
@@ -44,12 +45,12 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
     D_O_READ,
+    GROUPS_AND_COPIES,
     Q_READ,
     backward_copies,
     find_keys,
     first_sums,
     key_probabilities,
-    leave,
     next_step,
     transposed_scores,
 )
@@ -211,11 +212,11 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         d_q = half_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
         d_k = warpgroup_mma(d_s_t, q, d_k, is_async=True)
         d_q, d_v, p_t = products_done(1, [d_q, d_v, p_t])
-        leave(D_O_READ, i)
+        leave(D_O_READ, i, GROUPS_AND_COPIES)
         put_half(group, d_q, i, rings)
         # a product in flight over the loop's end would make ptxas run all of them one by one
         d_k, d_s_t = products_done(0, [d_k, d_s_t])
-        leave(Q_READ, i)
+        leave(Q_READ, i, GROUPS_AND_COPIES)
         head, block = next_step(head, block, steps, S)
     sync_group(BOTH_GROUPS, 256)  # the other group has read these keys
     if S.BY_HEAD:

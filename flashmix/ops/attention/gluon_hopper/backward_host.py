@@ -64,9 +64,10 @@ class Together:
         of_rows = [tiles(x, spec, spec.BM, width)[0] for x, width in ((call.q, spec.QK), (d_o, spec.V))]
         of_keys = [tiles(x, spec, ROWS, width)[0] for x, width in ((call.k, spec.QK), (call.v, spec.V))]
         sums, _ = self.scratch(call)
+        n = numbers_of(call, spec, blocks_k)  # heads in turns share the cache with their dQ, those of a group too
         self.keys = bound(hopper_backward_kernel, spec, **options).prepare(
             blocks_k * call.batch * call.heads_q,
-            (partial(BackwardWork, n=numbers_of(call, spec, blocks_k)),),
+            (partial(BackwardWork, n=n._replace(at_once=max(1, n.at_once // call.group))),),
             tiles=(*of_rows, *of_keys, Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0)),
         )
         self.queries = bound(query_gradient_kernel, spec, num_warps=4).prepare(
@@ -142,15 +143,19 @@ class Apart:
             found["log_decay"] = sums_of_gradients(call, at_rows, at_keys)
 
 
+def one_pass(call: AttentionCall) -> bool:
+    """Whether one pass over the keys makes dQ too: dims fit, and no gate or slope takes registers."""
+    dims = max(call.q.shape[3], call.v.shape[3])
+    return dims <= MOST_CHANNELS_TOGETHER and call.log_decay is None and call.alibi_slopes is None
+
+
 class BackwardPlan:
     """The launches for calls of one kind."""
 
     def __init__(self, call: AttentionCall, d_o: Tensor) -> None:
         kernel, programs, n = row_launch(call, False)
         self.rows = kernel.prepare(programs, (RowInputs, RowResults), n)
-        dims = max(call.q.shape[3], call.v.shape[3])
-        together = dims <= MOST_CHANNELS_TOGETHER and call.log_decay is None and call.alibi_slopes is None
-        self.gradients = (Together if together else Apart)(call, d_o)
+        self.gradients = (Together if one_pass(call) else Apart)(call, d_o)
 
 
 PLANS = Plans(BackwardPlan)
@@ -161,7 +166,7 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
     o, top, total = kept
     d_o = torch.zeros_like(o) if d_o is None else d_o.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
-    plan, call, flow = PLANS.of(call, d_o, d_lse)
+    plan, call, flow = PLANS.of(call, d_o, d_lse, *kept)
     rows, device = empty_rows(call, False), call.q.device
     plan.rows(device, (o, d_o, d_lse, top, total, call.sink), rows)
     found = {

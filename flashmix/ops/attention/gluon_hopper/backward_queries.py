@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import accumulator, ex2, gl, gluon, products_done, release, row_pieces, wait_full
+from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, leave, products_done, row_pieces, wait_full
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.forward import tiles_of_keys
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, bias_of_tile, masked, row_sums, scaled
@@ -21,6 +21,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     as_operand,
     copy_tile,
+    fill_tile,
     ring,
     scores,
     tile_of,
@@ -31,6 +32,9 @@ from flashmix.ops.attention.triton_gpu.forward import query_rows
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded
 from flashmix.ops.attention.triton_gpu.tiles import find_queries, load_decay, padded_tokens, result_rows
 
+# Named barriers of the readers of k and v, a number for each tile
+K_READ, V_READ = gl.constexpr(5), gl.constexpr(8)
+GROUPS_AND_COPIES = gl.constexpr(256 + 32)  # threads
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 
@@ -71,11 +75,13 @@ def query_copies(at, keys, descriptors, rings, S: gl.constexpr):
         copy_tile(q_d, of_q, at.first + group * 64, rings.q, group, QK, S)
     for i in range(keys.count):
         start = keys.low + i * S.BN
-        copy_tile(k_d, of_k, start, rings.k, i, QK, S)
+        await_readers(K_READ, i, GROUPS_AND_COPIES, S.STAGES)
+        fill_tile(k_d, of_k, start, rings.k, i, QK, S)
         if i == 0:
             for group in gl.static_range(2):
                 copy_tile(d_o_d, of_q, at.first + group * 64, rings.d_o, group, V, S)
-        copy_tile(v_d, of_k, start, rings.v, i, V, S)
+        await_readers(V_READ, i, GROUPS_AND_COPIES, S.V_STAGES)
+        fill_tile(v_d, of_k, start, rings.v, i, V, S)
 
 
 @gluon.jit
@@ -129,7 +135,7 @@ def query_group(group: gl.constexpr, work, at, keys, rings, n, S: gl.constexpr):
         d_p = scores(d_o, tile_of(rings.v.tiles, i % S.V_STAGES), V)  # [64, BN]
         p, squashed = row_probabilities(s, level, rows, keys, i, n, S)
         d_p = products_done(0, [d_p])
-        release(rings.v.empty, i)
+        leave(V_READ, i, GROUPS_AND_COPIES, S.V_STAGES)
         # dS = P (dO v^T - delta)
         d_s = p * (d_p - delta[:, None])
         if S.DECAY:
@@ -150,7 +156,7 @@ def query_group(group: gl.constexpr, work, at, keys, rings, n, S: gl.constexpr):
         else:
             s, d_1, a_1 = products_done(0, [s, d_1, a_1])
             d_q = (d_1, d_1)
-        release(rings.k.empty, i)
+        leave(K_READ, i, GROUPS_AND_COPIES, S.STAGES)
     d_1, d_2 = d_q
     if QK.SECOND > 0:
         d_q = (d_1 * n.d_scale, d_2 * n.d_scale)

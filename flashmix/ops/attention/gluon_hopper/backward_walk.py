@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashmix.gpu.hopper import accumulator, ex2, gl, gluon, signal, take_turn, warpgroup_mma
+from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, warpgroup_mma
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
@@ -152,19 +152,6 @@ def put_numbers(numbers, full, tiles, use):
 
 
 @gluon.jit
-def await_readers(barrier: gl.constexpr, i):
-    """Until both groups have left the tile, one of two, that use `i` fills."""
-    if i > 1:
-        take_turn(barrier, i, GROUPS_AND_COPIES, True)
-
-
-@gluon.jit
-def leave(barrier: gl.constexpr, i):
-    """A group leaves the tile of use `i`."""
-    take_turn(barrier, i, GROUPS_AND_COPIES, False)
-
-
-@gluon.jit
 def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     """The warp that copies: k, v, and in turns q with its level and dO with its delta."""
     QK: gl.constexpr = S.QK
@@ -184,13 +171,13 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
         position = row + lanes + at.tokens_k - at.tokens_q
         level = level_from_last(level, work, at, head, position, at_edge(row, steps), n, S)
-        await_readers(Q_READ, i)
+        await_readers(Q_READ, i, GROUPS_AND_COPIES)
         fill_tile(q_d, of_q, row, rings.q, i, QK, S)
         put_numbers(level, rings.q.full, rings.level, i)
         if i == 0:
             for part in gl.static_range(S.BN // 64):
                 copy_tile(v_d, of_k, at.first + part * 64, rings.v, part, V, S)
-        await_readers(D_O_READ, i)
+        await_readers(D_O_READ, i, GROUPS_AND_COPIES)
         fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
         put_numbers(delta, rings.d_o.full, rings.delta, i)
         head, block = next_step(head, block, steps, S)

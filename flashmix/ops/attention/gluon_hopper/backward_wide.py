@@ -16,6 +16,7 @@ from flashmix.gpu.hopper import (
     accumulator,
     gl,
     gluon,
+    leave,
     plain,
     products_done,
     row_pieces,
@@ -27,12 +28,12 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
     D_O_READ,
+    GROUPS_AND_COPIES,
     Q_READ,
     backward_copies,
     bias_to_last,
     find_keys,
     key_probabilities,
-    leave,
     next_step,
     store_sums,
 )
@@ -91,7 +92,7 @@ def value_group(work, at, steps, rings, n, S: gl.constexpr):
         s = scores(k, tile_of(rings.q.tiles, stage), QK)  # [64, BM]
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         s = products_done(0, [s])
-        leave(Q_READ, i)
+        leave(Q_READ, i, GROUPS_AND_COPIES)
         p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, (work, bias), n, S)
         if i > 1:
             take_turn(P_TAKEN, i, 256, True)
@@ -103,7 +104,7 @@ def value_group(work, at, steps, rings, n, S: gl.constexpr):
         p_t = as_operand(p, dtype, V)
         wait_full(rings.d_o.full, i)
         d_v = waited(accumulate(d_v, p_t, tile_of(rings.d_o.tiles, stage), V), V)
-        leave(D_O_READ, i)
+        leave(D_O_READ, i, GROUPS_AND_COPIES)
         head, block = next_step(head, block, steps, S)
     sync_group(BOTH_GROUPS, 256)  # the other group has read v
     to = result_rows(work.d_v, at, n.heads, at.head_k, n.tokens_k, at.start_k, V)
@@ -137,7 +138,7 @@ def key_group(work, at, steps, rings, n, S: gl.constexpr):
             squash = rings.squash.index(i % 2).load(L)  # [64, BM]
         take_turn(P_TAKEN, i, 256, False)
         d_p = products_done(0, [d_p])
-        leave(D_O_READ, i)
+        leave(D_O_READ, i, GROUPS_AND_COPIES)
         d_s = p * (d_p - delta[None, :])
         if S.DECAY:
             sums += row_sums(d_s)
@@ -147,7 +148,7 @@ def key_group(work, at, steps, rings, n, S: gl.constexpr):
         d_s_t = as_operand(d_s, dtype, QK)
         wait_full(rings.q.full, i)
         d_k = waited(accumulate(d_k, d_s_t, tile_of(rings.q.tiles, stage), QK), QK)
-        leave(Q_READ, i)
+        leave(Q_READ, i, GROUPS_AND_COPIES)
         if S.DECAY:
             if block == steps.first + steps.each - 1:
                 store_sums(sums, work, at, head, key, n, S)

@@ -19,10 +19,12 @@ from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
     arrive_at_group,
+    await_readers,
     ex2,
     fence_async_shared,
     gl,
     gluon,
+    leave,
     pin,
     plain,
     products_done,
@@ -41,6 +43,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     allocate_results,
     as_operand,
     copy_tile,
+    fill_tile,
     ring,
     scores,
     tile_of,
@@ -54,6 +57,8 @@ from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
 from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
+# Named barriers: a number for each group that takes turns, and for each tile of k and of v whose readers leave
+TURNS, K_READ, V_READ = gl.constexpr(5), gl.constexpr(8), gl.constexpr(11)
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
@@ -108,6 +113,24 @@ def tiles_of_keys(at, base, n, S: gl.constexpr):
 
 
 @gluon.jit
+def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
+    """A group leaves a tile of k or v: by a named barrier where tiles have 128 channels, else by the ring's own."""
+    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+        leave(barrier, use, 2 * S.BM + 32, S.STAGES)
+    else:
+        release(ring_of.empty, use)
+
+
+@gluon.jit
+def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
+    """Until all groups have left, by `let_go`, the tile that use `use` fills."""
+    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+        await_readers(barrier, use, 2 * S.BM + 32, S.STAGES)
+    else:
+        wait_empty(ring_of.empty, use)
+
+
+@gluon.jit
 def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
     QK: gl.constexpr = S.QK
@@ -121,9 +144,11 @@ def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     for i in range(keys.count + 1):  # k one tile ahead of v
         use = keys.base + i
         if i < keys.count:
-            copy_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+            await_all(K_READ, rings.k, use, S)
+            fill_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
         if i > 0:
-            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
+            await_all(V_READ, rings.v, use - 1, S)
+            fill_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
 
 
 @gluon.jit
@@ -168,13 +193,13 @@ def told(queue, drawn):
 def await_turn(group: gl.constexpr, S: gl.constexpr):
     """Three groups issue their products in turns, so that the softmax of one runs beside the products of others."""
     if S.BM == 192:
-        sync_group(8 + group, 256)
+        sync_group(TURNS + group, 256)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr, S: gl.constexpr):
     if S.BM == 192:
-        arrive_at_group(8 + (group + 1) % 3, 256)
+        arrive_at_group(TURNS + (group + 1) % 3, 256)
 
 
 @gluon.jit
@@ -198,7 +223,7 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
         pass_turn(group, S)
         s = products_done(PV, [s])
-        release(rings.k.empty, use)
+        let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
         shrink = pin(ex2(m - top))
@@ -214,7 +239,7 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         else:
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        release(rings.v.empty, use - 1)
+        let_go(V_READ, rings.v, use - 1, S)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -260,7 +285,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
     pass_turn(group, S)
     s = products_done(0, [s])
-    release(rings.k.empty, keys.base)
+    let_go(K_READ, rings.k, keys.base, S)
     found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
@@ -271,7 +296,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
-    release(rings.v.empty, last)
+    let_go(V_READ, rings.v, last, S)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)

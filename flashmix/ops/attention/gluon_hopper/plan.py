@@ -35,9 +35,9 @@ class Plans:
         self.make = make
         self._kept: dict[Any, Any] = {}
 
-    def of(self, call: AttentionCall, d_o: Tensor | None = None, d_lse: Tensor | None = None) -> Any:
-        """The plan of a call, then the call and (backward) `d_o` as kernels read them."""
-        kind = kind_of(call, d_o, d_lse)
+    def of(self, call: AttentionCall, d_o: Tensor | None = None, *more: Tensor | None) -> Any:
+        """The plan of a call that reads `more` tensors too, then the call and (backward) `d_o` as kernels read them."""
+        kind = kind_of(call, d_o, *more)
         plan = None if kind is None else self._kept.get(kind)
         if plan is not None:
             return plan, call, d_o
