@@ -9,7 +9,7 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention import triton_gpu
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.backward_host import attention_backward, one_pass
+from flashmix.ops.attention.gluon_hopper.backward_host import MOST_CHANNELS_TOGETHER, attention_backward
 from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward
 
 MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
@@ -21,8 +21,8 @@ def backward_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if channels < LEAST_CHANNELS_BACKWARD:
         return f"its backward takes head dims from {LEAST_CHANNELS_BACKWARD}"
-    if call.group > 1 and one_pass(call):
-        return "Triton's is faster with grouped heads"
+    if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_TOGETHER:
+        return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_TOGETHER} channels"
     if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
         return f"its backward takes a softcap at head dims up to {MOST_CHANNELS_SOFTCAP}"
     return None
