@@ -175,7 +175,8 @@ def test_hopper_kernels_compile(name: str) -> None:
     for launch in ours:
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, f"{launch.name} of {name}: {made.shared} bytes"
-        assert made.stack <= (512 if "everything" in name else 256), f"{launch.name} of {name}: {made.stack} bytes"
+        most = 512 if "everything" in name or "256/256" in name else 256
+        assert made.stack <= most, f"{launch.name} of {name}: {made.stack} bytes"
         assert not made.advice & SERIAL, f"{launch.name} of {name}: {made.advice}"
 
 

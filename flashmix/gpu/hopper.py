@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "coalesced", "copy_to_global",
-    "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "mma_v2", "opaque_zero",
-    "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces", "signal", "stores_done", "sync_group",
-    "wait_empty", "wait_full", "warpgroup_mma",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
+    "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl",
+    "gluon", "leave", "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces",
+    "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = tma.async_copy_global_to_shared
@@ -149,6 +149,30 @@ def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
     """Counts as one of the `threads` at named barrier `number`, without waiting."""
     text: gl.constexpr = _named_barrier("arrive", number, threads)
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(number: gl.constexpr, i, threads: gl.constexpr, WAIT: gl.constexpr, COUNT: gl.constexpr = 2):
+    """Use `i` at COUNT named barriers from `number` on, which take turns: waits there, or counts as one of the `threads`."""
+    for turn in gl.static_range(COUNT):
+        if i % COUNT == turn:
+            if WAIT:
+                sync_group(number + turn, threads)
+            else:
+                arrive_at_group(number + turn, threads)
+
+
+@gluon.jit
+def leave(number: gl.constexpr, i, threads: gl.constexpr, STAGES: gl.constexpr = 2):
+    """A reader leaves the buffer of use `i` of a ring: `release` by a named barrier, at which none of its warps waits for another."""
+    take_turn(number, i, threads, False, STAGES)
+
+
+@gluon.jit
+def await_readers(number: gl.constexpr, i, threads: gl.constexpr, STAGES: gl.constexpr = 2):
+    """Until all readers have left, by `leave`, the buffer that use `i` fills. `threads`: of the readers and of the waiting warp."""
+    if i >= STAGES:
+        take_turn(number, i, threads, True, STAGES)
 
 
 @gluon.jit

@@ -12,8 +12,8 @@ A tensor that TMA moves is an argument of its own, `Tiles`: Triton takes no desc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flashmix.gpu import device as gpu
-from flashmix.gpu.tma import Maps, Tiles, without_descriptors
+from flashmix.gpu.tma import KEPT, Maps, Tiles, without_descriptors
 
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
@@ -80,9 +80,12 @@ class Kernel:
             made.launch(grid, stream, structs, (*values, None))
         return made
 
-    def prepare(self, grid: int, structs: Sequence[Any], *numbers: Any) -> PreparedLaunch:
-        """A launch with this grid and these last structs, to be made again and again with other tensors for its first `structs`."""
-        return PreparedLaunch(self, grid, structs, numbers)
+    def prepare(
+        self, grid: int, structs: Sequence[Any], *numbers: Any, tiles: Sequence[Tiles | None] = ()
+    ) -> PreparedLaunch:
+        """A launch with this grid and these last structs, to be made again and again with other tensors for its first `structs`, and
+        for the `tiles` that follow them."""
+        return PreparedLaunch(self, grid, structs, tiles, numbers)
 
     def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
@@ -117,29 +120,66 @@ class Code:
 class PreparedLaunch:
     """A launch whose grid and numbers stay; a call hands over the tensors, one tuple for each of its first `structs`, and launches.
 
-    The tensors of later calls must be like those of the first: the same dtypes, the same ones None, and where the kernel is specialised
-    for their alignment, aligned as they were. The first call is an ordinary launch, later ones hand its code new addresses.
+    A struct whose last fields are numbers comes as a `partial` with those. With tiles a call hands over as `moved` a tensor for each,
+    whatever for those that are None. The tensors of later calls must be like those of the first: the same dtypes, the same ones None, and
+    where the kernel is specialised for their alignment, aligned as they were. The first call is an ordinary launch, later ones hand its
+    code new addresses.
     """
 
-    def __init__(self, kernel: Kernel, grid: int, structs: Sequence[Any], numbers: Sequence[Any]) -> None:
+    def __init__(
+        self, kernel: Kernel, grid: int, structs: Sequence[Any], tiles: Sequence[Tiles | None], numbers: Sequence[Any]
+    ) -> None:
         self.kernel, self.grid, self.structs, self.numbers = kernel, grid, structs, numbers
-        self._rest = (*[_lowered((x,), (True, True), [])[0] for x in numbers], None)
+        self._tiles = [None if x is None else (x.shape, x.strides, x.block, x.swizzle) for x in tiles]
+        self._ends = [tuple(_constants(s.keywords.values())) if isinstance(s, partial) else () for s in structs]
+        self._maps: Any = None
+        self._placed: dict[tuple[int, int], tuple[Any, ...]] = {}  # of the tiles, by number and address
+        self._rest = (*_constants(numbers), None)
         self._launch: Any = None
 
-    def __call__(self, device: torch.device, *tensors: tuple[Tensor | None, ...]) -> None:
+    def __call__(
+        self, device: torch.device, *tensors: tuple[Tensor | None, ...], moved: Sequence[Tensor | None] = ()
+    ) -> None:
         if self._launch is None or device.index != torch._C._cuda_getDevice() or hooked():
             with gpu.on(device):
                 named = [struct(*given) for struct, given in zip(self.structs, tensors, strict=True)]
+                for x, t in zip(self._tiles, moved, strict=True):
+                    named.append(None if x is None or t is None else Tiles(t, *x))
                 made = self.kernel(self.grid, *named, *self.numbers)
             if made is not None and made.direct is not None:
                 launch, self._code = made.direct
+                self._maps = made.maps
                 self._launch = launch  # last: another thread may be looking
             return
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        addresses = []
-        for given in tensors:  # at every call: a nested comprehension takes longer
-            addresses.append(tuple([None if t is None else t.data_ptr() for t in given]))
+        addresses: list[Any] = []
+        for given, end in zip(tensors, self._ends, strict=True):  # at every call: a nested comprehension takes longer
+            addresses.append((*[None if t is None else t.data_ptr() for t in given], *end))
+        if moved:
+            self._place(addresses, moved)
         self._launch(self.grid, 1, 1, stream, *self._code, *addresses, *self._rest)
+
+    def _place(self, arguments: list[Any], tensors: Sequence[Tensor | None]) -> None:
+        """Appends the tiles as the code takes them: map, shape and strides of each."""
+        number = 0
+        for x, t in zip(self._tiles, tensors, strict=True):
+            if x is None or t is None:
+                arguments.append(None)
+                continue
+            address = t.data_ptr()
+            found = self._placed.get((number, address))
+            if found is None:
+                if len(self._placed) >= KEPT:
+                    self._placed.clear()
+                shape, strides, *_ = x
+                found = self._placed[number, address] = self._maps.at(number, address, shape, strides)
+            arguments.extend(found)
+            number += 1
+
+
+def _constants(numbers: Iterable[Any]) -> list[Any]:
+    """Structs of numbers as the driver takes them."""
+    return [_lowered((x,), (True, True), [])[0] for x in numbers]
 
 
 def hooked() -> bool:

@@ -81,20 +81,20 @@ class Maps:
         number = 0
         for x in values:
             if type(x) is Tiles:
-                placed.extend(self._map(number, x))
+                placed.extend(self.at(number, x.tensor.data_ptr(), x.shape, x.strides))
                 number += 1
             else:
                 placed.append(x)
         return placed
 
-    def _map(self, number: int, x: Tiles) -> tuple[Any, ...]:
-        address = x.tensor.data_ptr()
-        key = number, address, x.shape, x.strides
+    def at(self, number: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+        """Map, shape and strides of the kernel's tiles `number`, of a tensor that begins at `address`."""
+        key = number, address, shape, strides
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
-            found = self._fill(address, *self._facts[number], x.shape, x.strides, 0), *x.shape, *x.strides
+            found = self._fill(address, *self._facts[number], shape, strides, 0), *shape, *strides
             self._kept[key] = found
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -106,23 +108,17 @@ def softmax_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
     q, k, v = autocast(q, k, v)
-    call = AttentionCall(
-        q,
-        k,
-        v,
-        sink,
-        alibi_slopes,
-        log_decay,
-        seed,
-        packing,
-        packing_k,
-        scale=scale,
-        left=left,
-        right=right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-    )
+    values: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "sink": sink,
+        "alibi_slopes": alibi_slopes,
+        "log_decay": log_decay,
+        "seed": seed,
+    }
+    values |= {"packing": packing, "packing_k": packing_k, "scale": scale, "left": left, "right": right}
+    call = AttentionCall.make(values | {"softcap": softcap, "dropout_p": dropout_p, "return_lse": return_lse})
     o, *rest = ATTENTION(call, impl)
     return o, rest[0] if return_lse else None
 

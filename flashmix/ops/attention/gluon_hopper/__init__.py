@@ -9,25 +9,22 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention import triton_gpu
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.backward import attention_backward
-from flashmix.ops.attention.gluon_hopper.forward import attention_forward
-from flashmix.ops.attention.triton_gpu.spec import laid_out
+from flashmix.ops.attention.gluon_hopper.backward_host import MOST_CHANNELS_TOGETHER, attention_backward
+from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward
 
-CHANNELS_BACKWARD = (
-    81,
-    128,
-)  # of the larger head dim: below, Triton's backward is as fast; above, dK and dV do not fit into registers
+MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
+LEAST_CHANNELS_BACKWARD = 81  # of the larger head dim: below, Triton's backward is as fast
 
 
 def backward_supports(call: AttentionCall) -> str | None:
     """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
-    least, most = CHANNELS_BACKWARD
-    if call.log_decay is not None or call.alibi_slopes is not None:
-        return "it has no gradients of gates and slopes"
-    if not least <= max(call.q.shape[3], call.v.shape[3]) <= most:
-        return f"its tiles take head dims from {least} to {most}"
-    if call.group > 1:
-        return "Triton's is faster with grouped heads"
+    channels = max(call.q.shape[3], call.v.shape[3])
+    if channels < LEAST_CHANNELS_BACKWARD:
+        return f"its backward takes head dims from {LEAST_CHANNELS_BACKWARD}"
+    if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_TOGETHER:
+        return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_TOGETHER} channels"
+    if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
+        return f"its backward takes a softcap at head dims up to {MOST_CHANNELS_SOFTCAP}"
     return None
 
 
@@ -37,7 +34,7 @@ def keeps(call: AttentionCall) -> Outputs:
 
 def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
     """`o`, with `return_lse` lse, and for backward m and l."""
-    o, lse, kept = attention_forward(laid_out(call))
+    o, lse, kept = attention_forward(call)
     return (o, lse) if call.return_lse else (o,), kept if save else ()
 
 
@@ -46,4 +43,4 @@ def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None],
     if backward_supports(call) is not None:
         return triton_gpu.backward(call, kept, grads, wanted)
     d_o, d_lse = grads if call.return_lse else (*grads, None)
-    return attention_backward(laid_out(call), kept, d_o, d_lse)
+    return attention_backward(call, kept, d_o, d_lse)

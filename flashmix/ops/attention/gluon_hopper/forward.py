@@ -15,38 +15,35 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from flashmix.gpu import device as gpu
 from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
+    arrive_at_group,
+    await_readers,
     ex2,
     fence_async_shared,
     gl,
     gluon,
+    leave,
     pin,
     plain,
     products_done,
     release,
     row_pieces,
     signal,
+    sync_group,
     wait_empty,
     wait_full,
 )
-from flashmix.gpu.launch import bound
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.op.call import Outputs
-from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, row_sums, softmax
-from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
-from flashmix.ops.attention.gluon_hopper.table import REGISTERS, ROWS
+from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
     as_operand,
     copy_tile,
+    fill_tile,
     ring,
     scores,
     tile_of,
@@ -55,14 +52,13 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     write_rows,
     zero_sums,
 )
-from flashmix.ops.attention.triton_gpu.decay import running_sums
-from flashmix.ops.attention.triton_gpu.forward import ForwardInputs, query_rows
-from flashmix.ops.attention.triton_gpu.packed import blocks_of
+from flashmix.ops.attention.triton_gpu.forward import query_rows
 from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
-from flashmix.ops.attention.triton_gpu.spec import numbers_of
 from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
+# Named barriers: a number for each group that takes turns, and for each tile of k and of v whose readers leave
+TURNS, K_READ, V_READ = gl.constexpr(5), gl.constexpr(8), gl.constexpr(11)
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
@@ -117,6 +113,24 @@ def tiles_of_keys(at, base, n, S: gl.constexpr):
 
 
 @gluon.jit
+def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
+    """A group leaves a tile of k or v: by a named barrier where tiles have 128 channels, else by the ring's own."""
+    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+        leave(barrier, use, 2 * S.BM + 32, S.STAGES)
+    else:
+        release(ring_of.empty, use)
+
+
+@gluon.jit
+def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
+    """Until all groups have left, by `let_go`, the tile that use `use` fills."""
+    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+        await_readers(barrier, use, 2 * S.BM + 32, S.STAGES)
+    else:
+        wait_empty(ring_of.empty, use)
+
+
+@gluon.jit
 def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
     QK: gl.constexpr = S.QK
@@ -130,9 +144,11 @@ def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     for i in range(keys.count + 1):  # k one tile ahead of v
         use = keys.base + i
         if i < keys.count:
-            copy_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+            await_all(K_READ, rings.k, use, S)
+            fill_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
         if i > 0:
-            copy_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
+            await_all(V_READ, rings.v, use - 1, S)
+            fill_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
 
 
 @gluon.jit
@@ -141,7 +157,9 @@ def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while number < blocks:
-        following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
+        following = gl.to_tensor(blocks)
+        if blocks > gl.num_programs(0):
+            following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
         tell(queue, drawn, following)
         at = find_queries(number, x.table, n, S)
         if (at.first >= 0) & (at.first < at.tokens_q):
@@ -172,6 +190,19 @@ def told(queue, drawn):
 
 
 @gluon.jit
+def await_turn(group: gl.constexpr, S: gl.constexpr):
+    """Three groups issue their products in turns, so that the softmax of one runs beside the products of others."""
+    if S.BM == 192:
+        sync_group(TURNS + group, 256)
+
+
+@gluon.jit
+def pass_turn(group: gl.constexpr, S: gl.constexpr):
+    if S.BM == 192:
+        arrive_at_group(TURNS + (group + 1) % 3, 256)
+
+
+@gluon.jit
 def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l)`."""
     QK: gl.constexpr = S.QK
@@ -186,11 +217,13 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
             bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
+        await_turn(group, S)
         s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
         wait_full(rings.v.full, use - 1)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
+        pass_turn(group, S)
         s = products_done(PV, [s])
-        release(rings.k.empty, use)
+        let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
         shrink = pin(ex2(m - top))
@@ -206,7 +239,7 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         else:
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        release(rings.v.empty, use - 1)
+        let_go(V_READ, rings.v, use - 1, S)
         # a = a 2^(m - m')
         acc = times_rows(acc, shrink, V)
         p = as_operand(found, p_1.dtype, V)
@@ -248,9 +281,11 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     # the first tile
     wait_full(rings.q.full, turn * GROUPS + group)
     wait_full(rings.k.full, keys.base)
+    await_turn(group, S)
     s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
+    pass_turn(group, S)
     s = products_done(0, [s])
-    release(rings.k.empty, keys.base)
+    let_go(K_READ, rings.k, keys.base, S)
     found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
@@ -261,7 +296,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
-    release(rings.v.empty, last)
+    let_go(V_READ, rings.v, last, S)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
@@ -287,6 +322,8 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
 @gluon.jit
 def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr):
     """Four warps with 64 queries of each block."""
+    if group == 2:
+        pass_turn(group, S)
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     while number < blocks:
@@ -336,26 +373,3 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
             [4, 4, 1],
             [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
         )
-
-
-def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
-    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each, of a call as `laid_out` makes it."""
-    q, k, v = call.q, call.k, call.v
-    spec, options = hopper_spec(call, "forward")
-    decay, decay_tiles = running_sums(call, spec._replace(SCALED=False))
-    o = q.new_empty(*q.shape[:3], v.shape[3])
-    top, total = call.row_statistics()
-    lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
-    blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    programs = blocks * call.batch * call.heads_q
-    bound(hopper_forward_kernel, spec, **options)(
-        min(programs, gpu.target(call.device).multiprocessors) if spec.OWN_RESULTS else programs,
-        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table),
-        HopperResults(o, lse, top, total, counter),
-        *tiles(q, spec, ROWS, spec.QK),
-        *tiles(k, spec, spec.BN, spec.QK),
-        *tiles(v, spec, spec.BN, spec.V),
-        numbers_of(call, spec, blocks),
-    )
-    return o, lse, (top, total)

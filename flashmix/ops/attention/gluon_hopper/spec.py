@@ -24,6 +24,11 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     if phase == "backward":  # tiles of one part, and 64 channels at least in each half of dQ
         width = 128 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
         spec = spec._replace(QK=Channels(spec.QK.ALL, width, 0), V=Channels(spec.V.ALL, width, 0))
+        spec = spec._replace(BY_HEAD=call.group > 1)
+    elif phase == "wide":
+        spec = spec._replace(WITH_Q=False)
+    elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
+        spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
         spec = spec._replace(OWN_RESULTS=True)
     return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.warps // 4][0]}

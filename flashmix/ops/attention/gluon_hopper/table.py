@@ -16,14 +16,21 @@ FORWARD: Rows = {
     (256, 256): AttentionConfig(128, 64, 8, 2),
 }
 BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (128, 128): AttentionConfig(64, 128, 8, 2)}
+# of dK and dV without dQ
+WIDE: Rows = {(256, 256): AttentionConfig(64, 64, 8, 2)}
+# of dQ alone
+QUERIES: Rows = {(128, 128): AttentionConfig(128, 128, 8, 2), (256, 256): AttentionConfig(128, 64, 8, 2)}
 # with ALiBi or a forget gate, which keep more a row
-BIASED = {"forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)}}
-PHASES = {"forward": FORWARD, "backward": BACKWARD}
+BIASED = {
+    "forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)},
+    "queries": {(256, 256): AttentionConfig(128, 64, 8, 2)},
+}
+PHASES = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "queries": QUERIES}
 # Registers a thread by the number of groups that compute: at the start of a kernel, of those groups, of the warps that only copy.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 
 
 def config_for(phase: str, dim_qk: int, dim_v: int, biased: bool) -> AttentionConfig:
     """The table's row for these head dims; `biased`: with ALiBi or a forget gate."""
-    table = (BIASED if biased else PHASES)[phase]
+    table = BIASED[phase] if biased and phase in BIASED else PHASES[phase]
     return next(row for (most_qk, most_v), row in table.items() if dim_qk <= most_qk and dim_v <= most_v)

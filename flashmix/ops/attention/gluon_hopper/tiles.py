@@ -103,15 +103,14 @@ def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr):
-    """Begins to copy the tile from `row` of a sequence as tile `use` of ring `to`, when that is free. Zeros past the last row.
+def fill_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the tile from `row` of a sequence as tile `use` of ring `to`, which is free. Zeros past the last row.
 
     `place`: batch, head, first row and rows of the sequence.
     """
     first, second = descriptors
     a, b = to.tiles
     stage = use % to.full.shape[0]
-    wait_empty(to.empty, use)
     if C.SECOND > 0:
         barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
         copy_part(second, place, row, C.FIRST, barrier, b.index(stage), S)
@@ -119,6 +118,13 @@ def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr
     else:
         barrier = expect_bytes(to.full, use, first.block_type.nbytes)
         copy_part(first, place, row, 0, barrier, a.index(stage), S)
+
+
+@gluon.jit
+def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr):
+    """`fill_tile`, when every reader has left the tile."""
+    wait_empty(to.empty, use)
+    fill_tile(descriptors, place, row, to, use, C, S)
 
 
 @gluon.jit
@@ -206,6 +212,18 @@ def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.con
         gl.store(to, tile, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
     else:
         gl.store(to, tile, mask=(rows < limit)[:, None])
+
+
+@gluon.jit
+def write_float32(at, sums, first, limit, ALL: gl.constexpr):
+    """Writes 64 rows of `sums` in float32 from row `first`, below `limit`, of `(address, stride)`, straight from registers."""
+    address, stride = at
+    WIDTH: gl.constexpr = sums.shape[1]
+    L: gl.constexpr = accumulator(WIDTH)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gl.store(to, sums, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv, power_of_two
-from flashmix.gpu.launch import bound
+from flashmix.gpu.launch import Kernel, bound
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.backward_keys import attention_backward_keys
@@ -151,19 +151,28 @@ def summed_over_rows(gradient: Tensor, feature: Tensor) -> Tensor:
 
 def row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:
     """What each row of scores needs; delta is empty in float32 (`exact`)."""
+    out, (kernel, programs, n) = empty_rows(call, exact), row_launch(call, exact)
+    x = x._replace(
+        d_o=None if x.d_o is None else x.d_o.contiguous(), d_lse=None if x.d_lse is None else x.d_lse.contiguous()
+    )
+    kernel(programs, x, out, n)
+    return out
+
+
+def empty_rows(call: AttentionCall, exact: bool) -> RowResults:
     padded = (*call.rows[:2], cdiv(call.tokens_q, 4) * 4)
     level, delta = (_float32(call, padded) for _ in range(2))
     share = _float32(call, (2, *padded)) if exact else None
     d_sink = _float32(call, call.rows) if call.sink is not None and not exact else None
-    out = RowResults(level, share, delta, d_sink)
+    return RowResults(level, share, delta, d_sink)
+
+
+def row_launch(call: AttentionCall, exact: bool) -> tuple[Kernel, int, RowNumbers]:
+    """The kernel behind `row_statistics`, its programs and numbers."""
     n = RowNumbers(call.tokens_q, call.heads_q, call.batch * call.heads_q * call.tokens_q)
     dim_v = call.v.shape[3]
     spec = RowSpec(channels(dim_v), max(1, 4096 // power_of_two(dim_v)), exact)
-    x = x._replace(
-        d_o=None if x.d_o is None else x.d_o.contiguous(), d_lse=None if x.d_lse is None else x.d_lse.contiguous()
-    )
-    bound(attention_backward_rows_kernel, spec, num_warps=4)(cdiv(n.rows, spec.ROWS), x, out, n)
-    return out
+    return bound(attention_backward_rows_kernel, spec, num_warps=4), cdiv(n.rows, spec.ROWS), n
 
 
 def _float32(call: AttentionCall, shape: tuple[int, ...]) -> Tensor:

@@ -57,6 +57,9 @@ class AttentionSpec(NamedTuple):
     WITH_V: bool
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
     OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
+    V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
+    WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
+    BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
 
 
 class BackwardInputs(NamedTuple):

@@ -1,0 +1,230 @@
+"""The walk of a block of keys over its queries, in backward on Hopper: which queries, their tiles copied, P from their scores.
+
+Tiles of scores lie `[keys, queries]`. With gates or slopes what is added to a score is in two where a whole tile is seen: from each key to
+the block's last one, which the group knows, and from there to each query, which the copying warp takes off the query's level.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, warpgroup_mma
+from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
+from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile
+from flashmix.ops.attention.triton_gpu.packed import find_sequence
+from flashmix.ops.attention.triton_gpu.scores import bias_of_keys, bias_of_rows, biased, expanded, in_units
+from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, load_decay, padded_tokens, rows_of_keys
+
+# Named barriers, which ask no group to wait for its own warps first; those of two tiles have two numbers.
+BOTH_GROUPS, Q_READ, D_O_READ = gl.constexpr(4), gl.constexpr(5), gl.constexpr(7)
+GROUPS_AND_COPIES = gl.constexpr(256 + 32)  # threads
+
+
+class BackwardWork(NamedTuple):
+    """Pointers; the first counter hands out numbers to programs, the others belong to dQ's blocks."""
+
+    table: Any  # of packed keys
+    level: Any  # [B, HQ, Tq], rows padded to 16 bytes, as delta
+    delta: Any
+    d_k: Any  # [B, Tk, H, K]
+    d_v: Any  # [B, Tk, H, V]
+    counters: Any  # None without dQ
+    alibi_slopes: Any
+    decay: Any  # the gates' running sums, see `decay.running_sums`
+    at_keys: Any  # with a decay the sums of dS over queries, [B, HQ, Tk]
+    n: Any  # `AttentionNumbers`
+
+
+class QuerySteps(NamedTuple):
+    """The walk of a program: `each` blocks of queries from number `first`, for each of its query heads (with dQ: for one)."""
+
+    first: Any
+    each: Any
+    all: Any
+    inner: Any  # queries `inner` to `outer` see all its keys
+    outer: Any
+    sums: Any  # number of the sequence's first block of dQ
+
+
+class HeadBias(NamedTuple):
+    """What gates and slopes of a query head add to scores."""
+
+    slope: Any
+    gates: Any  # addresses of both parts of G of the sequence's first key
+    reference: Any  # the block's last key, and G there
+    decay_ref: Any
+
+
+@triton.jit
+def first_sums(sequence, start_q, S: tl.constexpr):
+    """The number of a packed sequence's first block of dQ: no two sequences share one."""
+    if S.PACKED:
+        return start_q // S.BM + sequence
+    else:
+        return start_q * 0
+
+
+@gluon.jit
+def find_keys(number, table, n, S: gl.constexpr):
+    """The BN keys of a program, and its `QuerySteps`: from the last where dQ is added up in that order, else the heaviest first."""
+    heads, group, walked = n.heads, n.group, n.group
+    if S.WITH_Q:
+        heads, group, walked = n.heads_q, 1, 1
+    bh, block = find_head(number, n.blocks, n.batches * heads, n.at_once)
+    batch, head = bh // heads, bh % heads * group
+    sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
+    if S.PACKED:
+        sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
+    if S.WITH_Q:
+        block = gl.cdiv(tokens_k, S.BN) - 1 - block
+    else:
+        block = gl.where(block * S.BN < tokens_k, block, -1)
+    at = AttentionBlock(batch, head, head // n.group, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
+    low, inner, outer, high = rows_of_keys(at.first, tokens_k - tokens_q, tokens_q, n, S)
+    each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
+    if at.first + S.BN > tokens_k:  # some keys are past the last
+        outer = inner
+    return at, QuerySteps(low // S.BM, each, each * walked, inner, outer, first_sums(sequence, start_q, S))
+
+
+@gluon.jit
+def next_step(head, block, steps, S: gl.constexpr):
+    """The head and the block of queries after these."""
+    if S.WITH_Q:  # one head
+        return head, block + 1
+    else:
+        more = block + 1 < steps.first + steps.each
+        return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
+
+
+@gluon.jit
+def at_edge(start, steps):
+    """Whether some of the queries from `start` do not see all keys."""
+    return (start < steps.inner) | (start >= steps.outer)
+
+
+@gluon.jit
+def head_bias(work, at, head, n, S: gl.constexpr):
+    """The `HeadBias` of a query head."""
+    slope, gates, decay_ref = 0.0, (0, 0), (0.0, 0.0)
+    reference = at.first + S.BN - 1
+    if S.ALIBI:
+        slope = in_units(gl.load(work.alibi_slopes + head), S)
+    if S.DECAY:
+        high = work.decay + (at.batch * n.heads_q + head).to(gl.int64) * n.tokens_k + at.start_k
+        gates = (high, high + (n.batches * n.heads_q).to(gl.int64) * n.tokens_k)
+        decay_ref = load_decay(gates, reference, at.tokens_k, True)  # []
+    return HeadBias(slope, gates, reference, decay_ref)
+
+
+@gluon.jit
+def bias_to_last(work, at, head, key, n, S: gl.constexpr):
+    """What the way from each `key` to the block's last one takes off scores, `[64]`."""
+    x = head_bias(work, at, head, n, S)
+    decay_k = (0.0, 0.0)
+    if S.DECAY:
+        decay_k = load_decay(x.gates, key, at.tokens_k, True)  # [64]
+    return bias_of_keys(key, x.reference, x.slope, decay_k, x.decay_ref, S)
+
+
+@gluon.jit
+def level_from_last(level, work, at, head, position, edge, n, S: gl.constexpr):
+    """The level of queries, less what the way from the block's last key to them takes off their scores."""
+    if S.CAUSAL and (S.DECAY or S.ALIBI):
+        if not edge:
+            x = head_bias(work, at, head, n, S)
+            decay_q = (0.0, 0.0)
+            if S.DECAY:
+                decay_q = load_decay(x.gates, position, at.tokens_k, True)  # [BM]
+            level -= bias_of_rows(position, x.reference, x.slope, decay_q, x.decay_ref, S)
+    return level
+
+
+@gluon.jit
+def put_numbers(numbers, full, tiles, use):
+    """Stores numbers of BM rows as tile `use` of a ring. (TMA would want those of each packed sequence to begin at 16 bytes.)"""
+    tiles.index(use % full.shape[0]).store(numbers)
+    signal(full, use)
+
+
+@gluon.jit
+def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
+    """The warp that copies: k, v, and in turns q with its level and dO with its delta."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    q_d, d_o_d, k_d, v_d = descriptors
+    lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    for part in gl.static_range(S.BN // 64):
+        copy_tile(k_d, of_k, at.first + part * 64, rings.k, part, QK, S)
+    head, block = at.head, steps.first
+    for i in range(steps.all):
+        row = block * S.BM
+        of_q = (at.batch, head, at.start_q, at.tokens_q)
+        numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q + row + lanes
+        inside = row + lanes < at.tokens_q
+        level = gl.load(work.level + numbers, mask=inside, other=float("inf"))  # [BM]
+        delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
+        position = row + lanes + at.tokens_k - at.tokens_q
+        level = level_from_last(level, work, at, head, position, at_edge(row, steps), n, S)
+        await_readers(Q_READ, i, GROUPS_AND_COPIES)
+        fill_tile(q_d, of_q, row, rings.q, i, QK, S)
+        put_numbers(level, rings.q.full, rings.level, i)
+        if i == 0:
+            for part in gl.static_range(S.BN // 64):
+                copy_tile(v_d, of_k, at.first + part * 64, rings.v, part, V, S)
+        await_readers(D_O_READ, i, GROUPS_AND_COPIES)
+        fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
+        put_numbers(delta, rings.d_o.full, rings.delta, i)
+        head, block = next_step(head, block, steps, S)
+
+
+@gluon.jit
+def transposed_scores(a, b):
+    """Issues `a b^T`, 64 keys by BM queries."""
+    BM: gl.constexpr = b.shape[0]
+    s = gl.full([64, BM], 0.0, gl.float32, accumulator(BM))
+    return warpgroup_mma(a, b.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def key_probabilities(s, level, key, block, steps, biases, n, S: gl.constexpr):
+    """P of `k q^T`, `[64, BM]`, and tanh(scores / softcap), of a block of queries: `(at, query head, first query)`.
+
+    `biases`: with gates or slopes the `BackwardWork` and what `bias_to_last` found for the head.
+    """
+    at, head, start = block
+    L: gl.constexpr = accumulator(S.BM)
+    edge = at_edge(start, steps)
+    place = at.tokens_k - at.tokens_q + start + gl.arange(0, S.BM, gl.SliceLayout(0, L))
+    position, keys = place[None, :], key[:, None]
+    y, squashed = scaled(s, n, S)
+    if S.CAUSAL and (S.DECAY or S.ALIBI):
+        work, bias = biases
+        if edge:
+            x = head_bias(work, at, head, n, S)
+            decay_q, decay_k = (0.0, 0.0), (0.0, 0.0)
+            if S.DECAY:
+                decay_q = expanded(load_decay(x.gates, place, at.tokens_k, True), 0)  # [1, BM]
+                decay_k = expanded(load_decay(x.gates, key, at.tokens_k, True), 1)  # [64, 1]
+            y = biased(y, position, keys, x.slope, decay_q, decay_k, S)
+        else:
+            y += bias[:, None]
+    elif S.ALIBI:
+        work, bias = biases
+        slope = in_units(gl.load(work.alibi_slopes + head), S)
+        y = biased(y, position, keys, slope, (0.0, 0.0), (0.0, 0.0), S)
+    y = masked(y - level[None, :], position, keys, at.tokens_k, edge, n, EITHER, S)
+    return ex2(y), squashed
+
+
+@gluon.jit
+def store_sums(sums, work, at, head, key, n, S: gl.constexpr):
+    """Writes the sums of dS over the queries of a head, `[64, 4]` in pieces."""
+    row = (at.batch * n.heads_q + head).to(gl.int64) * n.tokens_k + at.start_k
+    found = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, accumulator(S.BM)))
+    gl.store(work.at_keys + row + key, found, mask=key < at.tokens_k)
