@@ -24,7 +24,7 @@ class HopperSpec(NamedTuple):
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs
-    SLOTS: int = 8  # of the ring of all tiles of a chunk, output backward
+    SLOTS: int = 6  # of the ring of tiles of a value head, output backward
 
 
 class HopperNumbers(NamedTuple):
@@ -154,7 +154,8 @@ class OutputTiles(NamedTuple):
 
     q: Any  # [2, 64, 128]
     k: Any  # [2, 64, 128]
-    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, nu, dS' of one value head after the other; states in two halves of K
+    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, dS' of one value head after the other; states in two halves of K
+    nu: Any  # [2, 64, 128]: held from the first to the last product of a value head, so in a ring of its own
     pairs: Any  # [2, 64, 64]: q k^T and -k k^T, then N_q and N_a
     vectors: Any  # [4 VALUES, 64]
     sums: Any  # [32, 64] float32: see `finisher`
@@ -164,6 +165,7 @@ class OutputBarriers(NamedTuple):
     """The rings of the output's backward; the last two are filled by warpgroups."""
 
     slots: Ring
+    nu: Ring
     keys: Ring
     v: Ring
     pairs: Ring
