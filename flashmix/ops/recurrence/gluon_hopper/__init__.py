@@ -1,35 +1,46 @@
-"""The recurrence on Hopper, in Gluon: phases of docs/chunk_algorithm.md for the tied delta rule with at most one decay a token.
+"""The recurrence on Hopper, in Gluon: phases of docs/chunk_algorithm.md for the tied delta rule.
 
 The phases, what they keep and the tables of a packed batch are those of `triton_gpu`; here are their kernels with warps of different
 roles, copies by TMA and the state in the accumulators of `wgmma`. Forward: `scores`, `state` with the output. Backward: `state` for the
-states that chunks start from, `state` from the end, then `output`, with the sums over value heads that share a key.
+states that chunks start from, `state` from the end, then `output`, with the sums over value heads that share a key. With a decay per
+channel the state passes alone are those here; they read decayed keys, and `output`'s backward, of Triton's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.launch import LaunchSeries
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
+from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
+from flashmix.ops.recurrence.gluon_hopper.memory import (
+    OPERANDS,
+    aligned,
+    allocate,
+    kind_of,
+    ready,
+    sizes_of,
+    symbolic_sizes_of,
+    views,
+)
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
-from flashmix.ops.recurrence.triton_gpu import empty_maps, is_step, per_token
-from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
-from flashmix.ops.recurrence.triton_gpu.plan import plan
+from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
 from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
 
-TILED = ("q", "k", "v")  # operands that TMA reads
+FORWARD, BACKWARD = LaunchSeries(), LaunchSeries()
 
 
 class HopperRun:
@@ -37,23 +48,20 @@ class HopperRun:
 
     def __init__(self, base: Run) -> None:
         self.base, self.call = base, base.call
-        self.plan: HopperPlan = hopper_plan(self.call, self.base.plan)
-        self.segments = self.plan.triton.tiles.segments
-        n, items = self.base.n, self.base.chunks * self.call.heads
-        self.n = HopperNumbers(n.scale, n.tokens, n.chunks, 1, items)
-        self.segmented = self.n._replace(segments=self.segments)
-        assert self.call.k is not None
-        self.q, self.k = self.tokens(self.call.q, 128), self.tokens(self.call.k, 128)
+        call = base.call
+        self.plan: HopperPlan = hopper_plan(call, base.plan)
+        n, items = self.base.n, self.base.chunks * call.heads
+        self.n = HopperNumbers(n.scale, n.tokens, n.chunks, 1, items, call.batch)
+        self.segmented = self.n._replace(segments=self.plan.triton.tiles.segments)
 
     @staticmethod
     def of(call: RecurrenceCall) -> HopperRun:
-        moved = {name: x for name in TILED if (x := aligned(getattr(call, name))) is not getattr(call, name)}
-        return HopperRun(Run.of(call.but(**moved) if moved else call))
+        return HopperRun(Run.of(ready(call)[0]))
 
     @property
     def state_programs(self) -> int:
         """Programs of a state pass in which each segment has one state."""
-        return self.base.rows * self.segments * (2 // self.plan.warpgroups)
+        return self.base.rows * self.segmented.segments * (2 // self.plan.warpgroups)
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -65,131 +73,217 @@ class HopperRun:
         return StateMemory(where.cu_seqlens, where.offsets, state, starts, result, ends)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """The tensor contiguous and at an address that TMA can read from."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+class ChunkReads(NamedTuple):
+    """What the state passes read of the phases before."""
+
+    q: Tiles | None  # None where decayed queries lie with the keys
+    k: Tiles
+    A: Tensor  # A_qb and T, [chunks, HV, 2, 64, 64]
+    vectors: Tiles
+
+    def with_queries(self, values: Tiles) -> tuple[Any, ...]:
+        return self.q, self.k, values, descriptors.pairs(self.A, 2), self.vectors
+
+    def without(self, values: Tiles) -> tuple[Any, ...]:
+        return None, self.k, values, descriptors.pairs(self.A, 1), self.vectors
+
+
+def reads_of(run: HopperRun, A: Tensor, vectors: Tensor) -> ChunkReads:
+    """The same with at most one decay per token, of the tiles of pairs and the vectors."""
+    q, k = run.call.q, run.call.k
+    assert k is not None
+    return ChunkReads(run.tokens(q, 128), run.tokens(k, 128), A, descriptors.vectors(vectors))
+
+
+def halves(call: RecurrenceCall) -> Halves | None:
+    """Both halves of a call over ranks, where there are such: with at most one decay per token."""
+    if call.decay is Decay.CHANNEL:
+        return None
+    from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
+
+    return HALVES
+
+
+def launch(
+    series: LaunchSeries,
+    device: torch.device,
+    kind: Hashable,
+    addresses: list[int],
+    touched: Iterable[Tensor | None],
+    make: Callable[[], None],
+) -> None:
+    """Makes the launches of a call; those of before where its kind, the addresses of its operands and what it touches are the same."""
+    if kind is None:
+        make()
+        return
+    series(device, (kind, *addresses, *[t.data_ptr() for t in touched if t is not None]), make)
 
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps the tiles of pairs, the vectors of chunks, and the segments' maps and starts."""
     if is_step(call):
         return step(call), ()
-    run = HopperRun.of(call)
-    A, vectors = scores_of(run)
-    return outputs(run, A, vectors, segment_maps(run, A, vectors), save)
-
-
-def outputs(run: HopperRun, A: Tensor, vectors: Tensor, maps: Tensor | None, save: bool) -> tuple[Outputs, Outputs]:
-    """Output, final state and what is kept, from the scores and the maps of the segments."""
-    call = run.call
-    o, state = run.base.tokens_like(call.V), run.base.states()
+    if call.tokens == 0 or call.batch == 0:
+        return empty(call), ()
+    call, addresses = ready(call)
+    device, kind = call.q.device, kind_of(call)
+    sizes = sizes_of(call, kind)
+    o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
+    kept, decayed = allocate(sizes.kept_bytes, device), allocate(sizes.decayed_bytes, device)
     if call.packed:
         o.zero_()  # tokens past the last sequence
-    joined = join_forward(run, maps)
-    x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
-    n = run.segmented if joined else run.n
-    tiles = (run.q, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 2))
-    run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
-    return (o, state), (A, vectors, *joined) if save else ()
+
+    def make() -> None:
+        run = HopperRun(Run.of(call))
+        reads, joined, _ = scores(run, views(kept, sizes.kept), views(decayed, sizes.decayed), True)
+        if joined:
+            maps, starts = joined
+            write_maps(run, reads, maps)
+            join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
+        state_output(run, reads, joined, o, state)
+
+    launch(FORWARD, device, kind, addresses, (o, state, kept, decayed), make)
+    return (o, state), (kept,) if save and kept is not None else ()
 
 
-def halves(call: RecurrenceCall) -> Halves | None:
-    """Both halves of a call over ranks, where there are such."""
-    from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
-
-    return HALVES
+def empty(call: RecurrenceCall) -> Outputs:
+    """The results of a call without tokens."""
+    state = call.initial_state
+    return torch.empty_like(call.v), call.results()[1].zero_() if state is None else state.clone()
 
 
 def keeps(call: RecurrenceCall) -> Outputs:
-    """Empty tensors like those that `forward` keeps."""
-    if is_step(call):
+    """An empty tensor like the one that `forward` keeps, if it does."""
+    sizes = symbolic_sizes_of(call)
+    if is_step(call) or not sizes.kept or call.tokens == 0 or call.batch == 0:
         return ()
-    segments = plan(call).tiles.segments
-    chunks = count_chunks(call, 64), call.value_heads
-    A = torch.empty(*chunks, 2, 64, 64, dtype=call.dtype, device=call.device)
-    vectors = torch.empty(*chunks, 4, 64, dtype=torch.float32, device=call.device)
-    return (A, vectors, *(empty_maps(call, segments) if segments > 1 else ()))
+    return (torch.empty(sizes.kept_bytes, dtype=torch.uint8, device=call.device),)
 
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
-    run = HopperRun.of(call)
+    if call.tokens == 0 or call.batch == 0:
+        found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
+        return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
+    call, addresses = ready(call)
+    assert call.k is not None and call.beta is not None
+    device, kind = call.q.device, kind_of(call)
+    sizes = sizes_of(call, kind)
     do, dstate = grads
-    do = gradient_of(run.call, do)
+    do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
-    kept = kept or scores_of(run)  # of one token a sequence nothing is kept
-    return gradients_from(run, kept, do, dstate, segment_ends(run, kept, do), "log_decay" in wanted)
+    memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
+    decayed, work = allocate(sizes.decayed_bytes, device), allocate(sizes.work_bytes, device)
+    found = results(call)
+
+    def make() -> None:
+        run = HopperRun(Run.of(call))
+        own = views(memory, sizes.kept), views(decayed, sizes.decayed)
+        scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
+        parts = views(work, sizes.work)
+        if scored[1]:
+            write_ends(run, scored[0], do, parts[3])
+        gradients(run, scored, (do, dstate), parts, found)
+
+    addresses.append(0 if dstate is None else dstate.data_ptr())
+    launch(BACKWARD, device, kind, addresses, (memory, decayed, work, do, *found.values()), make)
+    return finished(call, found, wanted)
 
 
-def gradient_of(call: RecurrenceCall, do: Tensor | None) -> Tensor:
-    """The gradient of the output as TMA reads it."""
-    return torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
-
-
-def gradients_from(
-    run: HopperRun, kept: Outputs, do: Tensor, dstate: Tensor | None, ends: Tensor | None, decay: bool
-) -> Gradients:
-    """The gradients from what was kept and what the segments send back."""
-    call = run.call
-    A, vectors, *joined = kept
-    states, dstates = (run.base.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
-    nu, dr = run.base.tokens_like(call.V), run.base.gradient_like(call.V)
-    n = run.segmented if joined else run.n
-    x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
-    tiles = (None, run.k, run.tokens(call.v, 64), *scores_tiles(A, vectors, 1))
-    results = (None, descriptors.states(states, 64, 128), run.tokens(nu, 64))
-    run.plan.state_save(run.state_programs, *tiles, *results, x, n)
-    dS0 = None if call.initial_state is None else run.base.states()
-    starts = None if ends is None else join_backward(run, joined[0], ends, dstate)
-    state_backward(run, (A, vectors), starts, (do, dstate), (dstates, dr, dS0))
-    found = output_backward(run, (do, dr, nu, states, dstates), vectors, decay)
-    found["v"] = dr
-    if dS0 is not None:
-        found["initial_state"] = dS0
+def results(call: RecurrenceCall) -> Gradients:
+    """Memory for the gradients: those of keys with a decay per channel by value head, that of a decay per head by token in float32."""
+    make_like = torch.zeros_like if call.packed else torch.empty_like
+    found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
+    decay = call.log_decay
+    if decay is not None:
+        found["log_decay"] = make_like(decay) if decay.dim() > 1 else make_like(found["beta"], dtype=torch.float32)
+        if call.decay is Decay.CHANNEL and call.heads != call.value_heads:
+            found |= {name: make_like(decay, dtype=call.dtype) for name in ("q", "k")}
+    if call.initial_state is not None:
+        found["initial_state"] = torch.empty_like(call.initial_state)
     return found
 
 
-def scores_of(run: HopperRun) -> tuple[Tensor, Tensor]:
-    """The tiles of pairs A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks, `[chunks, HV, 4, 64]`."""
-    call, base = run.call, run.base
-    A, vectors = base.per_chunk(2, 64, 64, dtype=call.dtype), base.per_chunk(4, 64)
-    x = ScoresMemory(base.where.spans, call.beta, call.log_decay, vectors)
-    run.plan.scores(run.n.items, run.q, run.k, descriptors.pairs(A, 1), x, run.n)
-    return A, vectors
+def gradients(
+    run: HopperRun,
+    scored: tuple[ChunkReads, Sequence[Tensor], Any],
+    grads: tuple[Tensor, Tensor | None],
+    work: list[Tensor],
+    found: Gradients,
+) -> None:
+    """Launches what makes the gradients `found`, of what `scores` returns and, in `work`, of what segments send back."""
+    call, (reads, joined, decayed) = run.call, scored
+    (do, dstate), (states, dstates, nu, *segments) = grads, work
+    x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
+    saved = None, descriptors.states(states, 64, 128), run.tokens(nu, 64)
+    n = run.segmented if joined else run.n
+    run.plan.state_save(run.state_programs, *reads.without(run.tokens(call.v, 64)), *saved, x, n)
+    starts = None
+    if joined:
+        ends, starts = segments
+        join(run, run.plan.triton.join_backward, joined[0], ends, dstate, starts)
+    x = run.memory(dstate, starts, found.get("initial_state"), None)
+    sent = descriptors.states(dstates, 64, 128), run.tokens(found["v"], 64)
+    run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
+    values = do, found["v"], nu, states, dstates
+    if decayed is None:
+        output_backward(run, values, reads, found)
+    else:
+        output_backward_of_channels(run.base, decayed, values, found)
 
 
-def scores_tiles(A: Tensor, vectors: Tensor, tiles: int) -> tuple[Tiles, Tiles]:
-    """The tiles of pairs, both or T alone at a time, and the vectors."""
-    return descriptors.pairs(A, tiles), descriptors.vectors(vectors)
+def finished(call: RecurrenceCall, found: Gradients, wanted: frozenset[str]) -> Gradients:
+    """The gradients in the shapes of their operands; that of the decay only if it is wanted."""
+    decay = call.log_decay
+    if decay is not None and "log_decay" not in wanted:
+        del found["log_decay"]
+    elif decay is not None and decay.dim() == 1:
+        found["log_decay"] = found["log_decay"].sum((0, 1), dtype=torch.float64).to(decay.dtype)
+    return found | {name: for_heads(found[name], getattr(call, name)) for name in ("q", "k")}
 
 
-def segment_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor | None:
-    """Where the state pass is cut into segments, the map of each; else None."""
-    return state_maps(run, A, vectors) if run.segments > 1 else None
+def scores(
+    run: HopperRun, kept: list[Tensor], decayed: list[Tensor], first: bool
+) -> tuple[ChunkReads, list[Tensor], Any]:
+    """The tiles of pairs A_qb and T and what the state passes read with them, made if they were not yet: at the `first` time.
 
-
-def state_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor:
-    """The maps of the segments, or of whole sequences where they are not cut, from nothing."""
-    maps = empty_maps(run.call, run.segments)[0]
-    memory = run.memory(None, None, None, maps)
-    run.plan.state_maps(2 * run.state_programs, *map_tiles(run, A, vectors), memory, run.segmented)
-    return maps
-
-
-def map_tiles(run: HopperRun, A: Tensor, vectors: Tensor) -> tuple[Tiles | None, ...]:
-    """What a state pass reads that writes neither outputs nor states of chunks."""
-    return None, run.k, run.tokens(run.call.v, 64), *scores_tiles(A, vectors, 1), None, None, None
-
-
-def join_forward(run: HopperRun, maps: Tensor | None) -> Outputs:
-    """The maps of the segments and the state that each starts from; nothing where there are none."""
-    if maps is None:
-        return ()
+    Returns those, the maps and starts of segments, and what Triton's kernels are given with a decay per channel.
+    """
     call = run.call
-    starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
-    join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
-    return maps, starts
+    if call.decay is Decay.CHANNEL:
+        keys, A, total, *_ = decayed
+        triton = decayed_keys(run.base, run.plan, run.n, decayed, not first)
+        reads = ChunkReads(None, run.tokens(keys.flatten(0, 1), 128), A, descriptors.totals(total))
+        return reads, kept, triton
+    A, vectors, *joined = kept
+    assert call.k is not None
+    reads = reads_of(run, A, vectors)
+    if first:
+        x = ScoresMemory(run.base.where.spans, call.beta, call.log_decay, vectors)
+        run.plan.scores(run.n.items, run.tokens(call.q, 64), run.tokens(call.k, 64), descriptors.pairs(A, 1), x, run.n)
+    return reads, joined, None
+
+
+def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
+    """Writes the map of each segment, or of a whole sequence that is not cut, from nothing."""
+    tiles = reads.without(run.tokens(run.call.v, 64))
+    x = run.memory(None, None, None, maps)
+    run.plan.state_maps(2 * run.state_programs, *tiles, None, None, None, x, run.segmented)
+
+
+def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:
+    """Writes what each segment sends back from nothing."""
+    tiles, x = reads.with_queries(run.tokens(do, 64)), run.memory(None, None, None, ends)
+    run.plan.state_ends(run.state_programs, *tiles, None, None, x, run.segmented)
+
+
+def state_output(run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o: Tensor, state: Tensor) -> None:
+    """The state pass forward with the output."""
+    call = run.call
+    x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
+    tiles = reads.with_queries(run.tokens(call.v, 64))
+    n = run.segmented if joined else run.n
+    run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
 
 
 def join(run: HopperRun, kernel: Any, *tensors: Tensor | None) -> None:
@@ -198,60 +292,10 @@ def join(run: HopperRun, kernel: Any, *tensors: Tensor | None) -> None:
     kernel(run.base.rows * -(-run.call.V // own.join.BV), *tensors, run.base.segmented)
 
 
-def segment_ends(run: HopperRun, kept: Outputs, do: Tensor) -> Tensor | None:
-    """Where the state pass is cut into segments, what each sends back from nothing; else None."""
-    A, vectors, *joined = kept
-    if not joined:
-        return None
-    ends = torch.empty_like(joined[1])
-    x = gradient_tiles(run, A, vectors, do)
-    run.plan.state_ends(run.state_programs, *x, None, None, run.memory(None, None, None, ends), run.segmented)
-    return ends
-
-
-def gradient_tiles(run: HopperRun, A: Tensor, vectors: Tensor, do: Tensor) -> tuple[Tiles, ...]:
-    """What a state pass from the end reads."""
-    return run.q, run.k, run.tokens(do, 64), *scores_tiles(A, vectors, 2)
-
-
-def join_backward(run: HopperRun, maps: Tensor, ends: Tensor, dstate: Tensor | None) -> Tensor:
-    """The gradient that reaches the end of each segment."""
-    starts = torch.empty_like(ends)
-    join(run, run.plan.triton.join_backward, maps, ends, dstate, starts)
-    return starts
-
-
-def state_backward(
-    run: HopperRun,
-    scores: tuple[Tensor, Tensor],
-    starts: Tensor | None,
-    grads: tuple[Tensor, Tensor | None],
-    results: tuple[Tensor, Tensor, Tensor | None],
-) -> None:
-    """The state pass from the end, in segments where they have `starts`."""
-    (do, dstate), (dstates, dr, dS0) = grads, results
-    x = gradient_tiles(run, *scores, do)
-    memory, n = run.memory(dstate, starts, dS0, None), run.n if starts is None else run.segmented
-    run.plan.state_backward(run.state_programs, *x, descriptors.states(dstates, 64, 128), run.tokens(dr, 64), memory, n)
-
-
-def output_backward(run: HopperRun, values: tuple[Tensor, ...], vectors: Tensor, decay: bool) -> Gradients:
-    """Gradients of keys, beta and, if asked for, of the decay."""
-    call, base = run.call, run.base
+def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:
+    """Makes the gradients of keys, of beta and of the decay."""
     do, dr, nu, states, dstates = values
-    make = torch.zeros_like if call.packed else torch.empty_like
-    assert call.k is not None and call.beta is not None
-    dq, dk = make(call.q), make(call.k)
-    dbeta = per_token(base, call.beta)
-    dg = None if call.log_decay is None else per_token(base, call.log_decay)
-    programs = min(run.n.items, gpu.target(call.device).multiprocessors)
-    keys = run.q, run.k
+    programs = min(run.n.items, gpu.target(run.call.device).multiprocessors)
     read = [run.tokens(x, 128) for x in (do, dr, nu)] + [descriptors.states(x, 128, 64) for x in (states, dstates)]
-    tiles = (*keys, *read, descriptors.vectors(vectors), run.tokens(dq, 64), run.tokens(dk, 64))
-    run.plan.output(programs, *tiles, OutputMemory(base.where.spans, dbeta, dg), run.n)
-    found = {"q": dq, "k": dk, "beta": dbeta}
-    if decay and dg is not None and call.log_decay is not None:
-        if call.decay is Decay.HEAD:
-            dg = dg.sum((0, 1), dtype=torch.float64).to(call.log_decay.dtype)
-        found["log_decay"] = dg
-    return found
+    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], 64), run.tokens(found["k"], 64))
+    run.plan.output(programs, *tiles, OutputMemory(run.base.where.spans, found["beta"], found.get("log_decay")), run.n)

@@ -31,6 +31,12 @@ def vectors(x: Tensor) -> Tiles:
     return Tiles(x, (x.numel() // 256, 256), (256, 1), (1, 256), swizzle=0)
 
 
+def totals(x: Tensor) -> Tiles:
+    """`[chunks, HV, K]` in blocks of the channels of a chunk and head."""
+    K = x.shape[2]
+    return Tiles(x, (x.numel() // K, K), (K, 1), (1, 128), swizzle=0)
+
+
 def states(x: Tensor, rows: int, columns: int) -> Tiles:
     """`[chunks, HV, V, K]` in blocks of `rows` by `columns` of a state."""
     chunks, heads, V, K = x.shape

@@ -27,6 +27,7 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     opaque_zero,
     plus,
     product,
@@ -44,13 +45,12 @@ from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile
 from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
 
-# The tiles of a value head in the ring of slots, in this order; states in two halves of K, one a consumer.
-TILES = gl.constexpr(7)
+# The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
+TILES = gl.constexpr(6)
 DO = gl.constexpr(0)
-NU = gl.constexpr(1)
-STATE = gl.constexpr(2)
-DR = gl.constexpr(4)
-DSTATE = gl.constexpr(5)
+STATE = gl.constexpr(1)
+DR = gl.constexpr(3)
+DSTATE = gl.constexpr(4)
 VSTAGES = gl.constexpr(3)  # stages of the vectors
 # Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 16.
 SUM_STAGE = gl.constexpr(16)
@@ -80,13 +80,11 @@ def item_chunk(x, n, i, S: gl.constexpr):
 @gluon.jit
 def fetch_slot(d, j: gl.constexpr, at, head, row, bar, slot, S: gl.constexpr):
     """Copies tile `j` of a value head into its slot."""
-    do_d, dr_d, nu_d, s_d, ds_d = d
+    do_d, dr_d, s_d, ds_d = d
     if j == DO:
         fetch_tokens(do_d, at.span, at.t, head, 0, bar, slot, S)
     elif j == DR:
         fetch_tokens(dr_d, at.span, at.t, head, 0, bar, slot, S)
-    elif j == NU:
-        fetch_tokens(nu_d, at.span, at.t, head, 0, bar, slot, S)
     elif j == STATE or j == STATE + 1:
         fetch_tile(s_d, [row, 0, (j - STATE) * 64], bar, slot)
     else:
@@ -94,11 +92,11 @@ def fetch_slot(d, j: gl.constexpr, at, head, row, bar, slot, S: gl.constexpr):
 
 
 @gluon.jit
-def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
+def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexpr):
     """Fills the rings: keys and queries of an item; the vectors and the seven tiles of each of its value heads."""
     q_d, k_d = keys_d
+    nu_d, vec_d = others_d
     it = 0
-    slot = 0
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         wait_empty(bars.keys.empty, i)
@@ -112,10 +110,14 @@ def producer(keys_d, values_d, vec_d, x, numbers, tiles, bars, S: gl.constexpr):
             bar = expect_bytes(bars.v.full, it, 4 * 64 * 4)
             fetch_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
             for j in gl.static_range(TILES):
-                wait_empty(bars.slots.empty, slot)
-                bar = expect_bytes(bars.slots.full, slot, 64 * 128 * 2)
-                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(slot % S.SLOTS), S)
-                slot += 1
+                mbarrier.wait(bars.slots.empty.index(j), (it & 1) ^ 1)
+                bar = bars.slots.full.index(j)
+                mbarrier.expect(bar, 64 * 128 * 2)
+                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(j), S)
+                if j == DO:  # nu is needed from the first product to the last: two stages of its own
+                    wait_empty(bars.nu.empty, it)
+                    bar = expect_bytes(bars.nu.full, it, 64 * 128 * 2)
+                    fetch_tokens(nu_d, at.span, at.t, head, 0, bar, tiles.nu.index(it % 2), S)
             it += 1
 
 
@@ -164,23 +166,23 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
         N_a = gl.zeros([64, 64], gl.float32, ACC_64)
         for r in range(S.GROUP):
             it = i * S.GROUP + r
-            slot = it * TILES
-            here = (row + opaque_zero())[:, None]
-            dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
-            dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
-            nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
+            z = opaque_zero()
+            here = (row + z)[:, None]
+            dO = tiles.slots.index(DO + z)  # [C, V]
+            dR = tiles.slots.index(DR + z)  # [C, V]
+            nu = tiles.nu.index(it % 2)  # [C, V]
             wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             G_row = vector(tiles.vectors, stage, ROWS_64)
             G_column = vector(tiles.vectors, stage, COLUMNS_64)
-            wait_full(bars.slots.full, slot + DO)
-            wait_full(bars.slots.full, slot + NU)
+            mbarrier.wait(bars.slots.full.index(DO), it & 1)
+            wait_full(bars.nu.full, it)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
             E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
-            release(bars.slots.empty, slot + DO)
-            wait_full(bars.slots.full, slot + DR)
+            mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+            mbarrier.wait(bars.slots.full.index(DR), it & 1)
             N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
                 diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
@@ -188,8 +190,8 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             rows, columns = row_and_column_sums(W, beta)
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
             dA = products_done(0, deps=[dA])
-            release(bars.slots.empty, slot + DR)
-            release(bars.slots.empty, slot + NU)
+            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            release(bars.nu.empty, it)
             release(bars.v.empty, it)
             N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
             more_rows, more_columns = row_and_column_sums(W, beta)
@@ -233,14 +235,14 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
         dk = gl.zeros([64, 64], gl.float32, ACC_64)
         for r in range(S.GROUP):
             it = i * S.GROUP + r
-            slot = it * TILES
-            dO = tiles.slots.index((slot + DO) % S.SLOTS)  # [C, V]
-            dR = tiles.slots.index((slot + DR) % S.SLOTS)  # [C, V]
-            nu = tiles.slots.index((slot + NU) % S.SLOTS)  # [C, V]
-            state = states.index((slot + STATE + w) % S.SLOTS)  # [V, K]
-            dstate = states.index((slot + DSTATE + w) % S.SLOTS)  # [V, K]
-            wait_full(bars.slots.full, slot + DO)
-            wait_full(bars.slots.full, slot + STATE + w)
+            z = opaque_zero()  # lest addresses of slots be hoisted into registers
+            dO = tiles.slots.index(DO + z)  # [C, V]
+            dR = tiles.slots.index(DR + z)  # [C, V]
+            nu = tiles.nu.index(it % 2)  # [C, V]
+            state = states.index(STATE + w + z)  # [V, K]
+            dstate = states.index(DSTATE + w + z)  # [V, K]
+            mbarrier.wait(bars.slots.full.index(DO), it & 1)
+            mbarrier.wait(bars.slots.full.index(STATE + w), it & 1)
             d = product(dO, state, ACC_64, 64, 64)  # (6.2)
             wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
@@ -248,26 +250,26 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             if r == 0:
                 wait_full(bars.keys.full, i)
             d = products_done(0, deps=[d])
-            release(bars.slots.empty, slot + DO)
+            mbarrier.arrive(bars.slots.empty.index(DO), count=1)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]
-            wait_full(bars.slots.full, slot + DR)
+            mbarrier.wait(bars.slots.full.index(DR), it & 1)
             d = product(dR, state, ACC_64, 64, 64)
             d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
-            release(bars.slots.empty, slot + DR)
+            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
             rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dk -= d * row[:, None]
-            wait_full(bars.slots.full, slot + NU)
-            wait_full(bars.slots.full, slot + DSTATE + w)
+            wait_full(bars.nu.full, it)
+            mbarrier.wait(bars.slots.full.index(DSTATE + w), it & 1)
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
                 carried = carried_sums(state, dstate)
-            release(bars.slots.empty, slot + STATE + w, count=3)
+            mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
             beta = vector(tiles.vectors, stage + BETA, ROWS_64)
             d, dk = products_done(0, deps=[d, dk])
-            release(bars.slots.empty, slot + NU)
-            release(bars.slots.empty, slot + DSTATE + w, count=3)
+            release(bars.nu.empty, it)
+            mbarrier.arrive(bars.slots.empty.index(DSTATE + w), count=3)
             release(bars.v.empty, it)
             dk += d * (column * beta)[:, None]
             written = column * gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
@@ -357,11 +359,14 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [S.SLOTS, 64, 128], TILE),
+        gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
         gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
-    bars = OutputBarriers(ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1))
+    bars = OutputBarriers(
+        ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1)
+    )
     return tiles, bars
 
 
@@ -375,7 +380,7 @@ def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, d
             (pairs, (x, n, tiles, bars, S)),
             (consumer, (0, dq_d, dk_d, x, n, tiles, bars, S)),
             (consumer, (1, dq_d, dk_d, x, n, tiles, bars, S)),
-            (producer, ((q_d, k_d), (do_d, dr_d, nu_d, s_d, ds_d), vec_d, x, n, tiles, bars, S)),
+            (producer, ((q_d, k_d), (do_d, dr_d, s_d, ds_d), (nu_d, vec_d), x, n, tiles, bars, S)),
             (finisher, (x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],

@@ -7,6 +7,8 @@ packed batch is `[FAR, FAR, RAGGED, heads, channels]` to TMA, with strides that 
 
 from __future__ import annotations
 
+import math
+
 from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon
 from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment, Span
 
@@ -71,10 +73,22 @@ def chunk_of_item(item, x, n, S: gl.constexpr):
         return Chunk(index, item % H, Span(sequence, t, count), t, sequence.to(gl.int64) * n.tokens + t)
 
 
+@gluon.constexpr_function
+def same_size(block, shape):
+    return math.prod(block) == math.prod(shape)
+
+
+@gluon.jit
+def block_of(d, tile):
+    """A shared tile as the block of elements that a copy of the descriptor moves."""
+    gl.static_assert(same_size(d.block_type.shape, tile.shape), "a copy is as large as the tile that it fills")
+    return tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+
+
 @gluon.jit
 def fetch_tokens(d, span, t, head, channel, bar, tile, S: gl.constexpr):
     """Copies the tokens t to t + 63 of a span into a shared tile; past its end 0."""
-    block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+    block = block_of(d, tile)
     if S.PACKED:
         end = span.first + span.length
         copy_to_shared(d, [RAGGED, end, RAGGED - span.length + t, head, channel], bar, block)
@@ -85,7 +99,7 @@ def fetch_tokens(d, span, t, head, channel, bar, tile, S: gl.constexpr):
 @gluon.jit
 def store_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
     """Copies a shared tile to the tokens t to t + 63 of a span; past its end nothing."""
-    block = tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+    block = block_of(d, tile)
     if S.PACKED:
         end = span.first + span.length
         copy_to_global(d, [RAGGED, end, RAGGED - span.length + t, head, channel], block)
@@ -96,7 +110,7 @@ def store_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
 @gluon.jit
 def fetch_tile(d, coordinates, bar, tile):
     """Copies a block of a tensor into a shared tile."""
-    copy_to_shared(d, coordinates, bar, tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_shared(d, coordinates, bar, block_of(d, tile))
 
 
 @gluon.jit

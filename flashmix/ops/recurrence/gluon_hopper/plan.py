@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from flashmix.gpu import device as gpu
 from flashmix.gpu.launch import Kernel
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.ops.recurrence.gluon_hopper.channel_far_rows import channel_far_rows_kernel
+from flashmix.ops.recurrence.gluon_hopper.channel_inverse import channel_inverse_kernel
+from flashmix.ops.recurrence.gluon_hopper.channel_scores import channel_scores_kernel
 from flashmix.ops.recurrence.gluon_hopper.output import output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
@@ -28,6 +31,10 @@ class HopperPlan(NamedTuple):
     state_backward: Kernel
     state_ends: Kernel
     output: Kernel
+    channel_scores: Kernel
+    channel_scores_save: Kernel
+    channel_far_rows: Kernel
+    channel_inverse: Kernel
 
 
 def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
@@ -44,18 +51,25 @@ def _cached(
     own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay
 ) -> HopperPlan:
     basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
-    state = basic._replace(WARPGROUPS=warpgroups)
+    channel = decay is Decay.CHANNEL
+    state = basic._replace(WARPGROUPS=warpgroups, CHANNEL=channel)
+    back = state._replace(VALUES=2, PAIRS=2) if channel else state  # one more ring of keys: fewer stages of the others
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
+    pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(
-        own,
-        warpgroups,
-        Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
-        _state(state_forward_kernel, state._replace(OUTPUT=True)),
-        _state(state_forward_kernel, state._replace(SAVE=True)),
-        _state(state_forward_kernel, state),
-        _state(state_backward_kernel, state._replace(SAVE=True)),
-        _state(state_backward_kernel, state),
-        Kernel(output_backward_kernel, decayed, num_warps=4, maxnreg=128),
+        triton=own,
+        warpgroups=warpgroups,
+        scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
+        state_output=_state(state_forward_kernel, state._replace(OUTPUT=True)),
+        state_save=_state(state_forward_kernel, state._replace(SAVE=True)),
+        state_maps=_state(state_forward_kernel, state),
+        state_backward=_state(state_backward_kernel, back._replace(SAVE=True)),
+        state_ends=_state(state_backward_kernel, back),
+        output=Kernel(output_backward_kernel, decayed, num_warps=4, maxnreg=128),
+        channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
+        channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
+        channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),
+        channel_inverse=Kernel(channel_inverse_kernel, HopperSpec(0, 0, 0, 0), num_warps=1),
     )
 
 

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import (
     HopperRun,
-    gradient_of,
-    gradient_tiles,
-    gradients_from,
-    join_backward,
-    join_forward,
-    map_tiles,
-    outputs,
-    scores_of,
-    segment_ends,
-    segment_maps,
-    state_maps,
+    finished,
+    gradients,
+    join,
+    reads_of,
+    results,
+    scores,
+    state_output,
+    write_ends,
+    write_maps,
 )
+from flashmix.ops.recurrence.gluon_hopper.memory import aligned, symbolic_sizes_of
+from flashmix.ops.recurrence.triton_gpu import empty_maps
 from flashmix.ops.recurrence.triton_gpu.ranks import back_through, from_maps, of_segments
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
+
+
+def state_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor:
+    """The maps of the segments, or of whole sequences where they are not cut, from nothing."""
+    maps = empty_maps(run.call, run.segmented.segments)[0]
+    write_maps(run, reads_of(run, A, vectors), maps)
+    return maps
+
+
+def join_forward(run: HopperRun, maps: Tensor | None) -> Outputs:
+    """The maps of the segments and the state that each starts from; nothing where there are none."""
+    if maps is None:
+        return ()
+    call = run.call
+    starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
+    join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
+    return maps, starts
 
 
 def part(run: HopperRun, first: int, stop: int, *made: Tensor) -> tuple[HopperRun, list[Tensor]]:
@@ -37,9 +55,11 @@ class HopperForward:
     """The forward of a call: `maps`, then `outputs` with the states that entered."""
 
     def __init__(self, call: RecurrenceCall) -> None:
-        self.run = HopperRun.of(call)
-        self.scores = scores_of(self.run)
-        self.segments = segment_maps(self.run, *self.scores)
+        self.run = run = HopperRun.of(call)
+        pairs, vectors = symbolic_sizes_of(run.call).kept[:2]
+        self.scores = [torch.empty(size=x.shape, dtype=x.dtype, device=call.device) for x in (pairs, vectors)]
+        scores(run, self.scores, [], True)
+        self.segments = state_maps(run, *self.scores) if run.segmented.segments > 1 else None
 
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
@@ -52,7 +72,8 @@ class HopperForward:
             run, (A, vectors) = part(self.run, first, stop, *self.scores)
             state = run.base.states()
             memory = run.memory(run.call.initial_state, None, state, None)
-            run.plan.state_maps(run.state_programs, *map_tiles(run, A, vectors), memory, run.n)
+            tiles = reads_of(run, A, vectors).without(run.tokens(run.call.v, 64))
+            run.plan.state_maps(run.state_programs, *tiles, None, None, None, memory, run.n)
             N |= each(state, first)
         for first, stop in uncut(pieces.through):
             run, (A, vectors) = part(self.run, first, stop, *self.scores)
@@ -63,7 +84,13 @@ class HopperForward:
     def outputs(self, initial_state: Tensor, save: bool) -> tuple[Outputs, Outputs]:
         """Output, final state and what is kept, as the op's own forward has them."""
         self.run.call = self.run.call.but(initial_state=initial_state)
-        return outputs(self.run, *self.scores, self.segments, save)
+        run, joined = self.run, join_forward(self.run, self.segments)
+        call = run.call
+        o, state = run.base.tokens_like(call.V), run.base.states()
+        if call.packed:
+            o.zero_()  # tokens past the last sequence
+        state_output(run, reads_of(run, *self.scores), joined, o, state)
+        return (o, state), (*self.scores, *joined) if save else ()
 
 
 class HopperBackward:
@@ -71,8 +98,12 @@ class HopperBackward:
 
     def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None) -> None:
         self.run, self.kept = HopperRun.of(call), kept
-        self.do = gradient_of(self.run.call, do)
-        self.ends = segment_ends(self.run, kept, self.do)
+        call = self.run.call
+        self.do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
+        A, vectors, *joined = kept
+        self.ends = torch.empty_like(joined[1]) if joined else None
+        if self.ends is not None:
+            write_ends(self.run, reads_of(self.run, A, vectors), self.do, self.ends)
 
     def entering(self, dstate: Tensor, continued: Sequence[int]) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
@@ -80,21 +111,31 @@ class HopperBackward:
         if self.ends is not None:
             if continued:
                 maps, V = self.kept[2], self.run.call.V
-                last = join_backward(self.run, maps, self.ends, dstate)[:, :, 0]
+                starts = torch.empty_like(self.ends)
+                join(self.run, self.run.plan.triton.join_backward, maps, self.ends, dstate, starts)
+                last = starts[:, :, 0]
                 D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal=False).mT
                 found = {i: D[i] for i in continued}
             return found
         for first, stop in uncut(continued):
             run, (A, vectors) = part(self.run, first, stop, self.kept[0], self.kept[1])
             do, dS0 = self.run.base.of_tokens(self.do, first, stop), run.base.states()
-            x, memory = gradient_tiles(run, A, vectors, do), run.memory(dstate[first:stop], None, dS0, None)
-            run.plan.state_ends(run.state_programs, *x, None, None, memory, run.n)
+            tiles = reads_of(run, A, vectors).with_queries(run.tokens(do, 64))
+            memory = run.memory(dstate[first:stop], None, dS0, None)
+            run.plan.state_ends(run.state_programs, *tiles, None, None, memory, run.n)
             found |= each(dS0, first)
         return found
 
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
-        return gradients_from(self.run, self.kept, self.do, dstate, self.ends, "log_decay" in wanted)
+        run, found = self.run, results(self.run.call)
+        A, vectors, *joined = self.kept
+        parts = symbolic_sizes_of(run.call).work
+        work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
+        if self.ends is not None:
+            work[3] = self.ends
+        gradients(run, (reads_of(run, A, vectors), joined, None), (self.do, dstate.contiguous()), work, found)
+        return finished(run.call, found, wanted)
 
 
 HALVES = Halves(HopperForward, HopperBackward)

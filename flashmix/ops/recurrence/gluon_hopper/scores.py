@@ -90,18 +90,24 @@ def zero_blocks():
 
 
 @gluon.jit
-def key_products(q, k):
-    """q k^T and k k^T, ten blocks each, of tiles in two halves of channels."""
+def key_products(q_d, k_d, at, q, k, S: gl.constexpr):
+    """q k^T and k k^T, ten blocks each, half of the channels at a time: the less shared memory, the more warps."""
     qk = zero_blocks()
     kk = zero_blocks()
+    landed = allocate_barriers(1, 1)
     for half in gl.static_range(2):
+        bar = expect_bytes(landed, half, 2 * 64 * 64 * 2)
+        fetch_tokens(k_d, at.span, at.t, at.key_head, half * 64, bar, k, S)
+        fetch_tokens(q_d, at.span, at.t, at.key_head, half * 64, bar, q, S)
+        wait_full(landed, half)
         for i in gl.static_range(4):
-            q_row = q.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
-            k_row = k.index(half).slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            q_row = q.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            k_row = k.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
             for j in gl.static_range(i + 1):
-                column = k.index(half).slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
+                column = k.slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
                 qk = with_block(qk, i * (i + 1) // 2 + j, mma_v2(q_row, column, qk[i * (i + 1) // 2 + j]))
                 kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
+        gl.thread_barrier()  # before the next half is written here
     return qk, kk
 
 
@@ -207,13 +213,20 @@ def diagonal_inverse(a, D_t):
 
 
 @gluon.jit
-def store_inverse(A, first_t, out):
-    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left."""
-    zero = zero_block()
+def diagonal_inverses(A, first_t):
+    """The inverses of the four blocks on the diagonal, and the transposes of three."""
     D0, D0_t = diagonal_inverse(A[0], first_t[0])
     D1, D1_t = diagonal_inverse(A[2], first_t[1])
     D2, D2_t = diagonal_inverse(A[5], first_t[2])
     D3, _ = diagonal_inverse(A[9], first_t[3])
+    return D0, D1, D2, D3, D0_t, D1_t, D2_t
+
+
+@gluon.jit
+def store_inverse(A, diagonal, out):
+    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left."""
+    zero = zero_block()
+    D0, D1, D2, D3, D0_t, D1_t, D2_t = diagonal
     x_t = times(D0_t, A[1], zero)  # (A_10 D_0)^T
     T10 = times(D1, x_t, zero)
     T10_t = times(x_t, D1, zero)
@@ -259,15 +272,10 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks."""
     DT: gl.constexpr = q_d.dtype
     at = chunk_of_item(gl.program_id(0), x, n, S)
-    q = gl.allocate_shared_memory(DT, [64, 128], TILE)
-    k = gl.allocate_shared_memory(DT, [64, 128], TILE)
-    landed = allocate_barriers(1, 1)
-    bar = expect_bytes(landed, 0, 2 * 64 * 128 * 2)
-    fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, q, S)
-    fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, k, S)
-    wait_full(landed, 0)
-    qk, kk = key_products(q._reinterpret(DT, [2, 64, 64], TILE), k._reinterpret(DT, [2, 64, 64], TILE))
-    out = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
+    q = gl.allocate_shared_memory(DT, [64, 64], TILE)
+    k = gl.allocate_shared_memory(DT, [64, 64], TILE)
+    qk, kk = key_products(q_d, k_d, at, q, k, S)
+    out = gl.allocate_shared_memory(DT, [64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
     if S.GROUP > 1:
         qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
@@ -286,11 +294,11 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
             beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
             qk = kept_blocks(qk_kept)
             kk = kept_blocks(kk_kept)
-            stores_done(1)
-        A, first_t = decayed_blocks(qk, kk, vectors, out.index(0), n.scale)
-        store_tile(A_d, index * 128, out.index(0))
-        if S.GROUP > 1:
-            stores_done(1)
-        store_inverse(A, first_t, out.index(1))
-        store_tile(A_d, index * 128 + 64, out.index(1))
+            stores_done(0)
+        A, first_t = decayed_blocks(qk, kk, vectors, out, n.scale)
+        store_tile(A_d, index * 128, out)
+        diagonal = diagonal_inverses(A, first_t)
+        stores_done(0)
+        store_inverse(A, diagonal, out)
+        store_tile(A_d, index * 128 + 64, out)
     stores_done(0)

@@ -9,7 +9,8 @@ values with the vectors of the chunk, tiles of pairs. Letters of tiles: `C` = 64
 values.
 
 The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the last two 0-based on tokens that exist (beta is 0 past
-them).
+them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
+is 2^(G_C) of each channel.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from flashmix.ops.recurrence.gluon_hopper.place import (
     store_tokens,
     vector,
 )
-from flashmix.ops.recurrence.gluon_hopper.structs import Ring, StateBarriers, StateTiles
+from flashmix.ops.recurrence.gluon_hopper.structs import Ring, Span, StateBarriers, StateTiles
 
 BETA = gl.constexpr(1)  # the vectors of a chunk
 ROW_FACTOR = gl.constexpr(2)
@@ -68,26 +69,51 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
     """Shared memory of a state pass, as far as it has use for it, and the barriers of its rings."""
     k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
-    vectors = gl.allocate_shared_memory(gl.float32, [4 * S.VALUES, 64], VECTOR)
+    vectors = gl.allocate_shared_memory(gl.float32, [(2 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
     A = gl.allocate_shared_memory(DT, [S.PAIRS, 128 if QUERIES else 64, 64], TILE)
     q = k
+    b = k
     states = k
     tokens = v
     if QUERIES:
         q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+    if S.CHANNEL:
+        b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     if STATES:
         states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
     if TOKENS:
         tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
     bars = StateBarriers(ring(S.KEYS, 1, S.WARPGROUPS), ring(S.VALUES, 1, S.WARPGROUPS), ring(S.PAIRS, 1, S.WARPGROUPS))
-    return StateTiles(q, k, v, vectors, A, states, tokens), bars
+    return StateTiles(q, k, b, v, vectors, A, states, tokens), bars
 
 
 @gluon.jit
 def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
     """Copies the vectors of a chunk and value head into a stage."""
-    view = vectors._reinterpret(gl.float32, [STAGES, 1, 256], d.layout)
+    WIDTH: gl.constexpr = d.block_type.shape[1]
+    view = vectors._reinterpret(gl.float32, [STAGES, 1, WIDTH], d.layout)
     copy_to_shared(d, [row, 0], bar, view.index(n % STAGES))
+
+
+@gluon.jit
+def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
+    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL they lie behind one another: queries, a, b."""
+    q_d, k_d = d
+    stage = n % S.KEYS
+    if S.CHANNEL:
+        bar = expect_bytes(bars.k.full, n, (3 if QUERIES else 2) * 64 * 128 * 2)
+        if QUERIES:
+            fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
+        span = at.span
+        a_span = Span(span.sequence + numbers.batch, span.first + numbers.tokens, span.length)
+        fetch_tokens(k_d, a_span, t, at.head, 0, bar, tiles.k.index(stage), S)
+        b_span = Span(span.sequence + 2 * numbers.batch, span.first + 2 * numbers.tokens, span.length)
+        fetch_tokens(k_d, b_span, t, at.head, 0, bar, tiles.b.index(stage), S)
+    else:
+        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
+        fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
+        if QUERIES:
+            fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(stage), S)
 
 
 @gluon.jit
@@ -98,7 +124,6 @@ def producer(
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
     WARPGROUPS: gl.constexpr = S.WARPGROUPS
-    key_head = at.head // S.GROUP
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
@@ -110,7 +135,7 @@ def producer(
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
         wait_empty(bars.v.empty, n)
-        bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + 4 * 64 * 4)
+        bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
         if MAPS:
             t_v = gl.where(at.map == 1, OUTSIDE, t)
         else:
@@ -123,17 +148,17 @@ def producer(
         bar = expect_bytes(bars.A.full, n, (2 if QUERIES else 1) * 64 * 64 * 2)
         fetch_tile(A_d, [row * 128 + (0 if QUERIES else 64), 0], bar, tiles.A.index(n % S.PAIRS))
         wait_empty(bars.k.empty, n)
-        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
-        fetch_tokens(k_d, at.span, t, key_head, 0, bar, tiles.k.index(n % S.KEYS), S)
-        if QUERIES:
-            fetch_tokens(q_d, at.span, t, key_head, 0, bar, tiles.q.index(n % S.KEYS), S)
+        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, QUERIES, S)
 
 
 @gluon.jit
 def total_decay(vectors, n, S: gl.constexpr):
-    """2^(G_C) of tile n, [1] on the columns of a state: the last of the rows' factors."""
-    view = vectors._reinterpret(gl.float32, [S.VALUES * 256, 1], VECTOR)
-    return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
+    """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
+    if S.CHANNEL:
+        return vectors._reinterpret(gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
+    else:
+        view = vectors._reinterpret(gl.float32, [S.VALUES * 256, 1], VECTOR)
+        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
 
 
 @gluon.jit
@@ -212,6 +237,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     for n in range(at.count):
         chunk = at.begin + n
         k = tiles.k.index(n % S.KEYS)  # [C, K]
+        b = tiles.b.index(n % S.KEYS)  # [C, K]
         stage = (n % S.VALUES) * 4
         s16 = state.to(DT)
         wait_full(bars.v.full, n)
@@ -227,16 +253,21 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
-        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-            tiles.vectors, stage + BETA, COLUMNS_64
-        )
+        if not S.CHANNEL:
+            row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
+                tiles.vectors, stage + BETA, COLUMNS_64
+            )
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64).to(gl.float32)  # [v, C]
         if S.OUTPUT:
             ks, v = products_done(1, deps=[ks, v])
         else:
             ks, v, left = products_done(0, deps=[ks, v, left])
-        R = gl.convert_layout((v - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
+        if S.CHANNEL:
+            R = v + ks
+        else:
+            R = v - ks * row[None, :]
+        R = gl.convert_layout(R.to(DT), LEFT_64)  # (5.1)
         wait_full(bars.A.full, n)
         if S.OUTPUT:
             T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
@@ -246,11 +277,15 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         release(bars.v.empty, n)
         if S.OUTPUT:
             o, left = products_done(1, deps=[o, left])
-            o = o * (row * numbers.scale)[None, :]
+            if not S.CHANNEL:
+                o = o * (row * numbers.scale)[None, :]
         nu, R = products_done(0, deps=[nu, R])
-        written = gl.convert_layout((nu * column[None, :]).to(DT), LEFT_128)
-        state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         nu16 = nu.to(DT)
+        if S.CHANNEL:
+            written = gl.convert_layout(nu16, LEFT_128)
+        else:
+            written = gl.convert_layout((nu * column[None, :]).to(DT), LEFT_128)
+        state = warpgroup_mma(written, b, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale
             nu_left = gl.convert_layout(nu16, LEFT_64)
             A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]

@@ -53,35 +53,44 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         stage = (n % S.VALUES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
+        b = tiles.b.index(n % S.KEYS)  # [C, K]
         dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
         T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
         d16 = dstate.to(DT)
         dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
         left = gl.convert_layout(d16, LEFT_64)
         wait_full(bars.k.full, n)
-        written = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
         if S.SAVE:
             put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
-        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
-        z_q = (dO.load(ACC_64).to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)  # [v, C]
+        z_q = dO.load(ACC_64)  # [v, C]
+        if not S.CHANNEL:
+            row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+            z_q = (z_q.to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
+                tiles.vectors, stage + BETA, COLUMNS_64
+            )
         z_q = gl.convert_layout(z_q, LEFT_128)
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-            tiles.vectors, stage + BETA, COLUMNS_64
-        )
         written, left = products_done(0, deps=[written, left])
-        dnu = gl.convert_layout((y + written * column[None, :]).to(DT), LEFT_64)  # (5.4)
+        if not S.CHANNEL:
+            written = written * column[None, :]
+        dnu = gl.convert_layout((y + written).to(DT), LEFT_64)  # (5.4)
         dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
         dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
         release(bars.v.empty, n)
         dR, dnu = products_done(1, deps=[dR, dnu])
-        z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
+        dR16 = dR.to(DT)
+        if S.CHANNEL:
+            z_a = gl.convert_layout(dR16, LEFT_128)
+        else:
+            z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
         dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
         release(bars.A.empty, n)
         y = query_product(
             tiles, bars, gl.minimum(n + 1, at.count - 1), w, S
         )  # after the last chunk its own again, for nothing
         if S.SAVE:
-            put_tokens(dR.to(DT), dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
+            put_tokens(dR16, dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
         dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
         release(bars.k.empty, n)
         y = products_done(0, deps=[y])

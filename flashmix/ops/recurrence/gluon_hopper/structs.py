@@ -19,11 +19,12 @@ class HopperSpec(NamedTuple):
     )
     DECAY: bool = True  # there is a decay
     PER_HEAD: bool = False  # the same for all tokens
+    CHANNEL: bool = False  # of a decay per channel: the state passes read keys that are decayed already
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs
-    SLOTS: int = 8  # of the ring of all tiles of a chunk, output backward
+    SLOTS: int = 6  # of the ring of tiles of a value head, output backward
 
 
 class HopperNumbers(NamedTuple):
@@ -34,6 +35,7 @@ class HopperNumbers(NamedTuple):
     chunks: Any  # of a sequence in a dense batch
     segments: Any
     items: Any  # chunks times key heads
+    batch: Any  # B
 
 
 class StateMemory(NamedTuple):
@@ -62,6 +64,29 @@ class ScoresMemory(NamedTuple):
     beta: Any  # [B, T, HV]
     decay: Any  # log decay [B, T, HV] or [HV], or None
     vectors: Any  # [chunks, HV, 4, 64]
+
+
+class ChannelMemory(NamedTuple):
+    """What the phases before the state pass read and write with a per-channel decay, beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    decay: Any  # log decay [B, T, HV, K]
+    total: Any  # [chunks, HV, K]
+    sums: Any  # G, [B, T, HV, K]
+    reach: Any  # [chunks, HV, blocks of channels, 64] int8
+    far: Any  # [chunks, HV] int32: whether a row is out of range for one pass over the pairs
+    A: Any  # [chunks, HV, 2, 64, 64]
+    before: Any  # the same memory as float16: A_ab in the place of T
+
+
+class FarNumbers(NamedTuple):
+    """Numbers that code is not specialised for."""
+
+    scale: Any
+    tokens: Any  # T
+    chunks: Any  # of a sequence in a dense batch
+    programs: Any  # chunks times value heads
 
 
 class Span(NamedTuple):
@@ -101,8 +126,9 @@ class StateTiles(NamedTuple):
 
     q: Any  # [KEYS, 64, 128]
     k: Any  # [KEYS, 64, 128]
+    b: Any  # [KEYS, 64, 128]: what is written under, k itself but with CHANNEL
     v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
-    vectors: Any  # [4 VALUES, 64]
+    vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [2 VALUES, 64]
     A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone
     states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
     tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
@@ -128,7 +154,8 @@ class OutputTiles(NamedTuple):
 
     q: Any  # [2, 64, 128]
     k: Any  # [2, 64, 128]
-    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, nu, dS' of one value head after the other; states in two halves of K
+    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, dS' of one value head after the other; states in two halves of K
+    nu: Any  # [2, 64, 128]: held from the first to the last product of a value head, so in a ring of its own
     pairs: Any  # [2, 64, 64]: q k^T and -k k^T, then N_q and N_a
     vectors: Any  # [4 VALUES, 64]
     sums: Any  # [32, 64] float32: see `finisher`
@@ -138,6 +165,7 @@ class OutputBarriers(NamedTuple):
     """The rings of the output's backward; the last two are filled by warpgroups."""
 
     slots: Ring
+    nu: Ring
     keys: Ring
     v: Ring
     pairs: Ring

@@ -1,0 +1,56 @@
+"""The phases of a per-channel decay that Triton's kernels run beside the state passes of Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu.blocks import cdiv
+from flashmix.op.call import Gradients
+from flashmix.ops.recurrence.gluon_hopper import descriptors
+from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan
+from flashmix.ops.recurrence.gluon_hopper.structs import ChannelMemory, FarNumbers, HopperNumbers
+from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
+from flashmix.ops.recurrence.triton_gpu.run import Run
+from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores, ChunkValues, KeyGradients
+
+FAR_CHUNKS = 8  # chunks that a program of `channel_far_rows_kernel` looks at
+
+
+class ChannelScores(NamedTuple):
+    """What Triton's kernels read and write of a decay per channel."""
+
+    inputs: ChunkInputs
+    scores: ChunkScores
+
+
+def decayed_keys(
+    run: Run, plan: HopperPlan, numbers: HopperNumbers, memory: Sequence[Tensor], save: bool
+) -> ChannelScores:
+    """Makes the decayed keys `[3, B, T, HV, K]`, q, a and b, the tiles of pairs, and with `save` the sums of the decay."""
+    keys, A, total, G, reach, far = memory
+    call, where, before = run.call, run.where, A.view(torch.float16)
+    assert call.k is not None
+    x = ChannelMemory(where.spans, call.beta, call.log_decay, total, G, reach, far, A, before)
+    read = [descriptors.tokens(t, 128, call.packed) for t in (call.q, call.k, keys.flatten(0, 1))]
+    kernel = plan.channel_scores_save if save else plan.channel_scores
+    kernel(run.chunk_programs, *read, descriptors.pairs(A, 2), x._replace(A=None, before=None), numbers)
+    inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, G, reach)
+    n = FarNumbers(run.n.scale, run.n.tokens, run.n.chunks, run.chunk_programs)
+    plan.channel_far_rows(cdiv(run.chunk_programs, FAR_CHUNKS), inputs, x._replace(spans=None), where, n)
+    plan.channel_inverse(run.chunk_programs, before, descriptors.pairs(A, 1))
+    q, a, b = keys.unbind(0)
+    return ChannelScores(inputs, ChunkScores((q, a), (b,), A, None, total))
+
+
+def output_backward_of_channels(run: Run, made: ChannelScores, values: tuple[Tensor, ...], found: Gradients) -> None:
+    """Makes the gradients of keys, by value head, of beta and of the decay."""
+    do, dr, nu, states, dstates = values
+    inputs, scores = made
+    x = ChunkValues((do, dr), (nu,), states, dstates)
+    out = KeyGradients((found["q"], None), (found["k"],), found["beta"], found["log_decay"], scores.A)
+    run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
+    run.plan.pairs(run.chunk_programs, inputs, x, out, run.where, run.n)

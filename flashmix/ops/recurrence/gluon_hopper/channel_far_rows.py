@@ -1,0 +1,67 @@
+"""The pairs of a per-channel decay that one pass leaves (`channel_scores.py`): rows that have decayed too far, in Triton's own language.
+
+They are made in the passes of `triton_gpu/scores.py`. Whether a row is one of them follows from its own and earlier decays alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.triton_gpu.decay import channel_sums, load_reach, reach_of, to_base_2
+from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
+from flashmix.ops.recurrence.triton_gpu.scores import channel_products
+from flashmix.ops.recurrence.triton_gpu.tiles import chunk_place, load_rows, pair_tile, zeros
+
+PROGRAM_CHUNKS: tl.constexpr = tl.constexpr(8)  # chunks and value heads that a program looks at
+
+
+@triton.jit
+def store_reach(out, at, S: tl.constexpr):
+    """Writes how far back the rows of a chunk reach; returns the least of that over all channels, [C]."""
+    BLOCKS: tl.constexpr = (S.K + S.REACH - 1) // S.REACH
+    to = out.reach + (at.chunk.to(tl.int64) * S.HV + at.head) * (BLOCKS * S.C) + tl.arange(0, S.C)
+    least = tl.full([S.C], S.LEVELS, tl.int32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        d = block * S.REACH + tl.arange(0, S.REACH)
+        own = to_base_2(load_rows(out.decay, at, S.HV, S.K, d, S), S)  # [C, REACH]
+        G = load_rows(out.sums, at, S.HV, S.K, d, S)  # [C, REACH]
+        reach = reach_of(own, G, S)
+        tl.store(to + block * S.C, reach)
+        least = tl.minimum(least, reach)
+    return least
+
+
+@with_sound_ptxas
+@triton.jit(do_not_specialize=["n"])
+def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
+    """Writes the rows of A_qb and A_ab that are out of range for one pass, and of their chunks the reaches."""
+    tl.static_assert(S.BK == S.REACH, "a tile's channels have one reach, which is decided for them")
+    first = tl.program_id(0) * PROGRAM_CHUNKS
+    which = first + tl.arange(0, PROGRAM_CHUNKS)
+    flags = tl.load(out.far + which, mask=which < n.programs, other=0)  # [PROGRAM_CHUNKS]
+    if tl.max(flags, 0) == 0:
+        return
+    DT: tl.constexpr = out.A.dtype.element_ty
+    own = tl.arange(0, S.C)[:, None] == tl.arange(0, S.C)[None, :]  # no pass has the pairs (i, i)
+    for index in tl.range(first, tl.minimum(first + PROGRAM_CHUNKS, n.programs), num_stages=1):
+        at = chunk_place(index // S.HV, index % S.HV, where, n, S)
+        if (at.count > 0) & (tl.load(out.far + index) != 0):
+            least = store_reach(out, at, S)  # [C]
+            tl.debug_barrier()
+            A = zeros(2, S.C, S.C)
+            diagonal = tl.full([S.C], 0.0, tl.float32)
+            for k0 in tl.range(0, S.K, S.BK, num_stages=1):
+                d = k0 + tl.arange(0, S.BK)
+                X, Y = load_float_keys(x, n.scale, at, d, S)  # [C, BK] each
+                sums = channel_sums(out.sums, at, d, S)
+                diagonal += tl.sum(X[0] * Y[0], 1)
+                reach = load_reach(out.reach, at, k0 // S.REACH, S)  # [C]
+                A = channel_products(x, A, (X, Y), sums, reach, d, at, S)  # [C, C] each
+            far = ((least < S.LEVELS) | (tl.arange(0, S.C) >= at.count))[
+                :, None
+            ]  # past the count: NaN from the one pass
+            qb = A[0] + tl.where(own, diagonal[:, None], 0.0)
+            tl.store(pair_tile(out.A, at, 0, S), qb.to(DT), mask=far)
+            tl.store(pair_tile(out.before, at, 1, S), A[1].to(tl.float16), mask=far)

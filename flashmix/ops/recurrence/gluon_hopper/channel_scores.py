@@ -1,0 +1,128 @@
+"""The `decay` and `scores` phases of a per-channel decay, one program per (chunk, value head): all pairs in one pass.
+
+    ~x_i = e^{G_i} x_i        ^y_j = e^{G_C - G_j} y_j        A_ij = ~x_i . (e^{-G_j} y_j)                      (1.6), (1.7)
+
+A thread has 32 tokens of two channels, so that sums over tokens are its own. A row that has decayed by more than `2^-LIMIT` in some
+channel since the chunk's start is out of range (its pairs may be NaN): its chunk is marked, and `channel_far_rows.py` makes those rows
+again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes of it.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    allocate_barriers,
+    copy_to_global,
+    ex2,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    gluon,
+    plus,
+    product,
+    products_done,
+    stores_done,
+    wait_full,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.place import block_of, chunk_of_item, fetch_tokens, store_tokens
+from flashmix.ops.recurrence.gluon_hopper.scores import LOG2E
+from flashmix.ops.recurrence.gluon_hopper.structs import Span
+
+COLUMNS = gl.constexpr(gl.BlockedLayout([32, 2], [2, 16], [1, 4], [1, 0]))  # [64, 128]: few threads share a channel
+TOKENS_4 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+LIMIT = gl.constexpr(80.0)
+WHOLE = gl.constexpr(6)  # the reach of a row that reaches the chunk's start: log2 of its tokens
+
+
+@gluon.jit
+def load_sums(x, at, head, channels, S: gl.constexpr):
+    """The sums G of a chunk's decay to base 2, [C, K], and that of the whole chunk, [K].
+
+    G is written too with SAVE, or where a row is out of range.
+    """
+    t = gl.arange(0, 64, gl.SliceLayout(1, COLUMNS))[:, None]
+    inside = (t < at.span.length) & (channels < S.K)[None, :]
+    to = ((at.row + t) * S.HV + head) * S.K + channels[None, :]
+    own = gl.maximum(gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32) * LOG2E, -160.0)  # [C, K]
+    G = gl.associative_scan(own, 0, plus)
+    last = gl.min(G, 0)  # sums never rise
+    gl.store(x.sums + to, G, mask=inside & (S.SAVE | (gl.min(last, 0) < -LIMIT)))
+    return G, last
+
+
+@gluon.jit
+def store_chunk(x, index, last, channels, S: gl.constexpr):
+    """Writes the decay of a whole chunk and whether some row is out of range; with SAVE reaches as if none were."""
+    gl.store(x.total + index.to(gl.int64) * S.K + channels, ex2(last), mask=channels < S.K)
+    gl.store(x.far + index, (gl.min(last, 0) < -LIMIT).to(gl.int32))
+    if S.SAVE:
+        REACHES: gl.constexpr = (S.K + 31) // 32 * 64
+        n = gl.arange(0, 256, LINE)
+        gl.store(x.reach + index.to(gl.int64) * REACHES + n, gl.full([256], WHOLE, gl.int8, LINE), mask=n < REACHES)
+
+
+@gluon.jit
+def token_numbers(x, at, head, memory, S: gl.constexpr):
+    """beta of the chunk's tokens, float32, [C] on the rows of keys."""
+    t = gl.arange(0, 64, TOKENS_4)
+    beta = gl.load(x.beta + (at.row + t) * S.HV + head, mask=t < at.span.length, other=0.0)  # [C]
+    memory.store(beta.to(gl.float32))
+    return memory.load(gl.SliceLayout(1, COLUMNS))
+
+
+@gluon.jit
+def store_pairs(qb, ab, pairs, A_d, index):
+    """Writes A_qb, and A_ab in the bits of float16."""
+    i = gl.arange(0, 64, ROWS_64)[:, None]
+    j = gl.arange(0, 64, COLUMNS_64)[None, :]
+    pairs.index(0).store(gl.where(i >= j, qb, 0.0).to(pairs.dtype))
+    pairs._reinterpret(gl.float16, [2, 64, 64], TILE).index(1).store(gl.where(i > j, ab, 0.0).to(gl.float16))
+    fence_async_shared()
+    copy_to_global(A_d, [index * 128, 0], block_of(A_d, pairs))
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
+    """Writes decayed queries, a and b behind one another, whole decays, A_qb and A_ab; with SAVE the sums of the decay."""
+    DT: gl.constexpr = q_d.dtype
+    head = gl.program_id(0) % S.HV
+    H: gl.constexpr = S.HV // S.GROUP
+    at = chunk_of_item(gl.program_id(0) // S.HV * H + head // S.GROUP, x, n, S)
+    keys = gl.allocate_shared_memory(DT, [2, 64, 128], TILE)  # q and k, then ~q and ~a
+    others = gl.allocate_shared_memory(DT, [2, 64, 128], TILE)  # e^{-G} b and ^b, then the pairs
+    numbers = gl.allocate_shared_memory(gl.float32, [64], VECTOR)
+    landed = allocate_barriers(1, 1)
+    bar = expect_bytes(landed, 0, 2 * 64 * 128 * 2)
+    fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, keys.index(0), S)
+    fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, keys.index(1), S)
+    channels = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))
+    beta = token_numbers(x, at, head, numbers, S)
+    G, last = load_sums(x, at, head, channels, S)  # [C, K], [K]
+    store_chunk(x, gl.program_id(0), last, channels, S)
+    wait_full(landed, 0)
+    row = ex2(G)
+    q = keys.index(0).load(COLUMNS).to(gl.float32)  # [C, K]
+    keys.index(0).store((q * (row * n.scale)).to(DT))
+    k = keys.index(1).load(COLUMNS).to(gl.float32)  # [C, K]
+    keys.index(1).store((0.0 - k * row).to(DT))
+    k = k * beta[:, None]
+    others.index(0).store((k * ex2(0.0 - G)).to(DT))
+    others.index(1).store((k * ex2(last[None, :] - G)).to(DT))
+    fence_async_shared()
+    gl.thread_barrier()
+    span = at.span
+    store_tokens(keys_d, span, at.t, head, 0, keys.index(0), S)
+    span_a = Span(span.sequence + n.batch, span.first + n.tokens, span.length)
+    store_tokens(keys_d, span_a, at.t, head, 0, keys.index(1), S)
+    span_b = Span(span.sequence + 2 * n.batch, span.first + 2 * n.tokens, span.length)
+    store_tokens(keys_d, span_b, at.t, head, 0, others.index(1), S)
+    y = others.index(0).permute((1, 0))  # [K, C]
+    qb = product(keys.index(0), y, ACC_64, 64, 64)
+    ab = product(keys.index(1), y, ACC_64, 64, 64)
+    qb, ab = products_done(0, deps=[qb, ab])
+    gl.thread_barrier()  # all have read e^{-G} b
+    store_pairs(qb, ab, others.index(0)._reinterpret(DT, [2, 64, 64], TILE), A_d, gl.program_id(0))
+    stores_done(0)

@@ -1,0 +1,126 @@
+"""Memory of a call: one allocation for all that is kept for the backward, and one for all that only the backward works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu.blocks import cdiv
+from flashmix.op.remember import keep
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
+from flashmix.ops.recurrence.triton_gpu.plan import plan
+
+TILED = ("q", "k", "v")  # operands that TMA reads
+OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
+
+
+class MemoryPart(NamedTuple):
+    """A tensor within an allocation; its bytes are a multiple of 16, but of the last."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CallMemory(NamedTuple):
+    """What calls of one kind allocate."""
+
+    # Kept: tiles of pairs, vectors of chunks; of segments the maps and the states that they start from. What the backward works on:
+    # the states that chunks start from, the gradients of those that they leave, nu; of segments what they send back and receive.
+    # A per-channel decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays,
+    # their reach and marks of chunks.
+    state: tuple[int, ...]  # [N, HV, K, V]
+    kept: tuple[MemoryPart, ...]
+    decayed: tuple[MemoryPart, ...]
+    work: tuple[MemoryPart, ...]
+    kept_bytes: int
+    decayed_bytes: int
+    work_bytes: int
+
+
+KNOWN: dict[Hashable, CallMemory] = {}  # of calls that are not packed
+
+
+def kind_of(call: RecurrenceCall) -> Hashable:
+    """What all sizes and launches of a call follow from, but for addresses; None of a packed one, which has tables to be made."""
+    if call.packing is not None:
+        return None
+    beta, decay = call.beta, call.log_decay
+    assert beta is not None
+    gate = None if decay is None else (decay.dtype, decay.dim())
+    return call.q.shape, call.v.shape, beta.dtype, gate, call.scale, call.q.get_device()
+
+
+def sizes_of(call: RecurrenceCall, kind: Hashable) -> CallMemory:
+    """What a call of a kind allocates."""
+    found = KNOWN.get(kind)
+    if found is None:
+        found = symbolic_sizes_of(call)
+        if kind is not None:
+            keep(KNOWN, kind, found)
+    return found
+
+
+def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
+    """The same of a call whose numbers may be symbols of a compiler."""
+    N, B, T, HV, K, V = call.sequences, call.batch, call.tokens, call.value_heads, call.K, call.V
+    chunks, tiles, dtype = count_chunks(call, 64), plan(call).tiles, call.dtype
+    kept, decayed, float32 = [], [], torch.float32
+    pairs = MemoryPart(dtype, (chunks, HV, 2, 64, 64))
+    if call.decay is Decay.CHANNEL:
+        reach = MemoryPart(torch.int8, (chunks, HV, cdiv(K, tiles.decay.BK), 64))
+        sums = MemoryPart(float32, (B, T, HV, K))
+        decayed = [MemoryPart(dtype, (3, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
+        decayed.append(MemoryPart(torch.int32, (chunks, HV)))
+    else:
+        kept = [pairs, MemoryPart(float32, (chunks, HV, 4, 64))]
+    work = [*[MemoryPart(dtype, (chunks, HV, V, K))] * 2, MemoryPart(dtype, (B, T, HV, V))]
+    if tiles.segments > 1:
+        starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
+        kept += [MemoryPart(float32, (N, HV, tiles.segments, V + K, K)), starts]
+        work += [starts, starts]
+    parts = tuple(kept), tuple(decayed), tuple(work)
+    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])
+
+
+def allocate(size: int, device: torch.device) -> Tensor | None:
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
+def views(memory: Tensor | None, parts: Iterable[MemoryPart]) -> list[Tensor]:
+    """The tensors of an allocation, one after the other."""
+    found, begin = [], 0
+    for piece in parts:
+        end = begin + piece.bytes
+        assert memory is not None
+        found.append(memory[begin:end].view(piece.dtype).view(piece.shape))
+        begin = end
+    return found
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor contiguous and at an address that TMA can read from."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def ready(call: RecurrenceCall) -> tuple[RecurrenceCall, list[int]]:
+    """The call with contiguous operands, those of TMA at addresses that it can read from; and the addresses of all, 0 of absent ones."""
+    changed, addresses = {}, []
+    for name in OPERANDS:
+        t = getattr(call, name)
+        if t is None:
+            addresses.append(0)
+            continue
+        if not t.is_contiguous() or (t.data_ptr() & 15 and name in TILED):
+            t = changed[name] = aligned(t)
+        addresses.append(t.data_ptr())
+    return call.but(**changed) if changed else call, addresses
