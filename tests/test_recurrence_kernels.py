@@ -68,13 +68,16 @@ OTHER_CODE = (
     (Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16),
     (Case("", "linear", "token", B=1, T=130, K=64, V=64, lengths=(60, 0, 70)), torch.bfloat16),
     (Case("", "dplr", "channel", T=130, K=32, V=32), torch.float32),
+    pytest.param(Case("", "delta", "token", T=130, K=32, V=32), torch.float32, marks=pytest.mark.whole),
 )
 
 
-@pytest.mark.parametrize("case, dtype", OTHER_CODE, ids=["no decay", "packed", "float32 pairs"])
+@pytest.mark.parametrize("case, dtype", OTHER_CODE, ids=["no decay", "packed", "float32 pairs", "float32"])
 def test_other_code_compiles(case, dtype):
-    for launch in launches(case, dtype, (9, 0)):
+    found = launches(case, dtype, (9, 0))
+    for launch in found:
         assert compile_launch(launch).shared <= SHARED_MEMORY_KIB[9, 0] * 1024
+    assert ("long_rows_kernel" in {launch.name for launch in found}) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("rule, gate, capability", KINDS, ids=str)
@@ -89,7 +92,7 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
             for launch in [*found, *(launch for launch in long if launch.key not in known)]:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
-                name = launch.name
+                name = launch.name if launch.args[-1].LONG < 2 else f"long_{launch.name}"
                 if gate in ("channel", "value") and f"channel_{name}" in STACK:
                     name = f"channel_{name}"
                 allowed = STACK.get(name, 0)
