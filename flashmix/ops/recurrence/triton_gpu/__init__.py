@@ -200,7 +200,8 @@ def scores_of(run: Run, kept: Outputs = ()) -> tuple[ChunkInputs, ChunkScores]:
     """The inputs as kernels read them, and what the `scores` phase makes of them, or made and kept."""
     call, C = run.call, run.plan.tiles.C
     rows, columns = row_keys(call), column_keys(call)
-    beta, long = call.beta, empty_long_rows(call, (run.chunks, call.value_heads), C)
+    beta = call.beta
+    long = () if kept else empty_long_rows(call, (run.chunks, call.value_heads), C)
     if call.decay is Decay.CHANNEL:
         G, reach = decay_sums(run)
         inputs = ChunkInputs(rows, columns, beta, G, reach)
