@@ -156,7 +156,7 @@ def test_interpreted_tensors_whose_channels_lie_apart() -> None:
 
 
 def test_a_decay_whose_channels_lie_apart_has_the_same_bits() -> None:
-    case = Case("", "channel", K=12, V=45)
+    case = Case("", "channel", K=12)
     inputs, other = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
     apart = {n: t.mT.contiguous().mT if n == "decay" else t for n, t in other.items()}
     plain = flashmix.delta_net_step(**inputs, **options(case))  # type: ignore[arg-type]
