@@ -157,15 +157,15 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
     mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
     start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
     begin, end = segment_span(segment, n.segments, chunks)
-    if S.LONG > 0:
-        if is_left_out(scores, chunk0 + begin, end - begin, head, S):
-            return
     whole = tl.full([1, S.BK], 1.0, tl.float32)
     state = load_start(x.starts, x.initial_state, row, index, vs, ks, S)  # [BV, BK]
     if MAPS:
         if block >= NV:
             state = tl.where((vs - NV * S.BV)[:, None] == ks[None, :], 1.0, 0.0)
             vs += S.V  # no value is there
+    if S.LONG > 0:
+        if is_left_out(scores, chunk0 + begin, end - begin, head, S):
+            return
     for i in tl.range(begin, end, num_stages=S.STAGES):
         at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
         before = state.to(DT)
@@ -240,10 +240,10 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
     mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
     start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
     begin, end = segment_span(segment, n.segments, chunks)
+    dstate = load_start(x.starts, x.final_state, row, index, vs, ks, S)  # [BV, BK]
     if S.LONG > 0:
         if is_left_out(scores, chunk0 + begin, end - begin, head, S):
             return
-    dstate = load_start(x.starts, x.final_state, row, index, vs, ks, S)  # [BV, BK]
     for back in tl.range(0, end - begin, num_stages=S.STAGES):
         i = end - 1 - back
         at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
