@@ -16,9 +16,41 @@ from torch import Tensor
 C = 64  # tokens of a chunk, as the kernels have them for 16-bit operands
 
 
-def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of `t` that `dtype` has; the gradient passes."""
-    return t + (t.to(dtype).to(t.dtype) - t).detach()
+class Rounded(torch.autograd.Function):
+    """The numbers that `dtype` has of a tensor, and of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return to(t, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return to(grad, ctx.dtype), None
+
+
+class Corrected(torch.autograd.Function):
+    """`nu = T R` with `T = (I - A)^-1`, and `dR = T^T dnu`, `dA = dR nu^T` (4.5), all of them rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor, R: Tensor, dtype: torch.dtype) -> Tensor:
+        one = torch.eye(A.shape[-1], dtype=A.dtype)
+        T = torch.linalg.solve_triangular(one - A, one.expand_as(A), upper=False, unitriangular=True)
+        T = to(T, dtype)
+        nu = to(T @ to(R, dtype), dtype)
+        ctx.save_for_backward(T, nu)
+        ctx.dtype = dtype
+        return nu
+
+    @staticmethod
+    def backward(ctx: Any, dnu: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        T, nu = ctx.saved_tensors
+        dR = to(T.mT @ to(dnu, ctx.dtype), ctx.dtype)
+        return to(dR @ nu.mT, ctx.dtype), dR, None
+
+
+def to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype).to(t.dtype)
 
 
 def operands(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -51,23 +83,23 @@ def run_chunks(case: Case, x: dict[str, Tensor], dtype: torch.dtype) -> tuple[Te
     whole, S, outputs = operands(case, x), x["initial_state"], []
     for first in range(0, case.T, C):
         t = {n: part[:, :, first : first + C] for n, part in whole.items()}
-        o, S = one_chunk(case, t, S, lambda z: rounded(z, dtype))
+        o, S = one_chunk(case, t, S, dtype)
         outputs.append(o)
     return torch.cat(outputs, 2).transpose(1, 2), S
 
 
-def one_chunk(case: Case, t: dict[str, Tensor], S: Tensor, low: Any) -> tuple[Tensor, Tensor]:
+def one_chunk(case: Case, t: dict[str, Tensor], S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The outputs of a chunk and the state after it."""
+
+    def low(x: Tensor) -> Tensor:
+        return Rounded.apply(x, dtype)  # type: ignore[no-any-return, no-untyped-call]
+
     G = t["g"].cumsum(2)
     before = G if case.rule == "delta" else G - t["g"]  # a tied rule reads the decayed state
-    last, scale = G[:, :, -1:], t["q"].shape[-1] ** -0.5
-    A = pairs(t["a"], t["b"], before, G, -1)
-    one = torch.eye(A.shape[-1], dtype=A.dtype)
-    T = torch.linalg.solve_triangular(one - A, one.expand_as(A), upper=False, unitriangular=True)
-    start = low(S)
+    last, scale, start = G[:, :, -1:], t["q"].shape[-1] ** -0.5, low(S)
     R = (t["a"] * before.exp()) @ start
     R = R + (low(pairs(t["a"], t["k"], before, G, -1)) @ t["v"] if "k" in t else t["v"])
-    nu = low(low(T) @ low(R))
+    nu = Corrected.apply(pairs(t["a"], t["b"], before, G, -1), R, dtype)  # type: ignore[no-untyped-call]
     o = scale * (t["q"] * G.exp()) @ start + low(scale * pairs(t["q"], t["b"], G, G, 0)) @ nu
     S = last.exp().mT * S + (t["b"] * (last - G).exp()).mT @ nu
     if "k" in t:
