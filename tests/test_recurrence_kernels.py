@@ -80,6 +80,17 @@ def test_other_code_compiles(case, dtype):
     assert ("long_rows_kernel" in {launch.name for launch in found}) == (dtype == torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [64, 8192])
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_the_state_pass_of_float32_knows_the_long_rows(gate, tokens):
+    """Forward and backward, in segments too, where only their maps are kept."""
+    case = Case("", "delta", gate, B=1, T=tokens, H=1, HV=1, K=16, V=16, states=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [launch for launch in launches(case, dtype, (9, 0)) if launch.name.startswith("state_")]
+        assert {launch.args[-1].LONG for launch in found} == ({1, 2} if dtype == torch.float32 else {0})
+        assert all((launch.args[0].long is None) == (dtype == torch.bfloat16) for launch in found)
+
+
 @pytest.mark.parametrize("rule, gate, capability", KINDS, ids=str)
 def test_kernels_compile_for_every_target(rule, gate, capability):
     for K, V in SIZES:

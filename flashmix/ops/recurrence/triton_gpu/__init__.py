@@ -201,22 +201,22 @@ def scores_of(run: Run, kept: Outputs = ()) -> tuple[ChunkInputs, ChunkScores]:
     call, C = run.call, run.plan.tiles.C
     rows, columns = row_keys(call), column_keys(call)
     beta = call.beta
-    long = () if kept else empty_long_rows(call, (run.chunks, call.value_heads), C)
+    made = () if kept and call.decay is not Decay.CHANNEL else empty_long_rows(call, (run.chunks, call.value_heads), C)
     if call.decay is Decay.CHANNEL:
         G, reach = decay_sums(run)
         inputs = ChunkInputs(rows, columns, beta, G, reach)
         keys = [run.tokens_like(call.K) for _ in rows + columns]
         A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
-        scores = ChunkScores(tuple(keys[: len(rows)]), tuple(keys[len(rows) :]), A, None, run.per_chunk(call.K), *long)
+        scores = ChunkScores(tuple(keys[: len(rows)]), tuple(keys[len(rows) :]), A, None, run.per_chunk(call.K), *made)
     else:
         inputs = ChunkInputs(rows, columns, beta, call.log_decay, None)
         if kept:
             return inputs, ChunkScores(rows, columns, *kept[: 5 if has_long_rows(call.rule, call.dtype) else 3])
         A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
         factors = run.per_chunk(len(rows) + len(columns), C)
-        scores = ChunkScores(rows, columns, A, factors, run.per_chunk(), *long)
+        scores = ChunkScores(rows, columns, A, factors, run.per_chunk(), *made)
     run.plan.scores(run.chunk_programs, inputs, scores, run.where, run.n)
-    if long:
+    if made:
         run.plan.long_rows(run.chunk_programs, inputs, scores, run.where, run.n)
     return inputs, scores
 
