@@ -22,8 +22,8 @@ from flashmix.gpu import device as gpu
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.gpu.ptxas import needed, sound_ptxas
 
-# LLVM (Triton 3.6) made of `tid << 31`, one of two shifts packed into one number, a product in 64 bits, which drops nothing: addresses of nowhere.
-# A thread's number is under 2^10.
+# LLVM (Triton 3.6) made of `tid << 31`, one of two shifts packed into one number, a product in 64 bits, which drops nothing: addresses
+# of nowhere. A thread's number is under 2^10.
 WIDEST = 2**22
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
