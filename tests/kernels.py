@@ -22,6 +22,9 @@ from flashmix.gpu import device as gpu
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.gpu.ptxas import needed, sound_ptxas
 
+# LLVM (Triton 3.6) made of `tid << 31`, one of two shifts packed into one number, a product in 64 bits, which drops nothing: addresses
+# of nowhere. A thread's number is under 2^10.
+WIDEST = 2**22
 TARGETS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148}
 
@@ -110,6 +113,8 @@ def compile_launch(launch: Launch) -> Compiled:
         made = code_of(launch)
     chosen = "_do_compile" in vars(launch.kernel)  # with_sound_ptxas puts it there
     assert chosen or "wgmma" not in made.asm["ptx"], f"{launch.name} has products, but not with_sound_ptxas"
+    wide = [int(n) for n in re.findall(r"mul\.wide\.u32[^;]*, (\d+);", made.asm["ptx"])]
+    assert max(wide, default=0) < WIDEST, f"{launch.key}: LLVM multiplied where a shift drops bits"
     lost = lost_descriptors(made.asm["ptx"], made.asm["cubin"])
     assert not lost, f"{launch.key}: {lost} read what they should not"
     registers, stack = _resources(made.asm["cubin"])

@@ -55,6 +55,8 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("other count", {"q": ONE, "k": ONE_K, "v": ONE_K, "cu_seqlens": torch.tensor([0, 5]),
                      "cu_seqlens_k": Packing.from_lengths([3, 4])}, ValueError,
      "cu_seqlens_k must have shape [2], got [3]"),
+    ("a tuple of keys", {"q": ONE, "k": ONE_K, "v": ONE_K, "cu_seqlens": torch.tensor([0, 5]), "cu_seqlens_k": (0, 7)}, TypeError,
+     "cu_seqlens_k must be a torch.Tensor, got tuple"),
     ("float boundaries", {"q": ONE, "k": ONE_K, "v": ONE_K, "cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError,
      "cu_seqlens must have dtype int32 or int64, got float32"),
     ("no GPU", {"impl": "triton"}, ValueError,

@@ -155,6 +155,15 @@ def test_interpreted_tensors_whose_channels_lie_apart() -> None:
     assert torch.equal(apart["state"], inputs["state"]) and torch.equal(apart["conv_state"], inputs["conv_state"])
 
 
+def test_a_decay_whose_channels_lie_apart_has_the_same_bits() -> None:
+    case = Case("", "channel", K=12)
+    inputs, other = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
+    apart = {n: t.mT.contiguous().mT if n == "decay" else t for n, t in other.items()}
+    plain = flashmix.delta_net_step(**inputs, **options(case))  # type: ignore[arg-type]
+    assert torch.equal(flashmix.delta_net_step(**apart, **options(case)), plain)  # type: ignore[arg-type]
+    assert torch.equal(apart["state"], inputs["state"])
+
+
 def test_what_is_refused() -> None:
     inputs = make_inputs(Case(""), torch.float32)
     for change, error, text in (

@@ -384,6 +384,13 @@ def test_gates_of_half_precision_mean_their_numbers(name: str, dtype: torch.dtyp
     assert all(map(torch.equal, half, single))
 
 
+def test_oja_of_a_strided_state_has_the_same_bits() -> None:
+    x = make_inputs("oja", torch.float32, B=5, T=1, H=3, HV=3, K=28, V=28)
+    x["initial_state"] = torch.stack([x["initial_state"]] * 2, 1)[:, 0]
+    plain = run_op("oja", {n: t.contiguous() for n, t in x.items()})
+    assert all(map(torch.equal, run_op("oja", x), plain))
+
+
 @pytest.mark.parametrize("shape", [(1, 9, 2), (1, 9, 2, 16)])
 def test_gates_of_half_precision_in_the_untied_delta_rule(shape: tuple[int, ...]) -> None:
     q, k, v = torch.randn(3, 1, 9, 2, 16, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ import pytest
 import test_recurrence as laws
 import torch
 from budget import assert_within_budget, relative_errors
-from cases import Case, make_inputs, run_op
+from cases import CASES, Case, make_inputs, run_op
 from recurrence_gpu import BF16, DEVICE, KINDS, Results, assert_same, impl_of, results, small
 from test_recurrence import STAGES, named, references, same_bits
 from torch import Tensor
@@ -66,6 +66,13 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]
 def test_faults_08_09_and_27_bit_for_bit(law: Any, case: Case, dtype: torch.dtype, on_the_gpu: Any) -> None:
     on_the_gpu(dtype)
     law(case)
+
+
+@gpu
+@named([case for case in CASES if case.keys == "nearly_parallel" and case.beta == 2])
+def test_bits_where_correlated_keys_begin(case: Case, on_the_gpu: Any) -> None:
+    on_the_gpu(torch.float32)
+    laws.test_laws_hold_where_correlated_keys_begin(case)
 
 
 @gpu

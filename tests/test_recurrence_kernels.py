@@ -51,6 +51,10 @@ STACK_OF_ANY = {
     "channel_output_backward_kernel": (1744, 40),
     "channel_pairs_backward_kernel": (1312, 952),
     "value_output_kernel": (40, 8),
+    # of sequences with long rows, whose products in float64 spill; counted with 256 and 128 channels on (8, 0) and (9, 0) (2026-11-22)
+    "long_rows_kernel": (0, 512),
+    "long_state_forward_kernel": (0, 7200),
+    "long_state_backward_kernel": (0, 5700),
 }
 
 
@@ -68,13 +72,27 @@ OTHER_CODE = (
     (Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16),
     (Case("", "linear", "token", B=1, T=130, K=64, V=64, lengths=(60, 0, 70)), torch.bfloat16),
     (Case("", "dplr", "channel", T=130, K=32, V=32), torch.float32),
+    pytest.param(Case("", "delta", "token", T=130, K=32, V=32), torch.float32, marks=pytest.mark.whole),
 )
 
 
-@pytest.mark.parametrize("case, dtype", OTHER_CODE, ids=["no decay", "packed", "float32 pairs"])
+@pytest.mark.parametrize("case, dtype", OTHER_CODE, ids=["no decay", "packed", "float32 pairs", "float32"])
 def test_other_code_compiles(case, dtype):
-    for launch in launches(case, dtype, (9, 0)):
+    found = launches(case, dtype, (9, 0))
+    for launch in found:
         assert compile_launch(launch).shared <= SHARED_MEMORY_KIB[9, 0] * 1024
+    assert ("long_rows_kernel" in {launch.name for launch in found}) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+@pytest.mark.parametrize("gate", ["token", "channel"])
+def test_the_state_pass_of_float32_knows_the_long_rows(gate, tokens):
+    """Forward and backward, in segments too, where only their maps are kept."""
+    case = Case("", "delta", gate, B=1, T=tokens, H=1, HV=1, K=16, V=16, states=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [launch for launch in launches(case, dtype, (9, 0)) if launch.name.startswith("state_")]
+        assert {launch.args[-1].LONG for launch in found} == ({1, 2} if dtype == torch.float32 else {0})
+        assert all((launch.args[0].long is None) == (dtype == torch.bfloat16) for launch in found)
 
 
 @pytest.mark.parametrize("rule, gate, capability", KINDS, ids=str)
@@ -89,7 +107,7 @@ def test_kernels_compile_for_every_target(rule, gate, capability):
             for launch in [*found, *(launch for launch in long if launch.key not in known)]:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
-                name = launch.name
+                name = launch.name if launch.args[-1].LONG < 2 else f"long_{launch.name}"
                 if gate in ("channel", "value") and f"channel_{name}" in STACK:
                     name = f"channel_{name}"
                 allowed = STACK.get(name, 0)

@@ -58,7 +58,7 @@ def oja(
     second = RecurrenceCall(q, k, v, log_decay=log_decay, packing=packing, value_decay=log_decay is not None)
     choose("oja", IMPLEMENTATIONS, second, impl)  # both passes must run, and this one asks for more
     reader = v if log_decay is None else (v * log_decay.to(state_dtype(v.dtype)).exp()).to(v.dtype)
-    state = None if state is None else state.mT
+    state = None if state is None else state.mT.contiguous()
     first: EngineOptions = {"scale": 1.0, "initial_state": state, "cu_seqlens": packing, "impl": impl}
     recalled, _ = delta_rule(reader, v, k, beta, log_decay, read_before=True, **first)
     new = (beta.unsqueeze(-1) * (k - recalled)).to(k.dtype)

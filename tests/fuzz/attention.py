@@ -49,6 +49,9 @@ def shared_options(draw: Draw) -> dict[str, Any]:
     return options
 
 
+ONE_KEY = 4.0  # budgets of a softmax over one key: its gradient is 0 in a plain evaluation, and what is left of two products elsewhere
+
+
 @dataclass
 class AttentionCase(Sample):
     """Packed keys have lengths of their own."""
@@ -99,6 +102,7 @@ def drawn(draw: Draw) -> Sample:
         lengths=lengths,
         packs=True,
         steps=2 + logit_steps(options, K),
+        bound=ONE_KEY if 1 in (lengths_k or (tokens_k,)) else 1.0,
         causal=causal and not other_keys,
         loose=frozenset({"batch", "packed", "prefix"}) if min(K, V) == 1 else frozenset(),  # products with a vector
         laws=frozenset({"repeat", "batch", "layout", "prefix"} | ({"packed"} if not other_keys else set())),
@@ -189,6 +193,7 @@ def drawn_cache(draw: Draw) -> Sample:
         gradient=False,
         written=("cache_keys", "cache_values", "cache_lengths") if appends else (),
         steps=3 + logit_steps(options, K),
+        loose=frozenset({"layout"}),  # torch's own attention runs it
         laws=frozenset({"repeat", "layout"}),
     )
 

@@ -143,7 +143,7 @@ def compare(
             continue
         around = neighbours(sample, exact, wants) if around is None else around
         base_errors = tuple(max(pair) for pair in zip(base_errors, around[name], strict=True))  # type: ignore[assignment]
-        if cancelled(have, want, exact, steps * step):
+        if cancelled(have, want, exact, steps * step * sample.bound):
             continue
         if not within(errors, base_errors, steps, step, sample.bound):
             yield f"{name}: errors {errors[0]:.1e} RMS, {errors[1]:.1e} max, plain evaluation {base_errors[0]:.1e}, {base_errors[1]:.1e}"
@@ -165,7 +165,10 @@ def cancelled(have: Tensor, want: Tensor, exact: Tensors, budget: float) -> bool
 
 
 def finite_part(sample: Sample, name: str, have: Tensor, want: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A logarithm of a sum may be -inf, exactly where the definition says so; the rest of it."""
+    """A logarithm of a sum may be -inf, exactly where the definition says so, and a number be beyond float16; the rest of it."""
+    fits = (want.abs() <= torch.finfo(have.dtype).max) | (want == -torch.inf)
+    if not fits.all():
+        have, want, base = have[fits], want[fits], base[fits]
     seen = want != -torch.inf
     if seen.all() or not torch.equal(have != -torch.inf, seen):
         return have, want, base

@@ -16,6 +16,7 @@ from .sample import Sample, Tensors
 
 IGNORED = -100
 KERNEL_STEPS = 3  # logits, their gradients and the products are rounded to the dtype
+ONE_TOKEN = 8.0  # budgets of a vocabulary of one token: the loss is 0, and its roundings are those of the logits
 
 
 def drawn(draw: Draw, op: str) -> Sample:
@@ -51,6 +52,7 @@ def drawn(draw: Draw, op: str) -> Sample:
         per_row=own | ({"advantages"} if grpo else set()),
         fixed=frozenset(fixed),
         steps=KERNEL_STEPS,
+        bound=ONE_TOKEN if M == 1 else 1.0,
         laws=frozenset({"repeat", "batch", "prefix", "layout"}) if each else frozenset({"repeat", "layout"}),
         loose=frozenset({"batch", "prefix", "layout"}),  # products, and sums over a vocabulary
     )

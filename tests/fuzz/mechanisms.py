@@ -16,6 +16,12 @@ from .recurrence import LAWS, bound, loose, wide
 from .sample import OPS, Sample, Tensors, flattened
 
 STAGES = 5  # those of the recurrence, and an operand of the engine that a mechanism makes
+SCANNING = (
+    "abc",
+    "normalised_linear_attention",
+    "preconditioned_gated_deltanet",
+    "preconditioned_kda",
+)  # heads of one channel
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
 
@@ -65,7 +71,7 @@ def drawn(draw: Draw, op: str) -> Sample:
         steps=STAGES,
         bound=bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
         laws=LAWS,
-        loose=loose(K, V),
+        loose=loose(1 if op in SCANNING else K, V),
     )
 
 

@@ -20,7 +20,7 @@ LOOSE = frozenset({"batch", "packed"})  # products of batches: torch's bits depe
 
 
 PARALLEL = 3.0  # how many budgets where keys are (nearly) parallel: six times the token loop's error
-FEW_CHANNELS = 4  # with so few channels they always are
+FEW_CHANNELS = 8  # with so few channels they always are
 
 
 def bound(draw: Draw, x: Tensors, channels: int) -> float:

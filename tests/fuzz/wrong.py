@@ -66,6 +66,9 @@ def no_tensor(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     return Spoilt(call | {name: value}, name, (TypeError, ValueError), f"{name} is {type(value).__name__}")
 
 
+COMPLEX = ("scan", "scan_step")
+
+
 def another_dtype(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     """Integers, complex numbers or booleans for floating ones, and the reverse."""
     name = draw.free.choice(tensors_of(call))
@@ -73,6 +76,8 @@ def another_dtype(sample: Sample, draw: Draw, call: Arguments) -> Spoilt | None:
     dtype = draw.free.choice(
         (torch.int32, torch.complex64, torch.bool, torch.uint8) if floating else (torch.float32, torch.int8)
     )
+    if dtype.is_complex and sample.op in COMPLEX:  # it may be what the others are not
+        dtype = torch.int32
     return Spoilt(call | {name: call[name].to(dtype)}, name, (TypeError,), f"{name} in {dtype}")
 
 

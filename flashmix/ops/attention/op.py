@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Op, always
-from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_range, check_shape, dims
+from flashmix.op.checks import (
+    check_dtype,
+    check_floating,
+    check_like,
+    check_multiple,
+    check_range,
+    check_shape,
+    check_tensor,
+    dims,
+)
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
 from flashmix.op.packing import Packing, as_packing
@@ -192,6 +201,8 @@ def _check_packing(
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
     if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens:  # one packing, whose tables serve both sides
         cu_seqlens_k = packing if q.shape[1] == k.shape[1] else cu_seqlens
+    elif not isinstance(cu_seqlens_k, Packing):
+        check_tensor("cu_seqlens_k", cu_seqlens_k)
     packing_k = as_packing(cu_seqlens_k, k.shape[0], k.shape[1], k.device)
     assert packing is not None and packing_k is not None
     if packing.count != packing_k.count:

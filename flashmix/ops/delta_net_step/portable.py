@@ -39,7 +39,8 @@ def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
     beta = torch.sigmoid(call.strength.to(wide))[:, None] * (2 if call.negative_eigenvalues else 1)
     g = None
     if call.decay is not None and call.A_log is not None and call.dt_bias is not None:
-        g = _log_decay(call.decay.to(wide), call.A_log.to(wide), call.dt_bias, call.lower)[:, None]
+        decay, A_log = call.decay.to(wide).contiguous(), call.A_log.to(wide).contiguous()
+        g = _log_decay(decay, A_log, call.dt_bias.contiguous(), call.lower)[:, None]
     S = state.index_select(0, slots).to(wide)
     o, S = step(RecurrenceCall(q, k, v, beta=beta, log_decay=g, initial_state=S, scale=K**-0.5), wide)
     z = None if call.gate is None else call.gate.view_as(o[:, 0])

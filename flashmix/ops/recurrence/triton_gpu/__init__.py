@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv
-from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import at_least_float32
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
-from flashmix.ops.recurrence.triton_gpu.plan import column_keys, plan, row_keys
+from flashmix.ops.recurrence.triton_gpu.plan import InTurn, column_keys, has_long_rows, plan, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.ops.recurrence.triton_gpu.structs import (
     ChunkInputs,
@@ -65,7 +64,8 @@ def outputs(run: Run, scores: ChunkScores, maps: Tensor | None, save: bool) -> t
     if not save:
         return (o, state), ()
     pairs = () if scores.factors is None else (scores.A, scores.factors, scores.total)
-    return (o, state), pairs + joined
+    long = () if scores.factors is None or scores.low is None else (scores.low, scores.long)
+    return (o, state), pairs + long + joined
 
 
 def transposed(call: RecurrenceCall, do: Tensor) -> tuple[RecurrenceCall, Tensor]:
@@ -131,6 +131,7 @@ def keeps(call: RecurrenceCall) -> Outputs:
             torch.empty(*chunks, rows * columns, C, C, dtype=call.dtype, device=call.device),
             torch.empty(*chunks, rows + columns, C, dtype=torch.float32, device=call.device),
             torch.empty(chunks, dtype=torch.float32, device=call.device),
+            *empty_long_rows(call, chunks, C),
         )
     return pairs + empty_maps(call, own.tiles.segments) if own.tiles.segments > 1 else pairs
 
@@ -200,21 +201,32 @@ def scores_of(run: Run, kept: Outputs = ()) -> tuple[ChunkInputs, ChunkScores]:
     call, C = run.call, run.plan.tiles.C
     rows, columns = row_keys(call), column_keys(call)
     beta = call.beta
+    made = () if kept and call.decay is not Decay.CHANNEL else empty_long_rows(call, (run.chunks, call.value_heads), C)
     if call.decay is Decay.CHANNEL:
         G, reach = decay_sums(run)
         inputs = ChunkInputs(rows, columns, beta, G, reach)
         keys = [run.tokens_like(call.K) for _ in rows + columns]
         A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
-        scores = ChunkScores(tuple(keys[: len(rows)]), tuple(keys[len(rows) :]), A, None, run.per_chunk(call.K))
+        scores = ChunkScores(tuple(keys[: len(rows)]), tuple(keys[len(rows) :]), A, None, run.per_chunk(call.K), *made)
     else:
         inputs = ChunkInputs(rows, columns, beta, call.log_decay, None)
         if kept:
-            return inputs, ChunkScores(rows, columns, *kept[:3])
+            return inputs, ChunkScores(rows, columns, *kept[: 5 if has_long_rows(call.rule, call.dtype) else 3])
         A = run.per_chunk(len(rows) * len(columns), C, C, dtype=call.dtype)
         factors = run.per_chunk(len(rows) + len(columns), C)
-        scores = ChunkScores(rows, columns, A, factors, run.per_chunk())
+        scores = ChunkScores(rows, columns, A, factors, run.per_chunk(), *made)
     run.plan.scores(run.chunk_programs, inputs, scores, run.where, run.n)
+    if made:
+        run.plan.long_rows(run.chunk_programs, inputs, scores, run.where, run.n)
     return inputs, scores
+
+
+def empty_long_rows(call: RecurrenceCall, chunks: tuple[int, int], C: int) -> Outputs:
+    """Memory for what long rows of T are besides their tile of pairs, and for which rows these are."""
+    if not has_long_rows(call.rule, call.dtype):
+        return ()
+    low = torch.empty(*chunks, C, C, dtype=torch.float32, device=call.device)
+    return low, torch.empty(chunks, dtype=torch.int32, device=call.device)
 
 
 def decay_sums(run: Run, keys: DecayedKeys | None = None) -> tuple[Tensor, Tensor]:
@@ -270,7 +282,7 @@ def join_forward(run: Run, maps: Tensor | None) -> Outputs:
     return maps, starts
 
 
-def state_forward(run: Run, scores: ChunkScores, joined: Outputs, kernel: Kernel, out: StateResults) -> None:
+def state_forward(run: Run, scores: ChunkScores, joined: Outputs, kernel: InTurn, out: StateResults) -> None:
     """The state pass, in segments where they are joined: with the output, or saving what the backward needs."""
     call, own = run.call, run.plan.tiles
     n = run.segmented if joined else run.n

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashmix.gpu.launch import Kernel
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.triton_gpu.channel_pairs import channel_pairs_backward_kernel
+from flashmix.ops.recurrence.triton_gpu.correlated import long_rows_kernel
 from flashmix.ops.recurrence.triton_gpu.decay import decay_sums_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import scores_forward_kernel
@@ -30,6 +31,21 @@ PAIRS: dict[Rule, dict[str, Any]] = {
 }
 # A column factor of a per-channel decay is at most 2 to this; float16 has no room for factors above 1.
 FACTOR_LIMIT = {torch.float32: 80, torch.bfloat16: 80, torch.float16: 0}
+
+
+class InTurn(NamedTuple):
+    """Kernels that share a pass: each takes the programs that the others leave out."""
+
+    kernels: tuple[Kernel, ...]
+
+    def __call__(self, *args: Any) -> None:
+        for kernel in self.kernels:
+            kernel(*args)
+
+
+def has_long_rows(rule: Rule, dtype: torch.dtype) -> bool:
+    """Whether rows of T may need more digits than the tiles of pairs have (`correlated.py`)."""
+    return rule.corrected and dtype == torch.float32
 
 
 def row_keys(call: RecurrenceCall) -> tuple[Tensor, ...]:
@@ -56,12 +72,13 @@ class Plan(NamedTuple):
     tiles: ChunkTiles
     decay: Kernel
     scores: Kernel
-    state_output: Kernel
-    state_save: Kernel
-    state_both: Kernel
-    state_maps: Kernel
-    state_backward: Kernel
-    state_ends: Kernel
+    long_rows: Kernel
+    state_output: InTurn
+    state_save: InTurn
+    state_both: InTurn
+    state_maps: InTurn
+    state_backward: InTurn
+    state_ends: InTurn
     join_forward: Kernel
     join_backward: Kernel
     output: Kernel
@@ -111,6 +128,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         V=kind.V, ROW_HEADS=(HV,) * len(rows) if channel else rows, COLUMN_HEADS=(HV,) * len(columns) if channel else columns,
         **PAIRS[kind.rule], TIED=tied and not channel, DECAY="channel" if channel else "none",
         DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed, PRECISION=own.precision,
+        LONG=int(has_long_rows(kind.rule, kind.dtype)),
     )  # fmt: skip
     join = ChunkSpec(
         0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed,
@@ -125,18 +143,26 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
             own.scores,
             num_stages=1,
         ),
-        state_output=_kernel(state_forward_kernel, state._replace(OUTPUT=True), own.state),
-        state_save=_kernel(state_forward_kernel, state._replace(SAVE=True), own.state),
-        state_both=_kernel(state_forward_kernel, state._replace(OUTPUT=True, SAVE=True), own.state),
-        state_maps=_kernel(state_forward_kernel, state, own.maps),
-        state_backward=_kernel(state_backward_kernel, state._replace(SAVE=True), own.state_backward),
-        state_ends=_kernel(state_backward_kernel, state, own.state_backward),
+        long_rows=_kernel(
+            long_rows_kernel, pairs._replace(LEVELS=levels, INVERSE_PRECISION="ieee"), own.scores, num_stages=1
+        ),
+        state_output=_in_turn(state_forward_kernel, state._replace(OUTPUT=True), own.state),
+        state_save=_in_turn(state_forward_kernel, state._replace(SAVE=True), own.state),
+        state_both=_in_turn(state_forward_kernel, state._replace(OUTPUT=True, SAVE=True), own.state),
+        state_maps=_in_turn(state_forward_kernel, state, own.maps),
+        state_backward=_in_turn(state_backward_kernel, state._replace(SAVE=True), own.state_backward),
+        state_ends=_in_turn(state_backward_kernel, state, own.state_backward),
         join_forward=Kernel(segments_forward_kernel, join, num_warps=own.join.warps),
         join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
         output=_kernel(output_backward_kernel, of_values, own.output),
         pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
         values=_kernel(value_output_kernel, of_values, own.values),
     )
+
+
+def _in_turn(kernel: Any, spec: ChunkSpec, tile: Tile) -> InTurn:
+    """A kernel of the state pass; where rows of T may be long one for the sequences without them, and one for those with them."""
+    return InTurn(tuple([_kernel(kernel, spec._replace(LONG=long), tile) for long in ((1, 2) if spec.LONG else (0,))]))
 
 
 def _kernel(kernel: Any, spec: ChunkSpec, tile: Tile, **options: int) -> Kernel:

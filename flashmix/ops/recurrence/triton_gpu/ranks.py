@@ -85,7 +85,8 @@ def part(run: Run, scores: ChunkScores, first: int, stop: int) -> tuple[Run, Chu
     if (first, stop) == (0, run.call.sequences):
         return run, scores
     rows, columns = (tuple([run.of_tokens(x, first, stop) for x in keys]) for keys in (scores.rows, scores.columns))
-    made = [None if t is None else run.of_chunks(t, first, stop) for t in (scores.A, scores.factors, scores.total)]
+    per_chunk = scores.A, scores.factors, scores.total, scores.low, scores.long
+    made = [None if t is None else run.of_chunks(t, first, stop) for t in per_chunk]
     return run.part(first, stop), ChunkScores(rows, columns, *made)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.triton_gpu.correlated import find_long_rows, long_place
 from flashmix.ops.recurrence.triton_gpu.decay import (
     channel_sums,
     column_factor,
@@ -50,6 +51,8 @@ def store_pairs(out, A, at, S: tl.constexpr):
         if p != COLUMNS:
             tl.store(pair_tile(out.A, at, p, S), A[p].to(DT))
     if PAIRS > COLUMNS:  # last, when the others need no registers
+        if out.long is not None:
+            tl.store(long_place(out, at, S), find_long_rows(A[COLUMNS], S))
         tl.store(pair_tile(out.A, at, COLUMNS, S), inverse(A[COLUMNS], S).to(DT))
 
 

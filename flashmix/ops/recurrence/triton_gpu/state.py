@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.triton_gpu.correlated import add_product, is_left_out, is_long, load_long, load_long_rows
 from flashmix.ops.recurrence.triton_gpu.structs import Place
 from flashmix.ops.recurrence.triton_gpu.tiles import (
     append,
@@ -97,7 +98,7 @@ def store_map(maps, state, whole, index, block, S: tl.constexpr):
 
 
 @triton.jit
-def corrected(scores, state, V_T, a, at, S: tl.constexpr):
+def corrected(scores, state, V_T, a, bits, at, S: tl.constexpr):
     """nu^T = (T R)^T, [BV, C], of the rows a^T [BK, C] (5.1), (5.2)."""
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
     R = tl.dot(state, a, input_precision=S.PRECISION) * load_factor(scores, at, 1, S)  # [BV, C]
@@ -107,7 +108,28 @@ def corrected(scores, state, V_T, a, at, S: tl.constexpr):
     else:
         R += V_T
     T = tl.trans(tl.load(pair_tile(scores.A, at, COLUMNS, S)))  # [C, C]
-    return tl.dot(R.to(V_T.dtype), T, input_precision=S.PRECISION)
+    nu = tl.dot(R.to(V_T.dtype), T, input_precision=S.PRECISION)
+    if S.LONG == 2:
+        long = is_long(bits, S)
+        exact = tl.trans(load_long_rows(scores, long, at, S))  # [C, C]
+        nu = tl.where(long, tl.dot(R.to(tl.float64), exact, input_precision="ieee").to(tl.float32), nu)
+    return nu
+
+
+@triton.jit
+def target_gradient(scores, dnu, bits, at, S: tl.constexpr):
+    """dR = dnu T, [BV, C] (5.5)."""
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
+    T = tl.load(pair_tile(scores.A, at, COLUMNS, S))  # [C, C]
+    if S.LONG != 2:
+        return tl.dot(dnu.to(T.dtype), T, input_precision=S.PRECISION)
+    else:
+        long = is_long(bits, S)
+        dR = tl.dot(tl.where(long, 0.0, dnu), T, input_precision=S.PRECISION)
+        if bits != 0:
+            exact = load_long_rows(scores, long, at, S)  # [C, C]
+            dR += tl.dot(dnu.to(tl.float64), exact, input_precision="ieee").to(tl.float32)
+        return dR
 
 
 @with_sound_ptxas
@@ -141,6 +163,9 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
         if block >= NV:
             state = tl.where((vs - NV * S.BV)[:, None] == ks[None, :], 1.0, 0.0)
             vs += S.V  # no value is there
+    if S.LONG > 0:
+        if is_left_out(scores, chunk0 + begin, end - begin, head, S):
+            return
     for i in tl.range(begin, end, num_stages=S.STAGES):
         at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
         before = state.to(DT)
@@ -148,15 +173,16 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
             tl.store(saved_tile(out.states, at.chunk * S.HV + head, vs, ks, S), before, mask=mask)
         V_T = tl.trans(load_rows(x.v, at, S.HV, S.V, vs, S))  # [BV, C]
         decay = load_total(scores.total, at, ks, S)  # [] or [1, BK]
+        bits = load_long(scores, at, S)  # []
         W = ()  # of each column, [BV, C]
         if COLUMNS == 2 or not CORRECTED:
             W = append(W, V_T)
         if CORRECTED:
             if S.TIED:  # a and b are one tensor: sign, beta and decay are in the factors
                 b = load_column(scores, 0, at, ks, S)  # [C, BK]
-                nu = corrected(scores, before, V_T, tl.trans(b), at, S)
+                nu = corrected(scores, before, V_T, tl.trans(b), bits, at, S)
             else:
-                nu = corrected(scores, before, V_T, tl.trans(load_row(scores, 1, at, ks, S)), at, S)  # [BV, C]
+                nu = corrected(scores, before, V_T, tl.trans(load_row(scores, 1, at, ks, S)), bits, at, S)  # [BV, C]
             W = append(W, nu)
             if S.SAVE:
                 store_rows(out.nu, tl.trans(nu), at, S.V, vs, S)
@@ -165,7 +191,10 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
             o = tl.dot(before, q, input_precision=S.PRECISION) * load_factor(scores, at, 0, S)  # [BV, C]
             for c in tl.static_range(COLUMNS):
                 A = tl.trans(tl.load(pair_tile(scores.A, at, c, S)))  # [C, C]
-                o = tl.dot(W[c].to(DT), A, o, input_precision=S.PRECISION)
+                if c == COLUMNS - 1:
+                    o = add_product(W[c].to(DT), A, o, bits, S)
+                else:
+                    o = tl.dot(W[c].to(DT), A, o, input_precision=S.PRECISION)
             store_rows(out.o, tl.trans(o.to(DT)), at, S.V, vs, S)
         state *= decay
         if MAPS and S.DIAGONAL:
@@ -173,7 +202,10 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
         for c in tl.static_range(COLUMNS):
             y = b if S.TIED else load_column(scores, c, at, ks, S)  # [C, BK]
             w = (W[c] * load_factor(scores, at, len(S.ROW_HEADS) + c, S)).to(DT)  # [BV, C]
-            state = tl.dot(w, y, state, input_precision=S.PRECISION)
+            if c == COLUMNS - 1:
+                state = add_product(w, y, state, bits, S)
+            else:
+                state = tl.dot(w, y, state, input_precision=S.PRECISION)
     if MAPS:
         store_map(out.maps, state, whole, index, block, S)
     elif out.final_state is not None:
@@ -209,6 +241,9 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
     start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
     begin, end = segment_span(segment, n.segments, chunks)
     dstate = load_start(x.starts, x.final_state, row, index, vs, ks, S)  # [BV, BK]
+    if S.LONG > 0:
+        if is_left_out(scores, chunk0 + begin, end - begin, head, S):
+            return
     for back in tl.range(0, end - begin, num_stages=S.STAGES):
         i = end - 1 - back
         at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
@@ -218,6 +253,7 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
         dO = tl.trans(load_rows(x.do, at, S.HV, S.V, vs, S))  # [BV, C]
         q = load_row(scores, 0, at, ks, S)  # [C, BK]
         decay = load_total(scores.total, at, ks, S)  # [] or [1, BK]
+        bits = load_long(scores, at, S)  # []
         Z = append((), dO)  # of each row, [BV, C]
         if CORRECTED:
             b = load_column(scores, COLUMNS - 1, at, ks, S)  # [C, BK]
@@ -226,8 +262,7 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
             )
             qb = tl.load(pair_tile(scores.A, at, COLUMNS - 1, S))  # [C, C]
             dnu = tl.dot(dO, qb, dnu, input_precision=S.PRECISION)
-            T = tl.load(pair_tile(scores.A, at, COLUMNS, S))  # [C, C]
-            dR = tl.dot(dnu.to(DT), T, input_precision=S.PRECISION)  # [BV, C]
+            dR = target_gradient(scores, dnu, bits, at, S)
             Z = append(Z, dR)
             if S.SAVE:
                 store_rows(out.dr, tl.trans(dR.to(DT)), at, S.V, vs, S)
@@ -249,7 +284,10 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
                 x_r = b
             else:
                 x_r = load_row(scores, r, at, ks, S)  # [C, BK]
-            dstate = tl.dot(z, x_r, dstate, input_precision=S.PRECISION)
+            if r > 0:
+                dstate = add_product(z, x_r, dstate, bits, S)
+            else:
+                dstate = tl.dot(z, x_r, dstate, input_precision=S.PRECISION)
     if out.ends is not None:
         tl.store(saved_tile(out.ends, index, vs, ks, S), dstate, mask=mask)
     elif out.initial_state is not None:

@@ -44,6 +44,7 @@ class ChunkSpec(NamedTuple):
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = False  # the state pass writes what the backward reads
     DIAGONAL: bool = False  # the maps of segments are diagonal
+    LONG: int = 0  # the state pass of corrected float32, without (1) or with (2) long rows of T (`correlated.py`)
     TRANSPOSED: bool = False  # the caller's states are [V, K], a decay of the value axis
     BK: int = 0
     BV: int = 0
@@ -105,6 +106,8 @@ class ChunkScores(NamedTuple):
     A: Any  # [chunks, HV, pairs, C, C]
     factors: Any  # of rows, then of columns, [chunks, HV, rows + columns, C]; None with a per-channel decay
     total: Any  # the decay of the whole chunk, [chunks, HV] or [chunks, HV, K]
+    low: Any = None  # of corrected float32: the rest of the long rows of T (`correlated.py`), [chunks, HV, C, C]
+    long: Any = None  # which rows these are, a bit each, [chunks, HV] int32
 
 
 class StateInputs(NamedTuple):
