@@ -185,6 +185,7 @@ def rewrite(thing: griffe.Object) -> None:
         r"^Source:\n((?: {4}.*\n?)+)", lambda lines: f"Source: {inspect.cleandoc(lines[1])}\n", text, flags=re.MULTILINE
     )
     text = re.sub(r"^ {4}((?:\w+, )+\w+): (.*\n?(?: {8}.*\n?)*)", one_each, text, flags=re.MULTILINE)
+    text = re.sub(r"^Args: (.*)\n((?: {4}.*\n?)+)", r"**Args:** \1\n\nArgs:\n\2", text, flags=re.MULTILINE)
     thing.docstring.value = re.sub(r"^(Source|Args): (?=\S)", r"**\1:** ", text, flags=re.MULTILINE)
 
 
