@@ -139,29 +139,28 @@ def gated_deltanet(hopper: Json, beside: Json) -> Figure:
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
 
 
+def last_runs(measured: Json) -> dict[str, Json]:
+    """The rows of the last code, TFLOP/s: `128c4k forward` is causal, of 128 channels and 4,096 tokens; f is full."""
+    return {name: row for run, rows in measured.items() if run.startswith("last run") for name, row in rows.items()}
+
+
 def attention(measured: Json) -> Figure:
-    backward, forward = measured[
-        "runs"
-    ]  # the kernels changed between them: docs/attention_speed.md takes these columns
-    rows = [f"{kind} T{tokens} B{16384 // tokens} H16" for tokens in (4096, 8192, 16384) for kind in ("causal", "full")]
-    rows = [row for row in rows if f"128 {row}" in forward["rows"]]
-    figure, axes = panels(2, 9.0, 4.8)
-    for panel, run, part, name in zip(
-        axes, (forward, backward), ("fwd", "bwd"), ("128 {0}", "128/128 {1}"), strict=True
-    ):
-        found = []
-        for row in rows:
-            kind, rest = row.split(" ", 1)
-            found.append(run["rows"][name.format(row, f"{rest} {kind}")][part])
-        groups = [row.replace(" T", "\n").replace(" B", " tokens × ").replace(" H16", "") for row in rows]
-        bars(
-            panel,
-            groups,
-            [(s, [row[k] for row in found]) for s, k in ((GLUON, "gluon"), (TRITON, "triton"), (CUDNN, "cudnn"))],
-            0,
-        )
-    title = "Softmax attention, 16 heads of 128 channels, bfloat16, NVIDIA H200 (more is faster)"
-    return finish(figure, axes, title, "TFLOP/s", ("forward (second run)", "backward (first run)"))
+    rows = last_runs(measured)
+    names = {
+        f"{dim}{mask[0]}{tokens // 1024}k": f"{dim} channels, {mask}\n{16384 // tokens} × {tokens:,} tokens"
+        for dim, tokens in ((128, 4096), (128, 8192), (128, 16384), (192, 16384), (256, 16384))
+        for mask in ("causal", "full")
+    }
+    names = {name: text for name, text in names.items() if f"{name} forward" in rows}
+    figure, axes = panels(2, 9.0, 5.8)
+    for panel, part in zip(axes, ("forward", "backward"), strict=True):
+        values = [
+            (series, [rows[f"{name} {part}"].get(key) for name in names])
+            for series, key in ((GLUON, "gluon"), (TRITON, "triton"), (CUDNN, "cudnn"))
+        ]
+        bars(panel, list(names.values()), values, 0)
+    title = "Softmax attention, 16 heads (of 256 channels: 8), bfloat16, NVIDIA H200 (more is faster)"
+    return finish(figure, axes, title, "TFLOP/s", ("forward", "backward"))
 
 
 def decode(measured: Json) -> Figure:
@@ -236,25 +235,22 @@ def errors(*measured: Json) -> Figure:
 
 def attention_length(measured: Json) -> Figure:
     """TFLOP/s over tokens, with as many tokens in all."""
-    backward, forward = measured["runs"]
-    tokens = (4096, 8192, 16384)
+    rows, tokens = last_runs(measured), (4096, 8192, 16384)
     figure, axes = panels(2, 9.0, 3.8)
-    for panel, run, part, name in zip(
-        axes, (forward, backward), ("fwd", "bwd"), ("128 causal {}", "128/128 {} causal"), strict=True
-    ):
+    for panel, part in zip(axes, ("forward", "backward"), strict=True):
         for series, key, marker in ((GLUON, "gluon", "o"), (TRITON, "triton", "s"), (CUDNN, "cudnn", "^")):
-            found = [run["rows"][name.format(f"T{T} B{16384 // T} H16")][part][key] for T in tokens]
+            found = [rows[f"128c{T // 1024}k {part}"][key] for T in tokens]
             line = "--" if series.hatch else "-"
             panel.plot(
                 tokens, found, line, color=series.colour, marker=marker, markeredgecolor="#333333", label=series.label
             )
         panel.set_xscale("log", base=2)
         panel.set_xticks(tokens, [f"{T:,}" for T in tokens])
-        panel.set_ylim(0, 720)
+        panel.set_ylim(0, 760)
         panel.grid(color="#e2e2e2")
     axes[0].set_ylabel("TFLOP/s")
     title = "Causal attention over the length, 16,384 tokens in all, 16 heads of 128, NVIDIA H200 (more is faster)"
-    return finish(figure, axes, title, "tokens in a sequence", ("forward (second run)", "backward (first run)"))
+    return finish(figure, axes, title, "tokens in a sequence", ("forward", "backward"))
 
 
 def recurrence_length(*measured: Json) -> Figure:
@@ -348,7 +344,7 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_h200.json", "2026-11-22_attention_hopper_h200.json"
+HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_h200.json", "2026-11-22_attention_gluon2_h200.json"
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
 PLOTS = {
@@ -363,8 +359,7 @@ PLOTS = {
     "attention": Plot(
         attention,
         (HOPPER_ATTENTION,),
-        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22, "
-        "two runs between which the kernels changed, each beside cuDNN of its own run.",
+        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22, the two last runs.",
     ),
     "decode": Plot(
         decode,
