@@ -108,13 +108,11 @@ def finish(figure: Figure, axes: Sequence[Axes], title: str, unit: str, names: S
 
 def size_of(row: Json) -> str:
     """Batch, tokens and heads of a row of the recurrence's benchmark."""
-    keys, values = row.get("H", row.get("key_heads")), row.get("HV", row.get("value_heads"))
-    return f"{row['B']} × {row['T']:,} tokens\n{keys} key, {values} value heads"
+    return f"{row['B']} × {row['T']:,} tokens\n{row['H']} key, {row['HV']} value heads"
 
 
 def shape_of(row: Json) -> tuple[int, ...]:
-    keys, values = row.get("H", row.get("key_heads")), row.get("HV", row.get("value_heads"))
-    return (row["B"], row["T"], keys, values, row["K"], row["V"])
+    return (row["B"], row["T"], row["H"], row["HV"], row["K"], row["V"])
 
 
 def number(row: Json | None, name: str) -> float | None:
@@ -123,20 +121,25 @@ def number(row: Json | None, name: str) -> float | None:
 
 
 def gated_deltanet(hopper: Json, beside: Json) -> Figure:
-    rows = [row for row in hopper["rows"] if row["K"] == 128]
-    others = {shape_of(row): row for row in beside["rows"] if row["rule"] == "gated_delta_rule"}
+    ours = {tuple(row["row"]): row["ms"] | hopper["nu_in_a_ring_of_its_own"][as_key(row)] for row in hopper["rows"]}
+    rows = {shape_of(row): row for row in beside["rows"] if row["rule"] == "gated_delta_rule"}
+    found = [rows[(*sizes, 128, 128)] for sizes in ours]
     figure, axes = panels(2, 9.0, 4.6)
     for panel, part in zip(axes, ("forward", "both"), strict=True):
-        found = [others[shape_of(row)] for row in rows]
         values = [
-            (GLUON, [row[f"gluon_{part}_ms"] for row in rows]),
-            (TRITON, [row[f"triton_{part}_ms"] for row in rows]),
+            (GLUON, [times[f"gluon_{part}"] for times in ours.values()]),
+            (TRITON, [times[f"triton_{part}"] for times in ours.values()]),
             (FLA, [row["fla"][f"{part}_ms"] for row in found]),
             (BOUND, [row["bound_ms"][part] for row in found]),
         ]
-        bars(panel, [size_of(row) for row in rows], values, 2)
+        bars(panel, [size_of(row) for row in found], values, 2)
     title = "Gated DeltaNet, 128 channels a head, bfloat16, NVIDIA H200 (less is faster)"
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+def as_key(row: Json) -> str:
+    """The name of a row where the kernels of the tree were timed."""
+    return ",".join(str(size) for size in row["row"])
 
 
 def last_runs(measured: Json) -> dict[str, Json]:
@@ -344,17 +347,16 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_h200.json", "2026-11-22_attention_gluon2_h200.json"
+HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_kda_h200.json", "2026-11-22_attention_gluon2_h200.json"
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
 PLOTS = {
     "gated_deltanet": Plot(
         gated_deltanet,
         (HOPPER, RULES[2]),
-        "Medians with a cold L2 cache. Gluon and Triton were measured in one process on 2026-11-22, "
-        "flash-linear-attention 0.6.0 (with tilelang) and the bound, "
-        "the larger of necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s, on 2026-11-21 "
-        "with the same Triton kernels beside it.",
+        "Medians with a cold L2 cache. Gluon and Triton: 2026-11-22, the host's time hidden, Gluon in a later window than Triton; "
+        "flash-linear-attention 0.6.0 (with tilelang, the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s "
+        "and operations / 790 TFLOP/s: 2026-11-21.",
     ),
     "attention": Plot(
         attention,
