@@ -33,7 +33,7 @@ class Wheel(bdist_wheel):
 library = Extension(
     NATIVE.replace("/", ".") + ".librecurrence",
     [f"{NATIVE}/recurrence.c"],
-    depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h"],
+    depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h", f"{SCAN}/complex.h"],
     extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
     extra_link_args=["-pthread", "-lm", *STRIPPED],
     optional=True,

@@ -66,6 +66,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -90,6 +91,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -109,6 +111,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
 #undef NAME
 
 typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
@@ -179,6 +182,8 @@ void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward))
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
 void flashmix_scan_backward(const Scan *call) { run_scan(call, PASS_OF(scan_backward)); }
+void flashmix_scan_complex(const Scan *call) { run_scan(call, PASS_OF(scan_complex)); }
+void flashmix_scan_complex_backward(const Scan *call) { run_scan(call, PASS_OF(scan_complex_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {
