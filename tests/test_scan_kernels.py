@@ -110,7 +110,7 @@ def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, w
         outputs = scan(x, g, initial_state=given, return_state=True, cu_seqlens=ends, read_before=late, impl="triton")
         wanted = (x, g) if late else (x, g, state)
         torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
-    scan_max(x, g, cu_seqlens=ends, impl="triton")
+    scan_max(x.detach(), g.detach(), cu_seqlens=ends, impl="triton")
 
 
 ALL = (
