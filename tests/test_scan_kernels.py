@@ -34,6 +34,7 @@ FEW = [
     Case((2, 20, 7), strength=0.0),
     Case((2, 0, 7)),
     Case((1, 0, 4), lengths=(0, 0)),
+    Case((2, 0, 2, 3), "constant"),
 ]
 SEGMENTED = [
     *(
@@ -142,6 +143,8 @@ def test_the_running_maximum_on_the_device() -> None:
 @pytest.mark.parametrize(
     "case", [*CASES, *SEGMENTED, Case((1, 9000, 40), strength=0.01), Case((3, 513, 2, 100))], ids=str
 )
-def test_on_the_device(case: Case) -> None:
+def test_on_the_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case in SEGMENTED:
+        monkeypatch.setattr(plans, "SEGMENT", 16)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_scans(case, dtype, "triton", "cuda")

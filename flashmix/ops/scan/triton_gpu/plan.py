@@ -22,6 +22,7 @@ class ScanSpec(NamedTuple):
     PACKED: bool
     SEGMENTS: bool
     MAXIMUM: bool
+    REVERSE: bool = False  # segments are joined from the last one
 
 
 class ScanPlan(NamedTuple):
