@@ -63,6 +63,7 @@ def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_the_kernels_with_segments(case: Case, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "SEGMENT", 16)
+    monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
     assert_scans(case, torch.float32, "triton")
 
 
@@ -146,5 +147,6 @@ def test_the_running_maximum_on_the_device() -> None:
 def test_on_the_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in SEGMENTED:
         monkeypatch.setattr(plans, "SEGMENT", 16)
+        monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_scans(case, dtype, "triton", "cuda")

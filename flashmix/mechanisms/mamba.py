@@ -10,13 +10,13 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
-from flashmix.mechanisms.common import Result, StateOptions, scan_options
+from flashmix.mechanisms.common import Result, StateOptions, check_per_head, scan_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.op.checks import check_range, check_shape, dims
+from flashmix.op.checks import FLOATING, check_dtype, check_like, check_range, check_shape, dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing
+from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.selective_scan import selective_scan
 from flashmix.ops.selective_scan.step import selective_scan_step
@@ -57,19 +57,26 @@ def mamba(
     """
     batch, tokens, H, P = dims("x", x, "B T H P")
     S = dims("A_log", A_log, "H P S")[2]
-    check_shape("A_log", A_log, H, P, S)
-    check_shape("dt", dt, batch, tokens, H, P)
+    check_dtype("x", x, *FLOATING)
+    check_per_head("A_log", A_log, "x", x, H, P, S)
+    check_per_head("dt", dt, "x", x, batch, tokens, H, P)
     G = dims("B", B, "B T G S")[2]
     if G < 1 or H % G:
         raise ValueError(
             f"the number of heads of x must be a positive multiple of the number of groups of B = {G}, got {H}"
         )
+    for name, t in (("B", B), ("C", C)):
+        check_shape(name, t, batch, tokens, G, S)
+        check_like(name, t, "x", x)
     if D is not None:
-        check_shape("D", D, H, P)
-    given: dict[str, Any] = dict(options)
-    state = given.get("initial_state")
+        check_per_head("D", D, "x", x, H, P)
+    packing = as_packing(options.get("cu_seqlens"), batch, tokens, x.device)
+    given: dict[str, Any] = {**options, "cu_seqlens": packing}
+    state = options.get("initial_state")
     if state is not None:
-        check_shape("initial_state", state, len(state), H, P, S)
+        check_shape("initial_state", state, batch if packing is None else packing.count, H, P, S)
+        check_dtype("initial_state", state, state_dtype(x.dtype))
+        check_like("initial_state", state, "x", x, dtype=False)
         given["initial_state"] = state.flatten(1, 2)
     A = -A_log.to(state_dtype(x.dtype)).exp().flatten(0, 1)
     weight = None if D is None else D.flatten()
@@ -163,7 +170,7 @@ register(
         title="Mamba",
         paper="2312.00752",
         function=mamba,
-        call="x:BTHK dt:BTHK A_log:HKR B:BTHR C:BTHR",
+        call="x:BTHK dt:BTHK A_log:HKK B:BTHK C:BTHK",
         wide=("dt", "A_log"),
         layer=Mamba,
         preset=by_width,

@@ -56,10 +56,9 @@ class Extras(NamedTuple):
                 check_like(name, weight, "u", u, dtype=False)
         if self.dt_bias is not None and not self.softplus:
             raise ValueError("dt_bias must be given with softplus=True, got softplus=False")
-        self._check_contents(A, dt)
         return batch, channels, S
 
-    def _check_contents(self, A: Tensor, dt: Tensor) -> None:
+    def check_contents(self, A: Tensor, dt: Tensor) -> None:
         """Raises ValueError if a state would grow, where contents are looked at."""
         if not contents_are_checked(A) or not have_addresses(A, dt):
             return

@@ -95,6 +95,7 @@ def selective_scan(
         check_shape("initial_state", initial_state, batch if packing is None else packing.count, channels, S)
         check_dtype("initial_state", initial_state, state_dtype(u.dtype))
         check_like("initial_state", initial_state, "u", u, dtype=False)
+    extras.check_contents(A, dt)
     step, A, B, C = extras.before(dt, A, B, C)
     y, state = SELECTIVE_SCAN(SelectiveScanCall(u, step, A, B, C, initial_state, packing), impl, "selective_scan")
     return extras.after(y, u), state if return_state else None

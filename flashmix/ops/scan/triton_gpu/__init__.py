@@ -45,7 +45,7 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """`h` is in the place of `x`."""
-    h, plan = call.x, plan_of(call)
+    h, plan = call.x, plan_of(call, backward=True)
     d_h, d_state = (None if t is None else t.contiguous() for t in grads)
     found = {"x": torch.empty(size=h.shape, dtype=h.dtype, device=h.device)}
     d_start = d_g = None

@@ -80,6 +80,7 @@ def selective_scan_step(
         raise RuntimeError(
             "selective_scan_step has no gradient, it writes its state in place: call it under torch.no_grad()"
         )
+    extras.check_contents(A, dt)
     step, A, B, C = extras.before(dt, A, B, C)
     y = SELECTIVE_STEP(SelectiveStepCall(u, step, A, B, C, state, state_indices), impl, "selective_scan_step")[0]
     idle = None if D is None or state_indices is None else (state_indices < 0) | (state_indices >= slots)
