@@ -11,7 +11,14 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 PURE = os.environ.get("FLASHMIX_PURE", "") not in ("", "0")
-NATIVE, SCAN = "flashmix/ops/recurrence/native", "flashmix/ops/scan/native"
+NATIVE = "flashmix/ops/recurrence/native"
+SCANS = (
+    "scan/native/call",
+    "scan/native/scan",
+    "scan/native/complex",
+    "selective_scan/native/call",
+    "selective_scan/native/selective",
+)
 HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
 STRIPPED = ["-s"] if sys.platform == "linux" else []
 
@@ -33,7 +40,7 @@ class Wheel(bdist_wheel):
 library = Extension(
     NATIVE.replace("/", ".") + ".librecurrence",
     [f"{NATIVE}/recurrence.c"],
-    depends=[*HEADERS, f"{SCAN}/call.h", f"{SCAN}/scan.h"],
+    depends=[*HEADERS, *(f"flashmix/ops/{name}.h" for name in SCANS)],
     extra_compile_args=["-O3", "-pthread", "-Wno-psabi"],
     extra_link_args=["-pthread", "-lm", *STRIPPED],
     optional=True,

@@ -24,6 +24,8 @@ from flashmix.ops.recurrence import (
 )
 from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
 from flashmix.ops.scan import scan, scan_max, scan_step
+from flashmix.ops.selective_scan import selective_scan
+from flashmix.ops.selective_scan.step import selective_scan_step
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 from flashmix.ops.token_shift.op import token_shift
 
@@ -69,6 +71,8 @@ __all__ = [
     "scan",
     "scan_max",
     "scan_step",
+    "selective_scan",
+    "selective_scan_step",
     "short_conv",
     "short_conv_qkv",
     "softmax_attention",

@@ -47,6 +47,8 @@ _CALLS = {
     "scan": "x:BTD log_decay:BTD",
     "scan_max": "x:BTD log_decay:BTD",
     "scan_step": "x:BTD log_decay:BTD state:BD",
+    "selective_scan": "u:BTD dt:BTD A:DR B:BTR C:BTR",
+    "selective_scan_step": "u:BTD dt:BTD A:DR B:BTR C:BTR state:BDR",
     "cross_entropy": "logits:BTM target:BT",
     "linear_cross_entropy": "hidden:BTD weight:MD target:BT",
     "linear_kl_divergence": "hidden:BTD weight:MD teacher_hidden:BTD teacher_weight:MD",
@@ -63,6 +65,8 @@ _WIDE: tuple[str, ...] = (
     "curvature_beta",
     "curvature_log_decay",
     "A_log",
+    "A",
+    "dt",
     "state",
     "strength",
     "conv_weight",
@@ -125,7 +129,7 @@ def tiny_call(
             call[name] = torch.randint(sizes["M"], shape, generator=generator).to(device)
             continue
         value = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
-        if name.endswith(("log_decay", "log_forget")):
+        if name == "A" or name.endswith(("log_decay", "log_forget")):
             value = -value.abs()
         elif name.endswith("beta") or name in positive:
             value = value.abs()

@@ -38,6 +38,7 @@ OP_EXTRAS = {
     "losses": {"head", "parallel"},
     "rotary": {"scaling"},
     "scan": {"step"},
+    "selective_scan": {"step", "extras"},
 }
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper", "native"}
 

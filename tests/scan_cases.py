@@ -68,6 +68,7 @@ CASES = [
     *(Case((2, 9, 1), decay, state=False) for decay in ("token", "constant")),
     Case((1, 6, 40), lengths=(0, 0, 6), state=False),
     Case((1, 0, 4), lengths=(0, 0)),
+    *(Case((2, 0, 2, 3), decay) for decay in ("constant", "constant head")),
     Case((1, 130, 4, 33), "head", state=False),
     *(Case((2, 200, 2, 16), decay, strength=strength) for decay in DECAYS for strength in (0.0, 0.001, 30.0)),
     Case((1, 200, 16), lengths=(100, 100), strength=0.0, read_before=True),

@@ -57,6 +57,8 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
     "token_shift": {"initial_state": (1, 1, 8)},
     "scan": {"initial_state": (1, 8)},
     "scan_max": {"initial_state": (1, 8)},
+    "selective_scan": {"D": (8,), "z": (1, T, 8), "initial_state": (1, 8, 4)},
+    "selective_scan_step": {"D": (8,), "z": (1, T, 8)},
     "linear_cross_entropy": {"bias": (12,)},
     "linear_kl_divergence": {"bias": (12,), "teacher_bias": (12,)},
     "linear_grpo": {"bias": (12,), "old_log_probs": (1, T), "reference_log_probs": (1, T)},

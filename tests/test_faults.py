@@ -39,7 +39,7 @@ MECHANISMS = [name for name in OPS if name in functions()]
 RECURRENCES = ("linear_attention", "delta_rule", "dplr")
 LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_kl_divergence", "linear_grpo")
 WITHOUT_GRADIENT = ("attention_with_cache", "linear_attention_step", "delta_rule_step", "dplr_step", "delta_net_step")
-WITHOUT_GRADIENT += ("scan_max", "scan_step")
+WITHOUT_GRADIENT += ("scan_max", "scan_step", "selective_scan_step")
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 PACKED = [op for op in OPS if "cu_seqlens" in inspect.signature(OPS[op]).parameters and op != "attention_with_cache"]
 

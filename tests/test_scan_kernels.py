@@ -34,6 +34,7 @@ FEW = [
     Case((2, 20, 7), strength=0.0),
     Case((2, 0, 7)),
     Case((1, 0, 4), lengths=(0, 0)),
+    Case((2, 0, 2, 3), "constant"),
 ]
 SEGMENTED = [
     *(
@@ -62,6 +63,7 @@ def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_the_kernels_with_segments(case: Case, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "SEGMENT", 16)
+    monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
     assert_scans(case, torch.float32, "triton")
 
 
@@ -110,7 +112,7 @@ def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, w
         outputs = scan(x, g, initial_state=given, return_state=True, cu_seqlens=ends, read_before=late, impl="triton")
         wanted = (x, g) if late else (x, g, state)
         torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
-    scan_max(x, g, cu_seqlens=ends, impl="triton")
+    scan_max(x.detach(), g.detach(), cu_seqlens=ends, impl="triton")
 
 
 ALL = (
@@ -142,6 +144,9 @@ def test_the_running_maximum_on_the_device() -> None:
 @pytest.mark.parametrize(
     "case", [*CASES, *SEGMENTED, Case((1, 9000, 40), strength=0.01), Case((3, 513, 2, 100))], ids=str
 )
-def test_on_the_device(case: Case) -> None:
+def test_on_the_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case in SEGMENTED:
+        monkeypatch.setattr(plans, "SEGMENT", 16)
+        monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_scans(case, dtype, "triton", "cuda")

@@ -42,6 +42,7 @@ WRITING = {
     "dplr_step",
     "linear_attention_step",
     "scan_step",
+    "selective_scan_step",
 }
 WORKS = "yes"
 NO_FORWARD, NO_SECOND = "`… has no forward-mode derivative`", "`… has no second derivative`"

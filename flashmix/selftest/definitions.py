@@ -19,6 +19,8 @@ from flashmix.ops.recurrence import definition as recurrence
 from flashmix.ops.rotary import definition as rotary
 from flashmix.ops.scan import definition as scan
 from flashmix.ops.scan.step import definition as scan_step
+from flashmix.ops.selective_scan import definition as selective_scan
+from flashmix.ops.selective_scan.step import definition as selective_step
 from flashmix.ops.short_conv import definition as short_conv
 from flashmix.ops.token_shift import definition as token_shift
 
@@ -90,6 +92,8 @@ DEFINITIONS: dict[str, Definition] = {
     "token_shift": token_shift.token_shift,
     "scan": scan.scan,
     "scan_max": scan.scan_max,
+    "selective_scan": selective_scan.selective_scan,
+    "selective_scan_step": selective_step.selective_scan_step,
     "scan_step": scan_step.scan_step,
     "cross_entropy": lambda logits, target: losses.cross_entropy(logits, target).mean(),
     "linear_cross_entropy": lambda hidden, weight, target: losses.cross_entropy(hidden @ weight.T, target).mean(),

@@ -89,6 +89,8 @@ def _sample_of(draw: Draw, op: str) -> Sample:
         return rowwise.drawn_layer_step(draw)
     if op == "scan_step":
         return scan.drawn_step(draw)
+    if op in ("selective_scan", "selective_scan_step"):
+        return scan.drawn_selective(draw, op)
     if op in ("scan", "scan_max"):
         return scan.drawn(draw, op)
     if op.endswith("_step"):

@@ -24,7 +24,7 @@ def _triton_supports(call: ScanCall) -> str | None:
 def _native_supports(call: ScanCall) -> str | None:
     if call.device.type != "cpu":
         return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.state_dtype.itemsize != 4:
+    if call.state_dtype not in (torch.float32, torch.complex64):
         return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
     return missing()
 

@@ -65,11 +65,12 @@ def _over(mask: Tensor, t: Tensor) -> Tensor:
     return mask.view(*mask.shape, *(1,) * (t.dim() - mask.dim()))
 
 
-def _chunks(call: ScanCall) -> Chunks:
-    packing, device = call.packing, call.device
+def chunks_of(x: Tensor, packing: Packing | None) -> Chunks:
+    """The chunks of a batch `x` `[B, T, ...]`."""
+    device = x.device
     if packing is not None:
         return packing.table((_packed_chunks, CHUNK), lambda: _packed_chunks(packing))
-    batch, tokens = call.x.shape[:2]
+    batch, tokens = x.shape[:2]
     size = min(CHUNK, max(tokens, 1))
     each = -(-tokens // size)
     sequence, place = torch.arange(batch, device=device), torch.arange(each, device=device)
@@ -117,7 +118,7 @@ def _packed_chunks(packing: Packing) -> Chunks:
 
 
 def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
-    chunks, wide = _chunks(call), call.state_dtype
+    chunks, wide = chunks_of(call.x, call.packing), call.state_dtype
     x, factor = call.x.to(wide), _factors(call)
     start = call.initial_state
     if start is None:
@@ -170,11 +171,8 @@ def _operations(maximum: bool) -> tuple[Callable[..., Tensor], Callable[..., Ten
 
 def _begins(chunks: Chunks, x: Tensor, factor: Tensor, start: Tensor, reverse: bool, maximum: bool) -> Tensor:
     """The state that each chunk starts from, `[c, ...]`."""
-    if not len(x):
-        return x.new_empty(0, *x.shape[2:])
-    begin = start[chunks.sequence]
-    if chunks.most <= 1:
-        return begin
+    if chunks.most <= 1 or not len(x):
+        return begins(chunks, x[:, 0], x[:, 0], start)
     times, plus = _operations(maximum)
     first, *rest = range(chunks.size)[:: -1 if reverse else 1]
     h, total = x[:, first].clone(), factor[:, first].clone()
@@ -182,6 +180,19 @@ def _begins(chunks: Chunks, x: Tensor, factor: Tensor, start: Tensor, reverse: b
         times(h, factor[:, row], out=h)
         plus(h, x[:, row], out=h)
         times(total, factor[:, row], out=total)
+    return begins(chunks, h, total, start, reverse, maximum)
+
+
+def begins(
+    chunks: Chunks, h: Tensor, total: Tensor, start: Tensor, reverse: bool = False, maximum: bool = False
+) -> Tensor:
+    """The state that each chunk starts from, `[c, ...]`: `total` is the product of its factors, `h` its last state from zero."""
+    if not len(h):
+        return torch.empty_like(h)
+    begin = start[chunks.sequence]
+    if chunks.most <= 1:
+        return begin
+    times, plus = _operations(maximum)
     place = chunks.place
     if reverse:
         h, total, begin, place = h.flip(0), total.flip(0), begin.flip(0), chunks.place_from_end.flip(0)
@@ -206,7 +217,7 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
     read_before: `c_t = e^{g_{t+1}} c_{t+1} + do_{t+1}` and `dx_t = c_t`. Complex: with conjugates of `e^g` and of `e^g h`.
     """
     d_h, d_state = grads
-    h, wide, chunks = call.x, call.state_dtype, _chunks(call)
+    h, wide, chunks = call.x, call.state_dtype, chunks_of(call.x, call.packing)
     sizes = h.shape[:2]
     d_h = torch.zeros_like(h, dtype=wide) if d_h is None else d_h.to(wide)
     if d_state is None:

@@ -1,5 +1,5 @@
 /* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
- * chunk's tiles in cache; and the scan of scan.h, by sequence and block of channels. The functions at the end are called from outside.
+ * chunk's tiles in cache; and the scans of ../../scan and ../../selective_scan, by sequence and block of channels. The functions at the end are called from outside.
  */
 
 #include <math.h>
@@ -49,6 +49,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 
 #include "problem.h"
 #include "../../scan/native/call.h"
+#include "../../selective_scan/native/call.h"
 
 #if defined(__x86_64__)
 #define NAME(x) x##_avx512
@@ -66,6 +67,8 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
+#include "../../selective_scan/native/selective.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -90,6 +93,8 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
+#include "../../selective_scan/native/selective.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -109,6 +114,8 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "correlated.h"
 #include "chunk.h"
 #include "../../scan/native/scan.h"
+#include "../../scan/native/complex.h"
+#include "../../selective_scan/native/selective.h"
 #undef NAME
 
 typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
@@ -175,10 +182,21 @@ static void run_scan(const Scan *call, Pass pass) {
     run(&w);
 }
 
+static void run_selective(const Selective *call, Pass pass) {
+    long width = call->channels / call->groups, blocks = call->groups * ((width + call->block - 1) / call->block);
+    Work w = {.call = call, .pass = pass, .items = call->sequences * blocks, .parts = blocks, .threads = call->threads,
+              .scratch = call->scratch, .scratch_numbers = call->scratch_numbers};
+    run(&w);
+}
+
 void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
 void flashmix_scan_backward(const Scan *call) { run_scan(call, PASS_OF(scan_backward)); }
+void flashmix_selective(const Selective *call) { run_selective(call, PASS_OF(selective)); }
+void flashmix_selective_backward(const Selective *call) { run_selective(call, PASS_OF(selective_backward)); }
+void flashmix_scan_complex(const Scan *call) { run_scan(call, PASS_OF(scan_complex)); }
+void flashmix_scan_complex_backward(const Scan *call) { run_scan(call, PASS_OF(scan_complex_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {

@@ -7,7 +7,7 @@ import ctypes
 from flashmix.gpu.device import constant_when_compiled
 from flashmix.ops.recurrence.native import binding as recurrence
 
-_NUMBERS = "sequences channels width block decay read_before maximum threads"
+_NUMBERS = "sequences channels width block decay read_before maximum turning threads"
 _POINTERS = "starts x g initial_state h state d_h d_state dx dg d_initial_state"
 
 
@@ -24,7 +24,7 @@ class NativeScan(ctypes.Structure):
 def missing() -> str | None:
     """Why there is no scan in C; None if there is one."""
     reason = recurrence.missing()
-    if reason is None and not hasattr(recurrence.library(), "flashmix_scan"):
+    if reason is None and not hasattr(recurrence.library(), "flashmix_scan_complex"):
         return "its C was not compiled when flashmix was installed"
     return reason
 
@@ -32,7 +32,7 @@ def missing() -> str | None:
 def library() -> ctypes.CDLL:
     """The library, its scan declared."""
     made = recurrence.library()
-    for name in ("flashmix_scan", "flashmix_scan_backward"):
+    for name in (f"flashmix_scan{kind}{way}" for kind in ("", "_complex") for way in ("", "_backward")):
         getattr(made, name).restype = None
         getattr(made, name).argtypes = [ctypes.POINTER(NativeScan)]
     return made

@@ -4,7 +4,7 @@
  */
 typedef struct {
     int64_t sequences, channels, width, block; /* block: channels that a thread takes at a time, whole heads */
-    int64_t decay, read_before, maximum, threads; /* maximum: h <- max(h + g, x) */
+    int64_t decay, read_before, maximum, turning, threads; /* maximum: h <- max(h + g, x); turning: see complex.h */
     const int64_t *starts; /* [sequences + 1], of tokens */
     const float *x, *g, *initial_state;
     float *h, *state; /* the backward reads h */
@@ -13,3 +13,4 @@ typedef struct {
 } Scan;
 
 enum { BY_CHANNEL, BY_HEAD, CONSTANT };
+enum { REAL, TURNING, FACTORS };

@@ -45,7 +45,7 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """`h` is in the place of `x`."""
-    h, plan = call.x, plan_of(call)
+    h, plan = call.x, plan_of(call, backward=True)
     d_h, d_state = (None if t is None else t.contiguous() for t in grads)
     found = {"x": torch.empty(size=h.shape, dtype=h.dtype, device=h.device)}
     d_start = d_g = None
@@ -65,6 +65,8 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
         inputs = ScanInputs(None, _decays(call, plan), start, None, h.contiguous(), d_h, d_state)
         results = ScanResults(None, d_start, found["x"], d_g, None, None)
         _launch(scan_backward_kernel, call, plan, inputs, results, d_state)
+    elif d_g is not None:
+        d_g.zero_()  # that of a decay that all tokens share
     if d_g is not None:
         found["log_decay"] = _as_decay(call, plan, d_g)
     return found
@@ -89,9 +91,8 @@ def _launch(
         alone = ScanResults(None, None, None, None, totals, ends)
         bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, alone, slots, numbers)
         states = SegmentStates(totals, ends, begins, start, first, count)
-        reverse = kernel is scan_backward_kernel
-        join_segments = bound(scan_segments_kernel, S, num_warps=WARPS)
-        join_segments(call.sequences * blocks, states, plan.each, reverse)
+        joined = S._replace(REVERSE=kernel is scan_backward_kernel)
+        bound(scan_segments_kernel, joined, num_warps=WARPS)(call.sequences * blocks, states, plan.each)
         inputs = inputs._replace(begins=begins)
     bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, results, slots, numbers)
 

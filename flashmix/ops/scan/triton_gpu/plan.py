@@ -22,6 +22,7 @@ class ScanSpec(NamedTuple):
     PACKED: bool
     SEGMENTS: bool
     MAXIMUM: bool
+    REVERSE: bool = False  # segments are joined from the last one
 
 
 class ScanPlan(NamedTuple):
@@ -38,7 +39,10 @@ class ScanPlan(NamedTuple):
         return S.WIDTH // S.HEAD if S.DECAY == BY_HEAD else cdiv(S.WIDTH, S.BLOCK)
 
 
-def plan_of(call: ScanCall) -> ScanPlan:
+BACKWARD_SEGMENTS = False  # right in the interpreter and not yet seen right on a card
+
+
+def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     sizes = call.x.shape[2:]
     width, head = sizes.numel(), sizes[-1]
     decay = CONSTANT if call.constant else BY_CHANNEL
@@ -49,7 +53,7 @@ def plan_of(call: ScanCall) -> ScanPlan:
     packed, N, T = call.packing is not None, call.sequences, call.tokens
     blocks = width // head if decay == BY_HEAD else cdiv(width, block)
     tokens = T if not packed else cdiv(T, max(N, 1))  # of a sequence, on average
-    each = min(cdiv(PROGRAMS, max(N * blocks, 1)), tokens // SEGMENT)
+    each = min(cdiv(PROGRAMS, max(N * blocks, 1)), tokens // SEGMENT) if BACKWARD_SEGMENTS or not backward else 1
     segments = each > 1
     segment = cdiv(cdiv(tokens, max(each, 1)), time) * time
     each = cdiv(tokens, max(segment, 1)) if segments else 1

@@ -1,0 +1,101 @@
+"""The selective scan: the state space of Mamba-1, whose step size, input and output depend on the token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashmix.op.call import Op, always
+from flashmix.op.checks import check_dtype, check_like, check_shape, check_tensor
+from flashmix.op.choose import Implementation
+from flashmix.op.dtypes import state_dtype
+from flashmix.op.packing import Packing, as_packing
+from flashmix.op.public import public
+from flashmix.ops.selective_scan.call import SelectiveScanCall
+from flashmix.ops.selective_scan.extras import Extras
+from flashmix.ops.selective_scan.native.binding import missing
+
+
+def _native_supports(call: SelectiveScanCall) -> str | None:
+    if call.device.type != "cpu":
+        return f"it needs tensors on a CPU, got {call.device.type}"
+    if call.state_dtype != torch.float32:
+        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
+    return missing()
+
+
+IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
+    Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
+    Implementation("portable", "flashmix.ops.selective_scan.portable", always),
+)
+SELECTIVE_SCAN = Op("selective_scan", SelectiveScanCall, IMPLEMENTATIONS)
+
+
+@public
+def selective_scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The selective scan: each channel has a diagonal state, whose decay, input and output depend on the token.
+
+        h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t;  y_t = h_t C_t + D u_t;  y_t = y_t silu(z_t)
+
+    Computed in float32 (float64) whatever comes in, autocast or not. No tensor of all states is made: the backward recomputes them from one
+    every 64 tokens.
+
+    Args:
+        u: inputs `[B, T, D]`, float32, bfloat16, float16 or float64.
+        dt: step sizes `[B, T, D]`, at least 0, any floating dtype; with `softplus` the logits of `softplus(dt + dt_bias)`.
+        A: rates `[D, S]`, at most 0, any floating dtype.
+        B: input weights `[B, T, S]` or, by groups of channels, `[B, T, G, S]`, in the dtype of `u`.
+        C: output weights, like `B`.
+        D: skip weight `[D]`, any floating dtype.
+        z: gate `[B, T, D]`, in the dtype of `u`.
+        dt_bias: added to `dt`, `[D]`, any floating dtype; needs `softplus`.
+        softplus: whether `dt` are logits.
+        initial_state: `h_0` `[N, D, S]` float32 (float64 for float64 inputs); default zeros. `N` is `B`, or the number of packed sequences.
+        return_state: also return the state after the last token.
+        cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
+        impl: implementation; "auto" takes the first that supports the call.
+
+    Returns:
+        `y` `[B, T, D]` in the dtype of `u`, and the final state like `initial_state`, or None.
+
+    Raises:
+        TypeError: dtypes differ or are not floating.
+        ValueError: shapes or devices do not fit, `A` is above 0 or `dt` below 0 (where contents are checked), `cu_seqlens` does not fit,
+            `impl` cannot run this.
+
+    Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.2, algorithm 2.
+
+    Example:
+        >>> import torch
+        >>> u, dt, B = torch.randn(1, 10, 32), torch.rand(1, 10, 32), torch.randn(1, 10, 16)
+        >>> y, state = selective_scan(u, dt, -torch.ones(32, 16), B, B, return_state=True)
+        >>> y.shape, state.shape
+        (torch.Size([1, 10, 32]), torch.Size([1, 32, 16]))
+    """
+    extras = Extras(D, z, dt_bias, softplus)
+    batch, channels, S = extras.check(u, dt, A, B, C)
+    packing = as_packing(cu_seqlens, batch, u.shape[1], u.device)
+    if initial_state is not None:
+        check_tensor("initial_state", initial_state)
+        check_shape("initial_state", initial_state, batch if packing is None else packing.count, channels, S)
+        check_dtype("initial_state", initial_state, state_dtype(u.dtype))
+        check_like("initial_state", initial_state, "u", u, dtype=False)
+    extras.check_contents(A, dt)
+    step, A, B, C = extras.before(dt, A, B, C)
+    y, state = SELECTIVE_SCAN(SelectiveScanCall(u, step, A, B, C, initial_state, packing), impl, "selective_scan")
+    return extras.after(y, u), state if return_state else None
