@@ -134,10 +134,13 @@ def test_import_brings_in_nothing_heavy() -> None:
 
 
 def test_import_takes_less_than_a_fifth_of_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second time on, when the bytecode is there; in the processor's time, which other work on the machine changes least."""
+    """From the second time on, when the bytecode is there; in the processor's time, which other work on the machine changes least.
+
+    Without the full garbage collection (90 ms of torch's objects) that falls into it or not, by how many objects torch has made before.
+    """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    code = "import time, torch; t = time.process_time(); import flashmix; print(time.process_time() - t)"
+    code = "import gc, time, torch; gc.disable(); t = time.process_time(); import flashmix; print(time.process_time() - t)"
     assert min(float(run_python(code)) for _ in range(4)) < 0.2
 
 
