@@ -140,7 +140,9 @@ def test_import_takes_less_than_a_fifth_of_a_second(tmp_path: Path, monkeypatch:
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    code = "import gc, time, torch; gc.disable(); t = time.process_time(); import flashmix; print(time.process_time() - t)"
+    code = (
+        "import gc, time, torch; gc.disable(); t = time.process_time(); import flashmix; print(time.process_time() - t)"
+    )
     assert min(float(run_python(code)) for _ in range(4)) < 0.2
 
 
