@@ -106,7 +106,7 @@ class Shard(Packing):
     @property
     def reach(self) -> int:
         """The longest whole sequence: all `positions` lie below it."""
-        return max((b - a for a, b in pairwise(self.boundaries)), default=0)
+        return max([0, *[b - a for a, b in pairwise(self.boundaries)]])
 
     @property
     def begins(self) -> Tensor:
