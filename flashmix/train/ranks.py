@@ -75,7 +75,11 @@ class Ranks:
         if kind == "cuda":
             torch.cuda.set_device(self.local)
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+            # torchrun keeps its store over restarts: without a prefix a new start reads the dead ranks' addresses, and waits for them
+            store, rank, ranks = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            backends = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backends, store=store, rank=rank, world_size=ranks)
         self.data_ranks = self.count // config.context
         both = init_device_mesh(kind, (self.data_ranks, config.context), mesh_dim_names=("data", "context"))
         self.mesh = init_device_mesh(kind, (self.count,))
