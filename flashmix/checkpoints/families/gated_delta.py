@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -244,15 +245,11 @@ QWEN3_5 = ModelFamily(
     also=("qwen3_5",),
     nested="text_config",
 )
-QWEN3_5_MOE = ModelFamily(
-    "qwen3_5_moe_text",
-    "Qwen3_5MoeForCausalLM",
-    partial(_qwen, sparse=True),
-    _their_qwen,
-    partial(_qwen_rules, fused=False),
-    renames=(VISION,),
-    ignored=NO_DRAFT,
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    ours=partial(_qwen, sparse=True),
     also=("qwen3_5_moe",),
-    nested="text_config",
 )
 OLMO_HYBRID = ModelFamily("olmo_hybrid", "OlmoHybridForCausalLM", _olmo, _their_olmo, _olmo_rules)
