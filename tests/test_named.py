@@ -367,7 +367,7 @@ def test_half_precision_states_are_as_precise_as_float32(name: str, impl: str) -
         assert_within_budget(name, state, reference, baseline, torch.float32, STAGES)
 
 
-@pytest.mark.parametrize("name", ["comba", "gated_deltanet2", "hgrn2", "mamba2", "oja", "qdelta", "rwkv7"])
+@pytest.mark.parametrize("name", ["comba", "gated_deltanet2", "hgrn2", "mamba2", "qdelta", "rwkv7"])
 def test_kernels_take_half_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a CPU the operands stay in their dtype, and the kernels of that dtype are taken."""
     monkeypatch.setattr(gpu, "refuses", lambda device, dtype: None if dtype == torch.bfloat16 else f"got {dtype}")
