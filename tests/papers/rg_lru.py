@@ -13,7 +13,7 @@ from torch.nn.functional import gelu
 def rg_lru(
     x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, decay: Tensor, *, S: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """2402.19427, equations 3 to 6: a_t = a^(c r_t) with a = 1 / (1 + e^Lambda) and c = 8, h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)."""
+    """2402.19427, equations 3 to 6: a_t = a^(8 r_t), a = 1 / (1 + e^Lambda), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)."""
     a, h = 1 / (1 + torch.exp(decay)), []
     for t in range(len(x)):
         log_a = 8 * recurrence_gate[t] * torch.log(a)  # appendix A: the power in log space
