@@ -68,5 +68,17 @@ def rotated(rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, cache:
     return rotary(qk, positions=before.positions(packing, T), limit=cache.lengths.longest)
 
 
+def first_tokens(x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+    """Which tokens of `x` `[B, T, D]` are the first of their sequence, `[B, T]` bool; the cache counts those before."""
+    B, T = x.shape[:2]
+    place = torch.arange(T, device=x.device).expand(B, T) if packing is None else packing.positions[None]
+    if cache is None:
+        return place == 0
+    before = cache.lengths or Lengths.zero(B if packing is None else packing.count, x.device)
+    cache.lengths = before.advanced(packing, T)
+    positions = before.positions(packing, T)
+    return (place + positions if isinstance(positions, int) else positions) == 0
+
+
 carried_linear_attention = partial(carried, linear_attention, step=linear_attention_step)
 carried_dplr = partial(carried, dplr, step=dplr_step)

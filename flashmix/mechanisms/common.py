@@ -86,7 +86,7 @@ def check_per_head(name: str, weight: Tensor, like_name: str, like: Tensor, *sha
 def check_elementwise(options: StateOptions, **tensors: Tensor) -> Packing | None:
     """Raises unless all tensors are `[B, T, D]` or `[B, T, H, D]` like the first, and the state and packing fit; returns the packing.
 
-    Of logarithms of gates the dtype may differ.
+    Of gates and their logarithms the dtype may differ.
     """
     (first_name, first), *rest = tensors.items()
     check_tensor(first_name, first)
@@ -95,7 +95,7 @@ def check_elementwise(options: StateOptions, **tensors: Tensor) -> Packing | Non
     for name, t in rest:
         check_shape(name, t, *sizes)
         check_floating(name, t)
-        check_like(name, t, first_name, first, dtype=not name.startswith("log_"))
+        check_like(name, t, first_name, first, dtype=not name.startswith("log_") and not name.endswith("_gate"))
     return check_start(first, options.get("initial_state"), options.get("cu_seqlens"), first_name)
 
 

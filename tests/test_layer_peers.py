@@ -1,0 +1,60 @@
+"""Layers with the weights of transformers' classes give their output, in float32 to the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from budget import assert_within_budget
+from hf_cases import transformers
+from torch import Tensor, nn
+
+from flashmix.layers import RGLRU
+
+WIDTH, TOKENS = 16, 40
+
+
+def random_weights(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def assert_agrees(layer: nn.Module, theirs: nn.Module, *arguments: Any) -> None:
+    """The error of ours against theirs in float64 is within twice that of theirs in float32."""
+    x = inputs()
+    with torch.no_grad():
+        got, plain = layer(x), theirs(x, *arguments)
+        exact = theirs.double()(x.double(), *arguments)
+    plain, exact = (t[0] if isinstance(t, tuple) else t for t in (plain, exact))
+    assert_within_budget(type(layer).__name__, got, exact, plain, steps=4)
+
+
+def test_rg_lru_is_that_of_recurrent_gemma() -> None:
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRecurrentBlock
+
+    config = transformers.RecurrentGemmaConfig(hidden_size=WIDTH, lru_width=24, num_attention_heads=4)
+    theirs: Any = random_weights(RecurrentGemmaRecurrentBlock(config, 0))
+    layer, unit = RGLRU(WIDTH, 4, inner=24), theirs.rg_lru
+    weights = {
+        "input.weight": torch.cat([theirs.linear_y.weight, theirs.linear_x.weight]),
+        "input.bias": torch.cat([theirs.linear_y.bias, theirs.linear_x.bias]),
+        "convolution.weight": theirs.conv_1d.weight.squeeze(1),
+        "convolution.bias": theirs.conv_1d.bias,
+        "recurrence_weight": unit.recurrent_gate_weight,
+        "recurrence_bias": unit.recurrent_gate_bias,
+        "input_weight": unit.input_gate_weight,
+        "input_bias": unit.input_gate_bias,
+        "decay": unit.recurrent_param.view(4, -1),
+        "output.weight": theirs.linear_out.weight,
+        "output.bias": theirs.linear_out.bias,
+    }
+    layer.load_state_dict(weights)
+    positions = torch.arange(TOKENS).expand(2, -1)
+    assert_agrees(layer, theirs, positions, torch.ones(2, TOKENS), False)
