@@ -16,6 +16,7 @@ from torch import Tensor
 import flashmix
 from flashmix.op.packing import Packing
 from flashmix.parallel import join
+from flashmix.parallel.exchange import Moved
 from flashmix.parallel.shard import Shard
 
 CLOSE = 1e-11
@@ -91,6 +92,9 @@ def bytes_are_those_of_the_formulas(group: Any) -> list[str]:
             tensors(out)[0].sum().backward()
         if (sum(sent), sum(returned)) != (forward, backward):
             found.append(f"{name}: {sum(sent)}, {sum(returned)} in place of {forward}, {backward}")
+        said = flashmix.explain(op, *operands, **options).exchange
+        if said is None or not said.endswith(str(Moved("", forward, backward))):
+            found.append(f"{name}: explain says {said}")
 
     for order in ("contiguous", "zigzag"):
         shard = whole.shard(group, order=order)
@@ -114,19 +118,80 @@ def bytes_are_those_of_the_formulas(group: Any) -> list[str]:
         measure(f"{order} linear", flashmix.linear_attention, [q, k, v, -g], linear, back, **packed)
         measure(f"{order} conv", flashmix.short_conv, [x, weight], *halo, **packed)
         measure(f"{order} shift", flashmix.token_shift, [x], heads * row, tails * row, **packed)
-        window = heads * 5 * key, tails * 5 * key
+        window = heads * 5 * key, (heads + tails) * 5 * key
         measure(f"{order} window", flashmix.softmax_attention, [q, k, v], *window, **attend, window=(5, 0))
         sizes = [T // (2 * P) * (2 if p == P - 1 else 1) for p in range(count)] if zigzag else [T // P] * P
         before = sum(size for p, size in enumerate(sizes) if p < places[-1] and p not in places)
         last = [count - 1 - o if zigzag else o for o in range(P) if o != r]  # of each other rank, its last place
         read = sum(sizes[p] for p in places for other in last if other > p)
-        measure(f"{order} causal", flashmix.softmax_attention, [q, k, v], before * key, read * key, **attend)
+        measure(f"{order} causal", flashmix.softmax_attention, [q, k, v], before * key, (before + read) * key, **attend)
     aligned = Packing.from_lengths([T // P] * P).shard(group)
     q, k, v, beta = leaves(aligned, (HV, K), (HV, K), (HV, V), (HV,))
     with counted() as sent:
         flashmix.delta_rule(q, k, v, beta, cu_seqlens=aligned)[0].sum().backward()
         flashmix.softmax_attention(q, k, v, causal=True, cu_seqlens=aligned)
     return found if not sent else [*found, f"sequences that are not cut send {sent}"]
+
+
+@check
+def bytes_and_bits_of_attention_by_heads(group: Any) -> list[str]:
+    """Where that moves less each rank computes all tokens of some heads: the bits of one process, but for sums over ranks."""
+    P, H, K, T, found = 4, 4, 5, 32, []
+    whole = Packing.from_lengths([20, 12])
+    shard = whole.shard(group, order="zigzag")
+    torch.manual_seed(0)
+    row = [normal(1, T, H, K) for _ in "qkv"]
+    gate, sink, flow = -normal(1, T, H).abs(), normal(H), normal(1, T, H, K)
+
+    def results(packing: Packing, take: Any) -> tuple[list[Tensor], list[int]]:
+        leaves = [take(x).requires_grad_() for x in (*row, gate)] + [sink.clone().requires_grad_()]
+        names = ("q", "k", "v", "log_decay", "sink")
+        call: Any = dict(zip(names, leaves, strict=True))
+        with counted() as sent:
+            o, lse = flashmix.softmax_attention(**call, causal=True, cu_seqlens=packing, return_lse=True)
+            assert lse is not None
+            ((o * take(flow)).sum() + lse.sum()).backward()
+        return [o, lse.mT[None], *(x.grad for x in leaves if x.grad is not None)], sent
+
+    (*have, shared), sent = results(shard, shard.take)
+    (*want, expected), _ = results(whole, lambda x: x.clone())
+    for place, (a, b) in enumerate(zip(have, want, strict=True)):
+        found += [] if torch.equal(a, shard.take(b)) else [f"result {place} has other bits"]
+    found += far("sink", shard.sum(shared), expected)
+    token = H * (4 * K + 2) * 8  # q, k, v and gate; o and lse
+    if sum(sent) != 2 * token * (T - T // P) // P:
+        found.append(f"bytes {sent}")
+    return found
+
+
+@check
+def attention_in_groups_of_heads(group: Any) -> list[str]:
+    """Several key heads, of which some are fetched at a time: the results of one process."""
+    found, lengths = [], [17, 0, 2, 30]
+    whole = Packing.from_lengths(lengths)
+    torch.manual_seed(0)
+    call: dict[str, Any] = {n: normal(1, 49, heads, 4) for n, heads in (("q", 8), ("k", 4), ("v", 4))}
+    call |= {"sink": normal(8), "log_decay": -normal(1, 49, 8).abs(), "alibi_slopes": normal(8).abs()}
+    flow, level = normal(1, 49, 8, 4), normal(8, 49)
+
+    def results(packing: Packing, take: Any) -> list[Tensor]:
+        leaves = {n: (x.clone() if x.dim() == 1 else take(x)).requires_grad_() for n, x in call.items()}
+        o, lse = flashmix.softmax_attention(**leaves, causal=True, cu_seqlens=packing, return_lse=True)
+        assert lse is not None
+        ((o * take(flow)).sum() + (lse * take(level[None], 2)[0]).sum()).backward()
+        return [o.detach(), *(x.grad for x in leaves.values() if x.grad is not None)]
+
+    want = results(whole, lambda x, dim=1: x.clone())
+    for order in ("contiguous", "zigzag"):
+        shard = whole.shard(group, order=order)
+        with counted() as sent:
+            have = results(shard, shard.take)
+        for place, (a, b) in enumerate(zip(have, want, strict=True)):
+            a, b = (shard.sum(a), b) if b.dim() == 1 else (a, shard.take(b))
+            found += far(f"{order} result {place}", a, b)
+        if len(sent) < 8:  # of each group keys and values, and with the gradient both ways
+            found.append(f"{order}: {len(sent)} exchanges")
+    return found
 
 
 @contextmanager

@@ -339,8 +339,11 @@ def over_ranks(op: Op, packing: Packing, call: Call, impl: str, asked: str) -> O
 def exchanged(op: Op, packing: Packing, call: Call, impl: str, asked: str) -> Outputs:
     if op.sharded is None:
         check_whole(packing, asked)
-    choose(asked, op.implementations, call, impl)  # raises, or explains, before any collective
-    return importlib.import_module(str(op.sharded)).run(call, impl, asked)
+    module = importlib.import_module(str(op.sharded))
+    choose(
+        asked, op.implementations, call, impl, lambda: module.exchange(call)
+    )  # raises, or explains, before any collective
+    return module.run(call, impl, asked)
 
 
 UNTRACED: list[Callable[..., Outputs]] = []  # `exchanged`, as the compiler leaves it alone

@@ -38,17 +38,23 @@ class Implementation(Generic[Problem]):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the op, the implementation it takes (None: no one can), and what the others refuse for."""
+    """What `explain` found: the op, the implementation it takes (None: no one can), and what the others refuse for.
+
+    `exchange`: over a `Shard`, what this rank exchanges with others, and the bytes that it receives.
+    """
 
     op: str
     choice: str | None
     reasons: dict[str, str | None]
+    exchange: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.choice or 'no implementation can run this'}"]
         for name, reason in self.reasons.items():
             taken = "taken" if name == self.choice else "can run this, but an earlier one is taken"
             lines.append(f"  {name}: {taken if reason is None else 'cannot run this: ' + reason}")
+        if self.exchange is not None:
+            lines.append(f"  exchange: {self.exchange}")
         return "\n".join(lines)
 
 
@@ -68,9 +74,15 @@ def explaining() -> bool:
 
 
 def choose(
-    op: str, implementations: Sequence[Implementation[Problem]], problem: Problem, impl: str = "auto"
+    op: str,
+    implementations: Sequence[Implementation[Problem]],
+    problem: Problem,
+    impl: str = "auto",
+    exchange: Callable[[], object] | None = None,
 ) -> Implementation[Problem]:
     """The first implementation that supports `problem`, or the one named by `impl`, which never falls back.
+
+    `exchange()` is asked by `explain` alone, of a call over several ranks.
 
     Raises ValueError: `impl` is unknown, or cannot run the problem (with its reason).
     """
@@ -85,7 +97,7 @@ def choose(
     if asked:
         reasons = {i.name: _refuses(i, problem, impl) for i in candidates}
         choice = next((name for name, reason in reasons.items() if reason is None), None)
-        raise _Explained(Explanation(op, choice, reasons))
+        raise _Explained(Explanation(op, choice, reasons, None if exchange is None else str(exchange())))
     reason = None
     for implementation in candidates:
         reason = _refuses(implementation, problem, impl)

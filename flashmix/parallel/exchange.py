@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,25 @@ class Route(NamedTuple):
         tuple[bool, int, int]
     ]  # the wanted rows: whether they are own ones, `(start, stop)` there or among the received
     silent: bool  # nobody receives anything
+
+
+class Moved(NamedTuple):
+    """What `explain` says of an exchange: its kind, and the bytes that this rank receives from others."""
+
+    kind: str
+    forward: int
+    backward: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {readable(self.forward)} in, {readable(self.backward)} in the backward"
+
+
+def readable(size: int) -> str:
+    """Bytes in the largest unit that they fill."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], shard: Shard) -> Tensor:
@@ -52,18 +72,37 @@ LIBRARY.impl("all_to_all", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("flashmix::all_to_all", _exchanged, lib=LIBRARY)
 
 
-def keep_states() -> Any:
+class Keep:
+    """One of the two contexts of activation checkpointing: the forward keeps the states received, and what runs again takes them."""
+
+    here = threading.local()  # of each thread, `current`
+
+    def __init__(self, found: list[Tensor], again: bool) -> None:
+        self.found, self.again = found, again
+        self.place, self.before = 0, None
+
+    def __enter__(self) -> None:
+        self.place, self.before = 0, getattr(Keep.here, "current", None)
+        Keep.here.current = self
+
+    def __exit__(self, *error: object) -> None:
+        Keep.here.current = self.before
+
+    def take(self, ask: Callable[[], Tensor]) -> Tensor:
+        """The next tensor received, which is asked for the first time alone."""
+        if not self.again:
+            self.found.append(ask())
+        self.place += 1
+        return self.found[self.place - 1]
+
+
+def keep_states() -> tuple[Keep, Keep]:
     """The contexts of activation checkpointing that keeps the states received, which are small beside what they cost to ask for again.
 
     Rows of other ranks (keys and values) are asked for again.
     """
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        states = op is torch.ops.flashmix.all_to_all.default and args[0].dtype is not torch.uint8
-        return CheckpointPolicy.MUST_SAVE if states else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+    found: list[Tensor] = []
+    return Keep(found, False), Keep(found, True)
 
 
 def blocks(
@@ -73,8 +112,13 @@ def blocks(
     flat = torch.cat([like.new_empty(0), *(block.flatten() for row in outgoing for block in row)])
     sent = [sum(block.numel() for block in row) for row in outgoing]
     sizes = [[shape.numel() for shape in row] for row in incoming]
-    found = all_to_all(flat, sent, [sum(row) for row in sizes], shard).split([n for row in sizes for n in row])
-    rest = iter(found)
+    received, keep = [sum(row) for row in sizes], getattr(Keep.here, "current", None)
+    found = (
+        all_to_all(flat, sent, received, shard)
+        if keep is None
+        else keep.take(lambda: all_to_all(flat, sent, received, shard))
+    )
+    rest = iter(found.split([n for row in sizes for n in row]))
     return [[next(rest).view(shape) for shape in row] for row in incoming]
 
 
@@ -242,6 +286,22 @@ def halo(
     )
     state = start.flatten(0, 1).index_copy(0, index, together(found, start, 1)).view(start.shape)
     return state, list(own)
+
+
+def halo_moved(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None) -> Moved:
+    """What `halo` moves, with a gradient."""
+    wants = halo_wants(shard, count, initial_state is not None) if count and shard.chains else []
+    forward, backward = rows_moved(shard, wants)
+    row, wide = (sum(x.shape[2] * of(x.dtype).itemsize for x in inputs) for of in (lambda dtype: dtype, state_dtype))
+    return Moved(f"{count} rows before each piece", forward * row, backward * wide)
+
+
+def rows_moved(shard: Shard, wants: Wants) -> tuple[int, int]:
+    """The rows that this rank receives from others, and of its own those that others receive."""
+    if not wants:
+        return 0, 0
+    route = route_of(shard, wants)
+    return sum(route.received), sum(b - a for spans in route.sent for a, b in spans)
 
 
 def reaches_before(shard: Shard, count: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flashmix.parallel.exchange import blocks
+from flashmix.parallel.exchange import Moved, blocks
 from flashmix.parallel.shard import Link, Shard
 
 Maps = dict[Link, Tensor]
@@ -174,6 +174,26 @@ def collected(shard: Shard, pieces: Sequence[Sequence[Link]], folded: Maps, shap
     incoming = [[torch.Size((part.stop - part.start, *shape[1:]))] * len(pieces[shard.rank]) for part in parts]
     received = blocks(shard, [[folded[link] for link in row] for row in pieces], incoming, like)
     return {link: torch.cat(some) for link, some in zip(pieces[shard.rank], zip(*received, strict=True), strict=True)}
+
+
+def moved(shard: Shard, shapes: Mapping[str, torch.Size], size: int) -> Moved:
+    """What `join` and `join_backward` move, with a gradient; numbers have `size` bytes."""
+    numbers = {kind: shape.numel() * size for kind, shape in shapes.items()} | {"D": shapes["N"].numel() * size}
+    rank, ways = shard.rank, (needed(shard, True), needed_backward(shard))
+    if not by_heads(shard, shapes, True):
+        forward, backward = (sum(numbers[kind] for row in cargo for kind, _ in row[rank]) for cargo in ways)
+        return Moved("states, joined directly", forward, backward)
+    heads, state = shapes["N"][0], numbers["N"]
+    part = heads_of(shard, rank, heads)
+    share, away = part.stop - part.start, heads - (part.stop - part.start)
+    maps, pieces = left_maps(shard), continued(shard)
+    entered = [[("D", link) for link in row] for row in pieces]
+    left = [[link for kind, link in row if kind == "N"] for row in maps]
+    both = []
+    for spread_out, back in ((maps, pieces), (entered, left)):
+        others = sum(numbers[kind] for r, row in enumerate(spread_out) if r != rank for kind, _ in row)
+        both.append((share * others + away * state * len(back[rank])) // heads)
+    return Moved(f"states, joined by heads over {shard.ranks} ranks", *both)
 
 
 # ---- both ways -------------------------------------------------------------------------------------------------------------------

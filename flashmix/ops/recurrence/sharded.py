@@ -21,8 +21,9 @@ from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import op
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
+from flashmix.parallel.exchange import Moved
 from flashmix.parallel.halves import Halves, Pieces, Shape
-from flashmix.parallel.join import Maps, join, join_backward
+from flashmix.parallel.join import Maps, join, join_backward, moved
 from flashmix.parallel.shard import Link, Shard, ShardPiece
 
 
@@ -41,6 +42,12 @@ def run(call: RecurrenceCall, impl: str, asked: str) -> Outputs:
     with plainly(call.device):  # autocast would fold in 16 bits
         o, state = Joined.apply(local, shard, halves, impl, chosen, gradient, *local.tensors())
         return o.view(call.v.shape), state
+
+
+def exchange(call: RecurrenceCall) -> Moved:
+    """What the ranks exchange."""
+    shard: Any = call.packing
+    return moved(shard, shapes(call), call.state_dtype.itemsize)
 
 
 def dense(call: RecurrenceCall, shard: Shard) -> RecurrenceCall:

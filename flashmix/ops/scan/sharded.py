@@ -9,12 +9,24 @@ from flashmix.op.packing import check_whole
 from flashmix.ops.recurrence import sharded
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.scan.call import COMPLEX, ScanCall
+from flashmix.parallel.exchange import Moved
 
 LARGEST_HEAD = 64  # value channels of the recurrence, whose kernels keep a head's state in one tile
 
 
 def run(call: ScanCall, impl: str, asked: str) -> Outputs:
     """The outputs of a call whose packing is a `Shard`."""
+    h, state = sharded.run(as_recurrence(call), impl, asked)
+    return h.reshape(call.x.shape), state.reshape(call.sequences, *call.x.shape[2:])
+
+
+def exchange(call: ScanCall) -> Moved:
+    """What the ranks exchange."""
+    return sharded.exchange(as_recurrence(call))
+
+
+def as_recurrence(call: ScanCall) -> RecurrenceCall:
+    """The scan as a call of the recurrence."""
     if call.maximum or call.x.dtype in COMPLEX:
         check_whole(call.packing, "scan_max" if call.maximum else "a complex scan")
     heads = (-1, gcd(call.x.shape[-1], LARGEST_HEAD))
@@ -24,7 +36,7 @@ def run(call: ScanCall, impl: str, asked: str) -> Outputs:
     start = call.initial_state
     if start is not None:
         start = start.unflatten(-1, heads).flatten(1, -2).unsqueeze(2)  # [N, HV, 1, V]
-    same = RecurrenceCall(
+    return RecurrenceCall(
         one,
         one,
         v,
@@ -35,5 +47,3 @@ def run(call: ScanCall, impl: str, asked: str) -> Outputs:
         read_before=call.read_before,
         value_decay=True,
     )
-    h, state = sharded.run(same, impl, asked)
-    return h.reshape(call.x.shape), state.reshape(call.sequences, *call.x.shape[2:])

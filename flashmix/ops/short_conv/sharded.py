@@ -7,7 +7,13 @@ from typing import Any
 from flashmix.op.call import Outputs
 from flashmix.ops.short_conv import op
 from flashmix.ops.short_conv.call import Convolutions, ShortConvCall
-from flashmix.parallel.exchange import halo
+from flashmix.parallel.exchange import Moved, halo, halo_moved
+
+
+def exchange(call: Convolutions) -> Moved:
+    """What the ranks exchange."""
+    shard: Any = call.packing
+    return halo_moved(shard, call.inputs, call.width - 1, call.initial_state)
 
 
 def run(call: Convolutions, impl: str, asked: str) -> Outputs:

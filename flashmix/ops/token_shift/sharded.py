@@ -7,7 +7,13 @@ from typing import Any
 from flashmix.op.call import Outputs
 from flashmix.ops.token_shift import op
 from flashmix.ops.token_shift.call import ShiftCall
-from flashmix.parallel.exchange import halo
+from flashmix.parallel.exchange import Moved, halo, halo_moved
+
+
+def exchange(call: ShiftCall) -> Moved:
+    """What the ranks exchange."""
+    shard: Any = call.packing
+    return halo_moved(shard, (call.x,), 1, call.initial_state)
 
 
 def run(call: ShiftCall, impl: str, asked: str) -> Outputs:
