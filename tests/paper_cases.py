@@ -58,6 +58,7 @@ WIDE = (
     "beta",
     "log_decay",
     "log_forget",
+    "log_write",
     "dt",
     "A_log",
     "D",

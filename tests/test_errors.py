@@ -90,7 +90,7 @@ FREE_AXES = """
     softmax_attention.q 1; softmax_attention.v 3; rotary.x 0 1 2 3; rotary_qk.q 2 3; rotary_qk.k 2 3; softplus_decay.x 0 1;
     bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
     token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
-    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3
 """
 FREE = {(*one.split()[0].split("."), int(axis)) for one in FREE_AXES.split(";") for axis in one.split()[1:]}
 # Arguments of any number of axes, without another argument that would tell.

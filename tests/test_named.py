@@ -343,6 +343,16 @@ def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
         flashmix.normalised_linear_attention(q, k, v, eps=-1.0)
 
 
+def test_mlstm_of_large_values_is_that_of_their_parts() -> None:
+    """Values of 320 channels are two value heads of 160 on one key head, in the states too."""
+    inputs = make_inputs("mlstm", torch.float64, T=9, HV=4, V=320)
+    o, C, n, m = run_op("mlstm", inputs)
+    for part in (slice(0, 160), slice(160, 320)):
+        cut = inputs | {name: inputs[name][..., part].contiguous() for name in ("v", "initial_state0")}
+        found = run_op("mlstm", cut)
+        assert all(map(torch.equal, found, (o[..., part], C[..., part], n, m)))
+
+
 def test_the_bound_of_the_preconditioner_is_positive() -> None:
     q, gate = torch.rand(1, 3, 2, 4), torch.rand(1, 3, 2)
     with pytest.raises(ValueError, match="bound must be positive, got 0"):

@@ -38,5 +38,6 @@ from flashmix.mechanisms.mingru import mingru as mingru
 from flashmix.mechanisms.minlstm import minlstm as minlstm
 from flashmix.mechanisms.rg_lru import RGLRU as RGLRU, rg_lru as rg_lru
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
+from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
 from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention
