@@ -9,7 +9,7 @@ from budget import assert_within_budget
 from hf_cases import transformers
 from torch import Tensor, nn
 
-from flashmix.layers import MLSTM, RGLRU
+from flashmix.layers import MLSTM, RGLRU, RWKV4
 
 WIDTH, TOKENS = 16, 48
 
@@ -75,4 +75,16 @@ def test_mlstm_is_that_of_xlstm() -> None:
         "output.weight": theirs.out_proj.weight,
     }
     layer.load_state_dict(weights)
+    assert_agrees(layer, theirs)
+
+
+def test_rwkv4_is_that_of_rwkv() -> None:
+    from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
+
+    config = transformers.RwkvConfig(hidden_size=WIDTH, attention_hidden_size=24)
+    theirs: Any = random_weights(RwkvSelfAttention(config))
+    layer, other = RWKV4(WIDTH, inner=24), {"decay": "time_decay", "bonus": "time_first"}
+    other |= {f"{name}_mix": f"time_mix_{name}" for name in ("key", "value", "receptance")}
+    given = theirs.state_dict()
+    layer.load_state_dict({name: given[other.get(name, name)].squeeze() for name in layer.state_dict()})
     assert_agrees(layer, theirs)

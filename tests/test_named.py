@@ -62,7 +62,8 @@ def make_inputs(
     size["N"] = size["B"] if sequences is None else sequences
     for argument, axes in zip(state_names(name), mechanism.states, strict=True):
         x[argument] = normal(tuple(size[axis] for axis in axes.split()))
-        x[argument] = x[argument].abs() if axes == "N H K" else x[argument]  # a sum of squares
+        if axes == "N H K" or argument in mechanism.positive:  # a sum of squares, or of weights
+            x[argument] = x[argument].abs()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {n: t.to(wide if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
 

@@ -116,8 +116,16 @@ def positive_candidate(c: Tensor) -> Tensor:
     return torch.where(c >= 0, c + 0.5, below)
 
 
-def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raises unless `states`, an `initial_state`, is None or a tuple of tensors of these shapes in the state's dtype."""
+def finite(x: Tensor) -> Tensor:
+    """`x` with the lowest number for -inf, for a term that is subtracted in an exponent."""
+    return x.clamp(min=torch.finfo(x.dtype).min)
+
+
+def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...], like_name: str = "q") -> None:
+    """Raises unless `states`, an `initial_state`, is None or a tuple of tensors of these shapes in the state's dtype.
+
+    The caller calls `q` by `like_name`.
+    """
     if states is None:
         return
     if not isinstance(states, tuple) or len(states) != len(shapes):
@@ -127,7 +135,7 @@ def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[in
         name = f"initial_state[{place}]"
         check_shape(name, state, *shape)
         check_dtype(name, state, state_dtype(q.dtype))
-        check_like(name, state, "q", q, dtype=False)
+        check_like(name, state, like_name, q, dtype=False)
 
 
 def normaliser(

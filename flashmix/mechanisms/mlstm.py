@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_states, normaliser, scan_beside, unrounded
+from flashmix.mechanisms.common import check_states, finite, normaliser, scan_beside, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_choice, check_floating, check_like, check_range, check_shape
@@ -81,7 +81,7 @@ def mlstm(
         C, n, m = None, None, q.new_zeros(N, H, dtype=wide)
     else:
         C, n, m = initial_state
-        past = torch.exp(m - m.detach()).unsqueeze(-1)  # 1, through which the gradient of m_0 passes
+        past = torch.exp(m - finite(m.detach())).unsqueeze(-1)  # 1, through which the gradient of m_0 passes
         C, n = C * past.repeat_interleave(v.shape[2] // H, 1).unsqueeze(-1), n * past
     write, decay, m_t, m = stabilised(log_write.to(wide), log_forget.to(wide), m, packing, impl)
     k = (k * write.unsqueeze(-1)).to(q.dtype)
@@ -102,7 +102,7 @@ def stabilised(
         write, forget, op=scan_max, initial_state=m.detach(), packing=packing, read_before=True, impl=impl
     )
     m_t = torch.maximum(before + forget, write)
-    base = m_t.masked_fill(m_t == -torch.inf, 0.0)  # nothing written yet
+    base = finite(m_t)
     return torch.exp(log_write - base), log_forget + before - base, m_t, last
 
 
