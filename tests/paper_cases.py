@@ -58,6 +58,7 @@ WIDE = (
     "beta",
     "log_decay",
     "log_forget",
+    "log_write",
     "dt",
     "A_log",
     "D",
@@ -126,7 +127,7 @@ def run_loop(
 
 def loop(mechanism: Mechanism, scale: float = 1.0, **arguments: Tensor) -> Tensor:
     """The paper's output `[T, HV, V]` of arguments of one sequence; those of weights have no token axis."""
-    weights = ("bonus", "log_scale")
+    weights = tuple(name for name, axes in mechanism.shapes.items() if not axes.startswith("B"))
     return run_loop(mechanism, {n: t if n in weights else t[None] for n, t in arguments.items()}, scale=scale)[0][0]
 
 

@@ -90,7 +90,7 @@ FREE_AXES = """
     softmax_attention.q 1; softmax_attention.v 3; rotary.x 0 1 2 3; rotary_qk.q 2 3; rotary_qk.k 2 3; softplus_decay.x 0 1;
     bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
     token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
-    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3
 """
 FREE = {(*one.split()[0].split("."), int(axis)) for one in FREE_AXES.split(";") for axis in one.split()[1:]}
 # Arguments of any number of axes, without another argument that would tell.
@@ -282,6 +282,7 @@ def test_packed_with_a_batch(op: str) -> None:
 @pytest.mark.parametrize("op", SEVERAL)
 def test_wrong_states_of_several(op: str) -> None:
     shapes, call = SEVERAL[op], tiny_call(op)
+    like = f"like {next(iter(call))}"
     good = tuple(torch.zeros(shape) for shape in shapes)
     OPS[op](**call, initial_state=good)
     for wrong, got in (
@@ -301,7 +302,7 @@ def test_wrong_states_of_several(op: str) -> None:
         text = error_of(op, states(torch.cat([state, state])), ValueError)
         assert text == f"{name} must have shape {list(state.shape)}, got {[2, *state.shape[1:]]}"
         assert error_of(op, states(state.half()), TypeError) == f"{name} must have dtype float32, got float16"
-        assert error_of(op, states(state.to("meta")), ValueError) == f"{name} must be on cpu like q, got meta"
+        assert error_of(op, states(state.to("meta")), ValueError) == f"{name} must be on cpu {like}, got meta"
         assert error_of(op, states(None), TypeError) == f"{name} must be a torch.Tensor, got NoneType"
     packed = call | {"initial_state": good, "cu_seqlens": torch.tensor([0, 2, 2, 6])}
     text = error_of(op, packed, ValueError)

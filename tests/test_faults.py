@@ -80,7 +80,8 @@ def with_gradients(op: str, call: dict[str, Any], tokens: int | None = None) -> 
     if tokens is not None:
         flow[:, tokens:] = 0
     flows = [flow, *(torch.ones_like(t) for t in found[1:])]
-    grads = torch.autograd.grad(found, list(leaves.values()), flows)
+    pairs = [(t, back) for t, back in zip(found, flows, strict=True) if t.requires_grad]  # a running maximum has none
+    grads = torch.autograd.grad([t for t, _ in pairs], list(leaves.values()), [back for _, back in pairs])
     return {f"output {i}": t.detach() for i, t in enumerate(found)} | dict(zip(leaves, grads, strict=True))
 
 

@@ -9,9 +9,9 @@ from budget import assert_within_budget
 from hf_cases import transformers
 from torch import Tensor, nn
 
-from flashmix.layers import RGLRU
+from flashmix.layers import MLSTM, RGLRU, RWKV4
 
-WIDTH, TOKENS = 16, 40
+WIDTH, TOKENS = 16, 48
 
 
 def random_weights(module: nn.Module) -> nn.Module:
@@ -58,3 +58,33 @@ def test_rg_lru_is_that_of_recurrent_gemma() -> None:
     layer.load_state_dict(weights)
     positions = torch.arange(TOKENS).expand(2, -1)
     assert_agrees(layer, theirs, positions, torch.ones(2, TOKENS), False)
+
+
+def test_mlstm_is_that_of_xlstm() -> None:
+    from transformers.models.xlstm.modeling_xlstm import xLSTMLayer
+
+    config = transformers.xLSTMConfig(hidden_size=WIDTH, num_heads=2, qk_dim_factor=0.5, chunk_size=16, mode="train")
+    theirs: Any = random_weights(xLSTMLayer(config))
+    layer = MLSTM(WIDTH, 2)
+    projections = (theirs.q, theirs.k, theirs.v, theirs.ogate_preact)
+    weights = {
+        "qkvg.weight": torch.cat([part.weight for part in projections]),
+        "gates.weight": torch.cat([theirs.igate_preact.weight, theirs.fgate_preact.weight]),
+        "gates.bias": torch.cat([theirs.igate_preact.bias, theirs.fgate_preact.bias]),
+        "norm_weight": theirs.multihead_norm.weight,
+        "output.weight": theirs.out_proj.weight,
+    }
+    layer.load_state_dict(weights)
+    assert_agrees(layer, theirs)
+
+
+def test_rwkv4_is_that_of_rwkv() -> None:
+    from transformers.models.rwkv.modeling_rwkv import RwkvSelfAttention
+
+    config = transformers.RwkvConfig(hidden_size=WIDTH, attention_hidden_size=24)
+    theirs: Any = random_weights(RwkvSelfAttention(config))
+    layer, other = RWKV4(WIDTH, inner=24), {"decay": "time_decay", "bonus": "time_first"}
+    other |= {f"{name}_mix": f"time_mix_{name}" for name in ("key", "value", "receptance")}
+    given = theirs.state_dict()
+    layer.load_state_dict({name: given[other.get(name, name)].squeeze() for name in layer.state_dict()})
+    assert_agrees(layer, theirs)

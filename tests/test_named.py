@@ -62,7 +62,8 @@ def make_inputs(
     size["N"] = size["B"] if sequences is None else sequences
     for argument, axes in zip(state_names(name), mechanism.states, strict=True):
         x[argument] = normal(tuple(size[axis] for axis in axes.split()))
-        x[argument] = x[argument].abs() if axes == "N H K" else x[argument]  # a sum of squares
+        if axes == "N H K" or argument in mechanism.positive:  # a sum of squares, or of weights
+            x[argument] = x[argument].abs()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {n: t.to(wide if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
 
@@ -341,6 +342,16 @@ def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
     )
     with pytest.raises(ValueError, match="eps"):
         flashmix.normalised_linear_attention(q, k, v, eps=-1.0)
+
+
+def test_mlstm_of_large_values_is_that_of_their_parts() -> None:
+    """Values of 320 channels are two value heads of 160 on one key head, in the states too."""
+    inputs = make_inputs("mlstm", torch.float64, T=9, HV=4, V=320)
+    o, C, n, m = run_op("mlstm", inputs)
+    for part in (slice(0, 160), slice(160, 320)):
+        cut = inputs | {name: inputs[name][..., part].contiguous() for name in ("v", "initial_state0")}
+        found = run_op("mlstm", cut)
+        assert all(map(torch.equal, found, (o[..., part], C[..., part], n, m)))
 
 
 def test_the_bound_of_the_preconditioner_is_positive() -> None:

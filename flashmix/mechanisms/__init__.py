@@ -37,6 +37,8 @@ from flashmix.mechanisms.hgrn import hgrn as hgrn
 from flashmix.mechanisms.mingru import mingru as mingru
 from flashmix.mechanisms.minlstm import minlstm as minlstm
 from flashmix.mechanisms.rg_lru import RGLRU as RGLRU, rg_lru as rg_lru
+from flashmix.mechanisms.rwkv4 import RWKV4 as RWKV4, rwkv4 as rwkv4
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
+from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
 from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried, convolved, rotated
-from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
+from flashmix.mechanisms.common import check_states, finite, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import SlotMixer, SlotOptions, by_slots, check_slots, slot_states, two_passes
 from flashmix.modules.norm import GatedRMSNorm
@@ -101,16 +101,11 @@ def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl:
     before, last = scan_beside(s.detach(), None, op=scan_max, **fixed)
     m = torch.maximum(before, s.detach())
     decay = torch.where(before == m, 0.0, before - m)
-    first = torch.exp(start - _finite(start.detach()))
+    first = torch.exp(start - finite(start.detach()))
     c_before, c = scan_beside(
-        torch.exp(s - _finite(m)), decay, initial_state=first, packing=packing, read_before=True, impl=impl
+        torch.exp(s - finite(m)), decay, initial_state=first, packing=packing, read_before=True, impl=impl
     )
     return before + _log(c_before), last + _log(c)
-
-
-def _finite(x: Tensor) -> Tensor:
-    """`x` with 0 for -inf, for a term that is subtracted in an exponent."""
-    return x.masked_fill(x == -torch.inf, 0.0)
 
 
 def _log(c: Tensor) -> Tensor:

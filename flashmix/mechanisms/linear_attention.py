@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu
@@ -9,7 +11,7 @@ from torch.nn.functional import elu
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_states
+from flashmix.mechanisms.common import check_states, normaliser
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.packing import Packing
@@ -55,18 +57,13 @@ def normalised_linear_attention(
     N = q.shape[0] if packing is None else packing.count
     check_states(initial_state, q, (N, v.shape[2], q.shape[3], v.shape[3]), (N, *q.shape[2:]))
     S, z = (None, None) if initial_state is None else initial_state
-    one = v.new_ones(1, 1, 1, 1).expand(*q.shape[:3], 1)
-    o, S = linear_attention(
-        q, k, v, scale=1.0, initial_state=S, return_state=return_state, cu_seqlens=packing, impl=impl
-    )
-    z = None if z is None else z.unsqueeze(-1)
-    weight, z = linear_attention(
-        q, k, one, scale=1.0, initial_state=z, return_state=return_state, cu_seqlens=packing, impl=impl
-    )
+    given: dict[str, Any] = {"scale": 1.0, "return_state": return_state, "cu_seqlens": packing, "impl": impl}
+    o, S = linear_attention(q, k, v, initial_state=S, **given)
+    weight, z = normaliser(q, k, initial_state=z, **given)
     if eps:
         weight = weight + eps
     o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)
-    return o, None if S is None or z is None else (S, z.squeeze(-1))
+    return o, None if S is None or z is None else (S, z)
 
 
 class LinearAttention(Mixer[RecurrentCache]):
