@@ -19,9 +19,18 @@ def turned(x: Tensor, theta: Tensor) -> Tensor:
 
 
 def mamba3(
-    x: Tensor, dt: Tensor, log_decay: Tensor, trapezoid_gate: Tensor, B: Tensor, C: Tensor, angles: Tensor,
-    D: Tensor | None = None, *, S: States, scale: float,
-) -> tuple[Tensor, States]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    log_decay: Tensor,
+    trapezoid_gate: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
+    D: Tensor | None = None,
+    *,
+    S: States,
+    scale: float,
+) -> tuple[Tensor, States]:
     """2603.15569, section 3: h_t = alpha_t h_{t-1} + beta_t B_{t-1} x_{t-1}^T + gamma_t B_t x_t^T, alpha = exp(dt A),
     beta = (1 - lambda) dt alpha, gamma = lambda dt, with B and C rotated by the sum of dt theta; y_t = C_t^T h_t."""
     theta, h, B_before, x_before = S
