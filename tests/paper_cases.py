@@ -19,7 +19,7 @@ class Mechanism:
     """A loop, the shapes of its arguments by name, and how the loops above differ in what they take.
 
     Axes: sequences `B` (of states `N`), tokens `T`, steps of a token `n`, heads of keys `H` and of values `HV`, channels `K` and
-    `V`, slots `M`.
+    `V`, slots or memories `M`, rotated pairs `R`, features `F`.
     """
 
     loop: Callable[..., tuple[Tensor, Any]]
@@ -35,6 +35,9 @@ class Mechanism:
     unit: tuple[str, ...] = ("k",)  # of length 1 where there is a beta
     draw: dict[str, float] = field(default_factory=dict)  # arguments of unit length times this number
     weak: bool = False  # beta up to 1 instead of 2
+    routing: tuple[str, ...] = ()  # between 0 and 1, some of them 0
+    slots: int = K  # the axis M in the calls of `tests/test_errors.py`
+    features: Callable[[int], int] = lambda K: 1  # how many there are of K channels, the axis F of states
     positive: tuple[str, ...] = ()  # between 0 and 1; such an op has no scale
     layers: dict[str, dict[str, Any]] = field(
         default_factory=dict
@@ -143,7 +146,7 @@ def first_states_of(mechanism: Mechanism, x: dict[str, Tensor], sequences: int) 
         for axis, size in zip(shape.split(), x[name].shape, strict=True)
     }
     like = next(iter(x.values()))
-    sizes["N"] = sequences
+    sizes |= {"N": sequences, "F": mechanism.features(sizes.get("K", 1))}
     shapes = [[sizes[axis] for axis in state.split()] for state in mechanism.states]
     return [
         like.new_full(shape, -math.inf if place in mechanism.logarithms else 0.0) for place, shape in enumerate(shapes)
@@ -152,6 +155,7 @@ def first_states_of(mechanism: Mechanism, x: dict[str, Tensor], sequences: int) 
 
 def of_head(t: Tensor, axes: list[str], row: int, first: int, last: int, head: int, heads: int) -> Tensor:
     """What one head of one sequence sees of a tensor with these axes."""
-    axis = axes.index("HV") if "HV" in axes else axes.index("H")
-    t = t.select(axis, head // (heads // t.shape[axis]))
+    if {"H", "HV"} & set(axes):
+        axis = axes.index("HV") if "HV" in axes else axes.index("H")
+        t = t.select(axis, head // (heads // t.shape[axis]))
     return t[row, first:last] if axes[0] == "B" else t

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from paper_cases import H, K, T, zeros
+from paper_cases import H, K, Mechanism, T, zeros
 from paper_loops import MECHANISMS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,21 +65,32 @@ OPTIONAL: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def sized(axes: str) -> tuple[int, ...]:
+def sized(case: Mechanism, axes: str) -> tuple[int, ...]:
     """The axes of an argument or state of a mechanism in these calls, where keys, values and slots have as many channels."""
-    sizes = {"B": 1, "N": 1, "T": T, "H": H, "HV": H, "K": K, "V": K, "M": K}
+    sizes = {
+        "B": 1,
+        "N": 1,
+        "T": T,
+        "H": H,
+        "HV": H,
+        "K": K,
+        "V": K,
+        "M": case.slots,
+        "R": K // 2,
+        "F": case.features(K),
+    }
     return tuple(sizes[axis] for axis in axes.split())
 
 
 for name, case in MECHANISMS.items():
-    shapes = {argument: sized(case.shapes[argument]) for argument in case.optional}
+    shapes = {argument: sized(case, case.shapes[argument]) for argument in case.optional}
     if len(case.states) == 1:
-        shapes["initial_state"] = sized(*case.states)
+        shapes["initial_state"] = sized(case, *case.states)
     if shapes:
         OPTIONAL[name] = shapes
 STATEFUL = [op for op in OPS if "initial_state" in inspect.signature(OPS[op]).parameters]
 SEVERAL = {  # the shapes of several states
-    name: tuple(sized(axes) for axes in case.states) for name, case in MECHANISMS.items() if len(case.states) > 1
+    name: tuple(sized(case, axes) for axes in case.states) for name, case in MECHANISMS.items() if len(case.states) > 1
 }
 ONE_STATE = [op for op in STATEFUL if op not in SEVERAL]
 MATRIX_STATE = [op for op in ONE_STATE if op not in ("scan", "scan_max", "short_conv", "short_conv_qkv", "token_shift")]
@@ -90,7 +101,9 @@ FREE_AXES = """
     softmax_attention.q 1; softmax_attention.v 3; rotary.x 0 1 2 3; rotary_qk.q 2 3; rotary_qk.k 2 3; softplus_decay.x 0 1;
     bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
     token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
-    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3;
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mamba3.x 3;
+    based.v 3; rebased.v 3; lightnet.v 3; higher_order.v 3; raven.v 3; raven.routing 3; mom.k 2
 """
 FREE = {(*one.split()[0].split("."), int(axis)) for one in FREE_AXES.split(";") for axis in one.split()[1:]}
 # Arguments of any number of axes, without another argument that would tell.

@@ -15,6 +15,7 @@ from flashmix.mechanisms.gla import GLA as GLA, gla as gla
 from flashmix.mechanisms.simple_gla import simple_gla as simple_gla
 from flashmix.mechanisms.kda import KDA as KDA, kda as kda
 from flashmix.mechanisms.mamba2 import Mamba2 as Mamba2, mamba2 as mamba2
+from flashmix.mechanisms.mamba3 import mamba3 as mamba3
 from flashmix.mechanisms.retnet import RetNet as RetNet, retnet as retnet
 from flashmix.mechanisms.rwkv7 import RWKV7 as RWKV7, rwkv7 as rwkv7
 from flashmix.mechanisms.linear_attention import LinearAttention as LinearAttention
@@ -41,4 +42,11 @@ from flashmix.mechanisms.rwkv4 import RWKV4 as RWKV4, rwkv4 as rwkv4
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
 from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
+from flashmix.mechanisms.based import based as based
+from flashmix.mechanisms.rebased import rebased as rebased
+from flashmix.mechanisms.lightnet import lightnet as lightnet
+from flashmix.mechanisms.higher_order import higher_order as higher_order
+from flashmix.mechanisms.rodimus import rodimus as rodimus
+from flashmix.mechanisms.raven import raven as raven
+from flashmix.mechanisms.mom import mom as mom
 from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import EngineOptions, Result, engine_options
+from flashmix.mechanisms.common import EngineOptions, Result, at_step, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
@@ -59,16 +59,10 @@ def deltaproduct(
     state, packing = options.get("initial_state"), options.get("cu_seqlens")
     packing = check_operands(q, first_v, {"k": first_k}, first_beta, log_decay, state, packing)
     options["cu_seqlens"] = None if packing is None else packing.repeat(n)
-    log_decay = None if log_decay is None else _at_step(log_decay, n, 0)
-    q, (k, v, beta) = _at_step(q, n, n - 1), (x.flatten(1, 2) for x in (k, v, beta))
+    log_decay = None if log_decay is None else at_step(log_decay, n, 0)
+    q, (k, v, beta) = at_step(q, n, n - 1), (x.flatten(1, 2) for x in (k, v, beta))
     o, state = delta_rule(q, k, v, beta, log_decay, **options)
     return o.unflatten(1, (T, n))[:, :, -1], state
-
-
-def _at_step(x: Tensor, n: int, step: int) -> Tensor:
-    """`x` `[B, T, ...]` as `[B, T * n, ...]`: each token at one of its `n` steps, zeros at the others."""
-    zeros = torch.zeros_like(x)
-    return torch.stack([x if j == step else zeros for j in range(n)], 2).flatten(1, 2)
 
 
 class DeltaProduct(GatedDeltaNet):

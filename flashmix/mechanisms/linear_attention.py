@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
+NormalisedStates = tuple[Tensor, Tensor]
+
+
+class NormalisedOptions(TypedDict, total=False):
+    """The options of a normalised linear attention beside `eps`."""
+
+    initial_state: NormalisedStates | None
+    return_state: bool
+    cu_seqlens: Tensor | Packing | None
+    impl: str
+
 
 @public
 def normalised_linear_attention(
@@ -27,11 +38,11 @@ def normalised_linear_attention(
     v: Tensor,
     *,
     eps: float = 0.0,
-    initial_state: tuple[Tensor, Tensor] | None = None,
+    initial_state: NormalisedStates | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
     impl: str = "auto",
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, NormalisedStates | None]:
     """The first linear attention: the output is an average of the values, its weights divided by their sum.
 
         S_t = S_{t-1} + k_t v_t^T;  z_t = z_{t-1} + k_t;  o_t = S_t^T q_t / (q_t . z_t + eps)

@@ -31,7 +31,7 @@ class Mechanism:
 
     Attributes:
         title: its name in the tables of the documents.
-        paper: its arXiv number.
+        paper: its arXiv number, or the address of a paper that has none.
         function: the function under the paper's name; None for a layer on an op that is no mechanism of its own.
         call: the arguments of a tiny call of the function and their axes, as in `flashmix.capabilities`.
         options: further arguments of that call.
@@ -52,6 +52,12 @@ class Mechanism:
     layer: type[Mixer[Any]] | None = None
     mixer: str = ""
     preset: Callable[[Size], list[Options]] | None = None
+
+    @property
+    def link(self) -> str:
+        """The link to its paper in the documents."""
+        address = self.paper if "/" in self.paper else f"arxiv.org/abs/{self.paper}"
+        return f"[{self.paper}](https://{address})"
 
     @property
     def name(self) -> str:

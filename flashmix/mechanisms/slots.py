@@ -23,13 +23,25 @@ from flashmix.ops.recurrence.call import check_operands
 SlotStates = tuple[Tensor, Tensor]
 
 
-def check_slots(q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None) -> Packing | None:
-    """Raises unless the tokens fit one another; returns the packing."""
+class SlotCallOptions(TypedDict, total=False):
+    """The options of `gsa`."""
+
+    scale: float | None
+    initial_state: SlotStates | None
+    return_state: bool
+    cu_seqlens: Tensor | Packing | None
+    impl: str
+
+
+def check_slots(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None, name: str = "s"
+) -> Packing | None:
+    """Raises unless the tokens fit one another, of which `s` is called `name`; returns the packing."""
     packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
-    check_per_head("s", s, "q", q, *v.shape[:3], dims("s", s, "B T HV M")[3])
-    check_like("s", s, "q", q)
+    check_per_head(name, s, "q", q, *v.shape[:3], dims(name, s, "B T HV M")[3])
+    check_like(name, s, "q", q)
     if s.shape[3] < 1:
-        raise ValueError("s must have shape [B, T, HV, M] with M >= 1, got M = 0")
+        raise ValueError(f"{name} must have shape [B, T, HV, M] with M >= 1, got M = 0")
     return packing
 
 

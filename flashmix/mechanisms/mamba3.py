@@ -1,0 +1,182 @@
+"""Mamba-3: a decay, a rotation and a trapezoidal write per token, with one or several keys, queries and values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashmix.mechanisms.common import at_step, check_per_head, check_states, scan_beside, shifted, unrounded
+from flashmix.mechanisms.registry import Mechanism, register
+from flashmix.op.checks import check_shape, check_tensor, dims
+from flashmix.op.dtypes import state_dtype
+from flashmix.op.packing import Packing, check_whole
+from flashmix.op.public import public
+from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.recurrence.call import check_operands
+
+Mamba3States = tuple[Tensor, Tensor, Tensor, Tensor]
+TURN = 2 * math.pi
+
+
+@public
+@unrounded("x", "B", "C")
+def mamba3(
+    x: Tensor,
+    dt: Tensor,
+    log_decay: Tensor,
+    trapezoid_gate: Tensor,
+    B: Tensor,
+    C: Tensor,
+    angles: Tensor,
+    *,
+    D: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Mamba3States | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Packing | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Mamba3States | None]:
+    """Mamba-3: a state space with a complex decay, discretised by the trapezoidal rule.
+
+        theta_t = theta_{t-1} + dt_t angles_t;  k_t = R(theta_t) B_t;  q_t = R(theta_t) C_t;  a_t = e^{g_t}
+        S_t = a_t S_{t-1} + (1 - lambda_t) dt_t a_t k_{t-1} x_{t-1}^T + lambda_t dt_t k_t x_t^T;  y_t = scale S_t^T q_t + D x_t
+
+    `R` rotates each of the first `M` pairs of neighbouring channels by its own angle. With an axis of ranks (MIMO) a token writes
+    `sum_r k_r x_r^T` in place of `k x^T`, and each of its queries reads the state. The paper normalises `B` and `C` and adds a bias
+    per head. The token before a sequence's first one is in the state, by default zeros.
+
+    Args:
+        x: inputs `[B, T, H, P]`, or `[B, T, R, H, P]` with R ranks.
+        dt: step sizes, at least 0, after their softplus, `[B, T, H]`.
+        log_decay: `g`, the decay rate times the step size, at most 0, `[B, T, H]`.
+        trapezoid_gate: `lambda`, in [0, 1], `[B, T, H]`; 1 is Mamba-2's write.
+        B, C: keys and queries `[B, T, G, N]` or `[B, T, R, G, N]`; `H` is a multiple of `G`.
+        angles: radians per unit of the step size, `[B, T, H, M]`, `2 M <= N`; the paper's are `pi tanh(.)`.
+        D: skip weight `[H]`, or None.
+        initial_state: `theta`, `S`, and `k` and `x` of the last token, `([N, H, M], [N, H, N, P], [N, H, N], [N, H, P])`, with ranks the
+            last two `[N, R, H, N]` and `[N, R, H, P]`; float32 (float64 for float64 inputs).
+
+    Returns:
+        Output like `x`, and the states or None.
+
+    Source: Lahoti et al. 2026 (arXiv 2603.15569), section 3.
+
+    Example:
+        >>> x, dt, keys = torch.randn(1, 10, 4, 16), torch.rand(1, 10, 4), torch.randn(1, 10, 4, 32)
+        >>> y, (theta, S, k, v) = mamba3(x, dt, -dt, torch.rand(1, 10, 4), keys, keys, torch.randn(1, 10, 4, 8), return_state=True)
+        >>> y.shape, theta.shape, S.shape
+        (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 8]), torch.Size([1, 4, 32, 16]))
+    """
+    check_whole(cu_seqlens, "mamba3")
+    packing = _checked(x, dt, B, C, cu_seqlens)
+    H, P = x.shape[-2:]
+    batch, T, K = *x.shape[:2], C.shape[-1]
+    for name, gate in (("log_decay", log_decay), ("trapezoid_gate", trapezoid_gate)):
+        check_per_head(name, gate, "x", x, batch, T, H)
+    M = dims("angles", angles, "B T H M")[3]
+    check_per_head("angles", angles, "x", x, batch, T, H, min(M, K // 2))
+    if D is not None:
+        check_per_head("D", D, "x", x, H)
+    N, ranks = batch if packing is None else packing.count, x.shape[2:-2]
+    check_states(initial_state, x, (N, H, M), (N, H, K, P), (N, *ranks, H, K), (N, *ranks, H, P), like_name="x")
+    turned, S, last_k, last_x = initial_state or (None, None, None, None)
+    wide = state_dtype(x.dtype)
+    theta, turned = _angles(angles, dt, turned, packing)
+    theta, turned = theta.to(wide), turned.to(wide)
+    q, k = (_rotated(t.repeat_interleave(H // t.shape[-2], -2), theta) for t in (C, B))
+    own = trapezoid_gate.to(wide) * dt.to(wide)
+    (k_before, last_k), (x_before, last_x) = shifted(k, last_k, packing), shifted(x, last_x, packing)
+    own_before, last_own = shifted(own, None, packing)
+    # S without the token's own write decays as a whole: a_t (S_{t-1} + (1 - lambda_t) dt_t k_{t-1} x_{t-1}^T)
+    late = log_decay.to(wide).exp() * (own_before + (1 - trapezoid_gate.to(wide)) * dt.to(wide))
+    options: dict[str, Any] = {"initial_state": S, "return_state": return_state, "impl": impl, "scale": scale}
+    late_k = (_per_head(late, k) * k_before).to(x.dtype)
+    if ranks:
+        y, S = _of_ranks(q, late_k, x_before, log_decay, packing, options)
+    else:
+        y, S = linear_attention(q, late_k, x_before, log_decay, cu_seqlens=packing, **options)
+    y = y + scale * _read_now(q, _per_head(own, k) * k, x).to(y.dtype)
+    y = y if D is None else (y + D[:, None] * x).to(y.dtype)
+    if S is None or last_k is None or last_x is None:
+        return y, None
+    written = torch.einsum("n...hk,n...hp->nhkp", _per_head(last_own, last_k) * last_k, last_x)
+    return y, (turned, S + written, last_k, last_x)
+
+
+def _checked(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | Packing | None) -> Packing | None:
+    """Raises unless inputs, keys and queries fit one another; returns the packing."""
+    check_tensor("C", C)
+    if C.dim() == 5:
+        R = C.shape[2]
+        if R < 1:
+            raise ValueError(f"C must have shape [B, T, R, G, N] with R >= 1, got {list(C.shape)}")
+        sizes = dims("x", x, "B T R H P")
+        check_shape("x", x, *sizes[:2], R, *sizes[3:])
+        check_shape("B", B, *C.shape)
+        x, B, C = x[:, :, 0], B[:, :, 0], C[:, :, 0]
+    names = {"q": "C", "k": "B", "v": "x", "beta": "dt"}
+    return check_operands(C, x, {"k": B}, dt, None, None, cu_seqlens, names)
+
+
+def _angles(angles: Tensor, dt: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """The angle of each token `[B, T, H, M]` and after the last one, within a turn; summed in float64, for the sum may be long."""
+    turns = angles.double() * dt.double().unsqueeze(-1)
+    none = torch.zeros(angles.shape[2], device=angles.device)
+    first = None if start is None else start.double()
+    theta, last = scan_beside(turns, none, initial_state=first, packing=packing)
+    if packing is not None:
+        last = torch.where(packing.lengths[:, None, None] > 0, torch.remainder(last, TURN), last)
+    elif angles.shape[1]:
+        last = torch.remainder(last, TURN)
+    return torch.remainder(theta, TURN), last
+
+
+def _rotated(x: Tensor, theta: Tensor) -> Tensor:
+    """The first pairs of neighbouring channels of `x` `[B, T, H, K]` or `[B, T, R, H, K]` rotated by `theta` `[B, T, H, M]`."""
+    theta = theta if x.dim() == 4 else theta.unsqueeze(2)
+    pairs, rest = x[..., : 2 * theta.shape[-1]], x[..., 2 * theta.shape[-1] :]
+    even, odd, cos, sin = pairs[..., ::2], pairs[..., 1::2], theta.cos(), theta.sin()
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _per_head(weight: Tensor, like: Tensor) -> Tensor:
+    """`weight` `[..., H]` beside `like` `[..., H, K]` or `[..., R, H, K]`."""
+    return (weight if weight.dim() == like.dim() - 1 else weight.unsqueeze(-2)).unsqueeze(-1)
+
+
+def _read_now(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
+    """What the queries of a token read of the token's own write."""
+    if x.dim() == 4:
+        return (q * k).sum(-1, keepdim=True) * x
+    scores = torch.einsum("btahk,btchk->bthac", q.to(k.dtype), k)
+    return torch.einsum("bthac,btchp->btahp", scores, x.to(k.dtype))
+
+
+def _of_ranks(
+    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor, packing: Packing | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_attention` whose tokens write and read once a rank: the ranks are tokens, and the writes of later ranks are added."""
+    T, R = x.shape[1:3]
+    flat_q, flat_k, flat_x = (t.flatten(1, 2) for t in (q, k, x))
+    packing = None if packing is None else packing.repeat(R)
+    y, S = linear_attention(flat_q, flat_k, flat_x, at_step(log_decay, R, 0), cu_seqlens=packing, **options)
+    wide = state_dtype(x.dtype)
+    later = torch.einsum("btahk,btchk->bthac", q.to(wide), k.to(wide)).triu(1)
+    y = y.unflatten(1, (T, R)) + options["scale"] * torch.einsum("bthac,btchp->btahp", later, x.to(wide))
+    return y.to(x.dtype), S
+
+
+register(
+    Mechanism(
+        title="Mamba-3",
+        paper="2603.15569",
+        function=mamba3,
+        call="x:BTHK dt:BTH log_decay:BTH trapezoid_gate:BTH B:BTHK C:BTHK angles:BTHR",
+        positive=("trapezoid_gate",),
+        wide=("trapezoid_gate", "angles"),
+    )
+)
