@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_shape, check_tensor, dims
-from flashmix.op.choose import explaining
+from flashmix.op.choose import preparing
 from flashmix.op.dtypes import product_dtype, state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
@@ -164,10 +164,9 @@ def shifted(x: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[T
     `start` and the last token are in the dtype of states.
     """
     count, wide = x.shape[0] if packing is None else packing.count, state_dtype(x.dtype)
-    if not torch.compiler.is_compiling() and explaining():
-        return torch.empty_like(x), x.new_empty(count, *x.shape[2:], dtype=wide)
     first = None if start is None else start.to(x.dtype).flatten(1).unsqueeze(1)
-    before, last = token_shift(x.flatten(2), initial_state=first, return_state=True, cu_seqlens=packing)
+    with preparing():
+        before, last = token_shift(x.flatten(2), initial_state=first, return_state=True, cu_seqlens=packing)
     assert last is not None
     return before.view(x.shape), last.view(count, *x.shape[2:]).to(wide)
 
@@ -183,17 +182,15 @@ def scan_beside(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`scan` or `scan_max` with its last state, beside another op, which `explain` and an unknown `impl` are about."""
-    if not torch.compiler.is_compiling() and explaining():
-        count = x.shape[0] if packing is None else packing.count
-        return torch.empty_like(x), x.new_empty(count, *x.shape[2:])
-    h, state = op(
-        x,
-        log_decay,
-        initial_state=initial_state,
-        return_state=True,
-        cu_seqlens=packing,
-        read_before=read_before,
-        impl=impl if impl in [one.name for one in IMPLEMENTATIONS] else "auto",
-    )
+    with preparing():
+        h, state = op(
+            x,
+            log_decay,
+            initial_state=initial_state,
+            return_state=True,
+            cu_seqlens=packing,
+            read_before=read_before,
+            impl=impl if impl in [one.name for one in IMPLEMENTATIONS] else "auto",
+        )
     assert state is not None
     return h, state

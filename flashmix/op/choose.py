@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
@@ -71,6 +72,22 @@ _explaining: ContextVar[bool] = ContextVar("flashmix_explaining", default=False)
 def explaining() -> bool:
     """Whether `explain` is asking: then an op must come to its `choose`, whatever it knows from calls before."""
     return _explaining.get()
+
+
+def preparing() -> AbstractContextManager[None]:
+    """A context for the ops that run before or beside another one, which `explain` is about: they are not asked."""
+    if torch.compiler.is_compiling() or not _explaining.get():
+        return nullcontext()
+    return _unasked()
+
+
+@contextmanager
+def _unasked() -> Iterator[None]:
+    token = _explaining.set(False)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
 
 
 def choose(

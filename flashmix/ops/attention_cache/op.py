@@ -18,6 +18,7 @@ from flashmix.op.checks import (
     check_tensor,
     dims,
 )
+from flashmix.op.choose import preparing
 from flashmix.op.packing import Packing, as_packing, check_whole
 from flashmix.op.public import public
 from flashmix.ops.attention.op import check_features, check_softcap, check_window
@@ -173,10 +174,11 @@ def attention_with_cache(
 
     if rotary is not None:
         positions = _positions(cache.lengths, packing, q.shape[1], appends=k is not None)
-        if k is None:
-            q = rotate(q, *table, positions=positions, interleaved=interleaved)
-        else:
-            q, k = rotary_qk(q, k, *table, positions=positions, interleaved=interleaved)
+        with preparing():
+            if k is None:
+                q = rotate(q, *table, positions=positions, interleaved=interleaved)
+            else:
+                q, k = rotary_qk(q, k, *table, positions=positions, interleaved=interleaved)
     call = AttentionCacheCall(
         q,
         k,

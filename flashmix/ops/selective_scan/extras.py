@@ -18,7 +18,7 @@ from flashmix.op.checks import (
     dims,
     have_addresses,
 )
-from flashmix.op.choose import explaining
+from flashmix.op.choose import preparing
 from flashmix.op.dtypes import state_dtype
 from flashmix.ops.decay.op import softplus_decay
 from flashmix.ops.gated_product.op import swiglu
@@ -73,10 +73,11 @@ class Extras(NamedTuple):
         """Step sizes, with `softplus` in float32 or float64, finite rates (0 times -inf is none), and `B`, `C` by groups."""
         A = A.clamp(min=torch.finfo(A.dtype).min)
         B, C = (t if t.dim() == 4 else t.unsqueeze(2) for t in (B, C))
-        if not self.softplus or (not torch.compiler.is_compiling() and explaining()):  # which is about the scan
+        if not self.softplus:
             return dt, A, B, C
         zeros = torch.zeros(dt.shape[-1:], dtype=dt.dtype, device=dt.device)
-        return -softplus_decay(dt, zeros, zeros if self.dt_bias is None else self.dt_bias), A, B, C
+        with preparing():
+            return -softplus_decay(dt, zeros, zeros if self.dt_bias is None else self.dt_bias), A, B, C
 
     def after(self, y: Tensor, u: Tensor) -> Tensor:
         """`(y + D u) silu(z)`."""
