@@ -69,6 +69,10 @@ WIDE = (
     "curvature_beta",
     "curvature_log_decay",
     "log_scale",
+    "A_imag",
+    "nu_log",
+    "theta_log",
+    "gamma_log",
 )
 BETA, BY_TOKEN, BY_CHANNEL = {"beta": "B T HV"}, {"log_decay": "B T HV"}, {"log_decay": "B T HV K"}
 

@@ -346,6 +346,13 @@ def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
         flashmix.normalised_linear_attention(q, k, v, eps=-1.0)
 
 
+@pytest.mark.parametrize("name", ["s4d", "s5"])
+def test_steps_of_a_state_space_are_not_negative(name: str) -> None:
+    inputs = make_inputs(name, torch.float32, T=3)
+    with pytest.raises(ValueError, match=r"^dt must be at least 0 \(a step size\), got -1$"):
+        call(name, inputs | {"dt": torch.full_like(inputs["dt"], -1.0)})
+
+
 def test_mlstm_of_large_values_is_that_of_their_parts() -> None:
     """Values of 320 channels are two value heads of 160 on one key head, in the states too."""
     inputs = make_inputs("mlstm", torch.float64, T=9, HV=4, V=320)
