@@ -19,7 +19,7 @@ class Mechanism:
     """A loop, the shapes of its arguments by name, and how the loops above differ in what they take.
 
     Axes: sequences `B` (of states `N`), tokens `T`, steps of a token `n`, heads of keys `H` and of values `HV`, channels `K` and
-    `V`, slots or memories `M`, rotated pairs `R`, features `F`.
+    `V`, slots or memories `M`, rotated pairs `R`, levels `L`, features `F`.
     """
 
     loop: Callable[..., tuple[Tensor, Any]]
@@ -150,7 +150,7 @@ def first_states_of(mechanism: Mechanism, x: dict[str, Tensor], sequences: int) 
         for axis, size in zip(shape.split(), x[name].shape, strict=True)
     }
     like = next(iter(x.values()))
-    sizes |= {"N": sequences, "F": mechanism.features(sizes.get("K", 1))}
+    sizes |= {"N": sequences, "one": 1, "F": mechanism.features(sizes.get("K", 1))}
     shapes = [[sizes[axis] for axis in state.split()] for state in mechanism.states]
     return [
         like.new_full(shape, -math.inf if place in mechanism.logarithms else 0.0) for place, shape in enumerate(shapes)

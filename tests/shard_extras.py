@@ -22,7 +22,19 @@ from flashmix.op.packing import Packing
 from flashmix.parallel.shard import Shard
 
 LENGTHS = [17, 0, 2, 30]
-REFUSED = {"abc", "mamba", "mamba3", "lightnet", "mom", "scan_max", "selective_scan", "attention_with_cache"}
+REFUSED = {
+    "abc",
+    "mamba",
+    "mamba3",
+    "lightnet",
+    "mesa_net",
+    "log_linear",
+    "log_linear_gated_deltanet",
+    "mom",
+    "scan_max",
+    "selective_scan",
+    "attention_with_cache",
+}
 
 
 def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:

@@ -77,6 +77,8 @@ def sized(case: Mechanism, axes: str) -> tuple[int, ...]:
         "V": K,
         "M": case.slots,
         "R": K // 2,
+        "L": 5,
+        "one": 1,
         "F": case.features(K),
         "n": 2,
     }
@@ -102,9 +104,10 @@ FREE_AXES = """
     softmax_attention.q 1; softmax_attention.v 3; rotary.x 0 1 2 3; rotary_qk.q 2 3; rotary_qk.k 2 3; softplus_decay.x 0 1;
     bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
     token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
-    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mamba3.x 3;
-    based.v 3; rebased.v 3; lightnet.v 3; higher_order.v 3; raven.v 3; raven.routing 3; mom.k 2;
-    mlstm.v 3; s4d.x 1; s5.x 1; lru.x 1
+    preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3; mamba3.x 3; based.v 3; rebased.v 3; lightnet.v 3;
+    higher_order.v 3; raven.v 3; raven.routing 3; mom.k 2; mesa_net.v 3; log_linear.v 3; log_linear.level_scales 3;
+    log_linear_gated_deltanet.v 3; log_linear_gated_deltanet.level_scales 3;
+    s4d.x 1; s5.x 1; lru.x 1
 """
 FREE = {(*one.split()[0].split("."), int(axis)) for one in FREE_AXES.split(";") for axis in one.split()[1:]}
 # Arguments of any number of axes, without another argument that would tell.
@@ -296,7 +299,7 @@ def test_packed_with_a_batch(op: str) -> None:
 @pytest.mark.parametrize("op", SEVERAL)
 def test_wrong_states_of_several(op: str) -> None:
     shapes, call = SEVERAL[op], tiny_call(op)
-    like = f"like {next(iter(call))}"
+    like = f"like {next(name for name, value in call.items() if isinstance(value, Tensor))}"
     good = tuple(torch.zeros(shape) for shape in shapes)
     OPS[op](**call, initial_state=good)
     for wrong, got in (

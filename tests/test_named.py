@@ -21,7 +21,7 @@ from flashmix.mechanisms.registry import functions
 # that compute an operand of the engine from their arguments, this operand.
 STAGES = 5
 NEIGHBOURS = 8
-SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4, "R": 2}
+SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4, "R": 2, "L": 7, "one": 1}
 NAMES = list(MECHANISMS)
 GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,6 +51,8 @@ def make_inputs(
             x[argument] = mechanism.draw[argument] * torch.nn.functional.normalize(normal(shape), dim=-1)
         elif argument in mechanism.routing:
             x[argument] = (uniform(shape) - 0.5).clamp(min=0)
+        elif argument == "ridge":
+            x[argument] = uniform(shape) + 0.5
         elif argument in mechanism.positive:
             x[argument] = uniform(shape)
         elif argument in ("log_decay", "log_forget", "curvature_log_decay"):
@@ -63,9 +65,14 @@ def make_inputs(
             x[argument] = normal(shape)
     size |= {"N": size["B"] if sequences is None else sequences, "F": mechanism.features(size["K"])}
     for argument, axes in zip(state_names(name), mechanism.states, strict=True):
+        if axes == "N one":  # a number of tokens
+            x[argument] = torch.randint(6, (size["N"], 1), generator=generator).double()
+            continue
         x[argument] = normal(tuple(size[axis] for axis in axes.split()))
         if axes in ("N H K", "N H F") or argument in mechanism.positive:  # a sum of squares, or of weights
             x[argument] = x[argument].abs()
+        elif axes == "N HV K K":  # a sum of outer products
+            x[argument] = x[argument] @ x[argument].mT
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {n: t.to(wide if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
 

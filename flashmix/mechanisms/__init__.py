@@ -43,6 +43,9 @@ from flashmix.mechanisms.state_space import lru as lru, s4d as s4d, s5 as s5
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
 from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
+from flashmix.mechanisms.log_linear import log_linear as log_linear
+from flashmix.mechanisms.log_linear import log_linear_gated_deltanet as log_linear_gated_deltanet
+from flashmix.mechanisms.mesa_net import mesa_net as mesa_net
 from flashmix.mechanisms.based import based as based
 from flashmix.mechanisms.rebased import rebased as rebased
 from flashmix.mechanisms.lightnet import lightnet as lightnet
