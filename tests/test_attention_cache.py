@@ -229,7 +229,9 @@ def test_opcheck_and_explain() -> None:
     q, k, v = inputs()
     cache = new_cache("paged")
     assert explain(attention_with_cache, q, cache, k, v).choice == "portable"
-    assert explain(attention_with_cache, q, cache, k, v, rotary=TABLE).op == "attention_with_cache"  # not of its rotation
+    assert (
+        explain(attention_with_cache, q, cache, k, v, rotary=TABLE).op == "attention_with_cache"
+    )  # not of its rotation
     held = (cache.keys, cache.values, cache.page_table, cache.lengths)
     call = AttentionCacheCall(
         q, k, v, *held, sink=None, alibi_slopes=None, packing=None, scale=0.3, left=5, softcap=None, return_lse=True
