@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,27 @@ def softmax_attention(
     alibi_slopes: Tensor | None = None,
     log_decay: Tensor | None = None,
     dropout: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o [B,Tq,HQ,V], lse [B,HQ,Tq])` of q `[B,Tq,HQ,K]`, k `[B,Tk,H,K]`, v `[B,Tk,H,V]`.
 
-    `dropout` `[B,HQ,Tq,Tk]` holds what each probability is multiplied with: 0 or `1 / (1 - dropout_p)`.
+    `dropout` `[B,HQ,Tq,Tk]` holds what each probability is multiplied with: 0 or `1 / (1 - dropout_p)`. With `key_starts` or
+    `key_lengths` `[B]` each sequence is its own call, with the keys from the one to the other.
     """
+    if key_starts is not None or key_lengths is not None:
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
+        options |= {"sink": sink, "alibi_slopes": alibi_slopes}
+        found = []
+        for b in range(q.shape[0]):
+            end = k.shape[1] if key_lengths is None else min(max(int(key_lengths[b]), 0), k.shape[1])
+            start = 0 if key_starts is None else min(max(int(key_starts[b]), 0), end)
+            own: dict[str, Any] = {"log_decay": None if log_decay is None else log_decay[b : b + 1, start:end]}
+            own |= {"dropout": None if dropout is None else dropout[b : b + 1, :, :, : end - start]}
+            keys, values = k[b : b + 1, start:end], v[b : b + 1, start:end]
+            found.append(softmax_attention(q[b : b + 1], keys, values, **own, **options))
+        if found:
+            return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = scale * torch.einsum("bihd,bjhd->bhij", q, k)
