@@ -7,7 +7,9 @@ sizes as published but for a dense MLP (experts would be most of the time) and a
 - decode: tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included, for 1 and 64 rows.
 
 Each measurement has a process of its own. All processes warm up (and compile) at once; then they are measured one after the other.
-`--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which that one process alone sees.
+`--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which its processes alone see. Its backward
+refuses Triton below 3.7.1 on Hopper, which compiles it wrong: the refusal is lifted, and its time is that of wrong gradients there.
+`--tuning` is a file that keeps what it has tuned from run to run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from typing import Any
 
 import torch
 
-VARIANTS = ("fla", "transformers", "accelerate", "accelerate and attention")
+VARIANTS = ("fla", "accelerate", "accelerate and attention", "transformers")  # the slowest to get ready first
+ORDER = ("accelerate", "fla", "accelerate and attention", "transformers")  # of the measurements
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
@@ -70,6 +73,8 @@ def variant_of(name: str, sizes: Sizes) -> Any:
         found = [cell.cell_contents.__module__ for cell in function or () if callable(cell.cell_contents)]
         if any(module.startswith("fla") for module in found) != (name == "fla"):
             raise SystemExit(f"{name}: the delta rule is {found}")
+        if name == "fla":
+            lift_refusal()
         return model
     import flashmix
 
@@ -85,6 +90,13 @@ def variant_of(name: str, sizes: Sizes) -> Any:
     return model
 
 
+def lift_refusal() -> None:
+    """Lets flash-linear-attention run its backward on a Triton that compiles it wrong, to be timed."""
+    from fla.ops.common import chunk_o  # type: ignore[import-not-found]
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
 def train_step(model: Any, row: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
     model(row, labels=row, use_cache=False).loss.backward()
@@ -93,8 +105,7 @@ def train_step(model: Any, row: torch.Tensor) -> None:
 def measure_train(model: Any, sizes: Sizes, profile: str | None) -> dict[str, Any]:
     """Milliseconds of a step, tokens a second and GiB."""
     row = sizes.row(1, sizes.tokens)
-    for _ in range(2):
-        train_step(model, row)
+    train_step(model, row)
     sizes.wait()
     if not sizes.tiny:
         torch.cuda.reset_peak_memory_stats()
@@ -167,7 +178,7 @@ def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     model = variant_of(variant, sizes)
     if kind == "train":
         model.train()
-        train_step(model, sizes.row(1, 64 if tiny else 1024))
+        train_step(model, sizes.row(1, 256 if variant == "transformers" else sizes.tokens))  # which compiles nothing
         model.zero_grad(set_to_none=True)
     else:
         model.eval()
@@ -180,7 +191,7 @@ def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     if not sys.stdin.readline():
         return
     measure = measure_train if kind == "train" else measure_decode
-    path = None if profile is None else f"{profile}/{kind}_{variant.replace(' ', '_')}"
+    path = None if profile is None or variant == "transformers" else f"{profile}/{kind}_{variant.replace(' ', '_')}"
     print(json.dumps(measure(model, sizes, path)), flush=True)
 
 
@@ -195,6 +206,8 @@ class Worker:
         command += (["--tiny"] if options.tiny else []) + (["--profile", options.profile] if options.profile else [])
         places = [place for place in (path, os.environ.get("PYTHONPATH")) if place]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TRANSFORMERS_VERBOSITY": "error"}
+        if path is not None:
+            environment |= {"TRITON_CACHE_DIR": f"{path}/triton"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -234,10 +247,26 @@ def unpacked(wheels: str, into: str) -> str:
     return into
 
 
+def keep_tuning(file: Path, folder: str) -> None:
+    """Writes what the peer has tuned, by its place in Triton's cache."""
+    cache = Path(folder) / "triton"
+    found = {str(p.relative_to(cache)): p.read_text() for p in cache.rglob("*.autotune.json")}
+    file.write_text(json.dumps(found))
+
+
+def restore_tuning(file: Path, folder: str) -> None:
+    for name, text in json.loads(file.read_text()).items() if file.exists() else ():
+        place = Path(folder) / "triton" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+
+
 def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     """The rows of the table."""
     end = time.monotonic() + options.limit
     fla = unpacked(options.wheels, folder) if options.wheels else None
+    if options.tuning:
+        restore_tuning(Path(options.tuning), folder)
     wanted = [v for v in VARIANTS if v in (options.only or VARIANTS) and (v != "fla" or fla)]
     if options.profile:
         Path(options.profile).mkdir(parents=True, exist_ok=True)
@@ -249,7 +278,9 @@ def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
         late = [w for w in workers if not w.ready.is_set()]
         for worker in late:
             worker.process.kill()
-        for worker in workers:
+        if options.tuning:
+            keep_tuning(Path(options.tuning), folder)
+        for worker in sorted(workers, key=lambda w: ORDER.index(w.variant)):
             result = None if worker in late else worker.measured(end - time.monotonic())
             row = {"variant": worker.variant, "kind": worker.kind, "warm_up_seconds": worker.waited, "result": result}
             print(json.dumps(row), flush=True)
@@ -264,6 +295,7 @@ def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels")
+    parser.add_argument("--tuning", metavar="FILE")
     parser.add_argument("--only", nargs="*", choices=VARIANTS)
     parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
     parser.add_argument("--profile", metavar="FOLDER")

@@ -121,7 +121,7 @@ class RealKeys:
         self.gaps, self.ends = torch.stack([gaps, (self.lengths < width).any()]).tolist()
 
 
-class Padding:
+class MaskRanges:
     """The ranges of a model's mask: read from the device once for all layers of a forward."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Padding:
         return ranges
 
 
-PADDING = Padding()
+PADDING = MaskRanges()
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, ranges: RealKeys, options: dict[str, Any]) -> Tensor:

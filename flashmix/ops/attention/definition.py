@@ -32,16 +32,7 @@ def softmax_attention(
     if key_starts is not None or key_lengths is not None:
         options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
         options |= {"sink": sink, "alibi_slopes": alibi_slopes}
-        found = []
-        for b in range(q.shape[0]):
-            end = k.shape[1] if key_lengths is None else min(max(int(key_lengths[b]), 0), k.shape[1])
-            start = 0 if key_starts is None else min(max(int(key_starts[b]), 0), end)
-            own: dict[str, Any] = {"log_decay": None if log_decay is None else log_decay[b : b + 1, start:end]}
-            own |= {"dropout": None if dropout is None else dropout[b : b + 1, :, :, : end - start]}
-            keys, values = k[b : b + 1, start:end], v[b : b + 1, start:end]
-            found.append(softmax_attention(q[b : b + 1], keys, values, **own, **options))
-        if found:
-            return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])
+        return _by_sequence(q, k, v, log_decay, dropout, key_starts, key_lengths, options)
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = scale * torch.einsum("bihd,bjhd->bhij", q, k)
@@ -75,3 +66,27 @@ def softmax_attention(
         lse = lse.masked_fill(empty, -torch.inf)
         o = o.masked_fill(empty[:, None, None], 0)
     return o, lse
+
+
+def _by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    dropout: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Each sequence with the keys from its start to its length."""
+    batch, total, found = q.shape[0], k.shape[1], []
+    for b in range(batch):
+        end = total if lengths is None else min(max(int(lengths[b]), 0), total)
+        keys = slice(0 if starts is None else min(max(int(starts[b]), 0), end), end)
+        one, count = slice(b, b + 1), end - keys.start
+        own: dict[str, Any] = {"log_decay": None if log_decay is None else log_decay[one, keys]}
+        own |= {"dropout": None if dropout is None else dropout[one, :, :, :count]}
+        found.append(softmax_attention(q[one], k[one, keys], v[one, keys], **own, **options))
+    if not found:
+        return softmax_attention(q, k, v, log_decay=log_decay, dropout=dropout, **options)
+    return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])
