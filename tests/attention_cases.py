@@ -43,9 +43,17 @@ class Case:
     dropout_p: float = 0.0
     lengths: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
+    key_starts: tuple[int, ...] | None = None  # of each sequence of the batch
+    key_lengths: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def ranges(self) -> dict[str, Tensor]:
+        """`key_starts` and `key_lengths` where given."""
+        given = {"key_starts": self.key_starts, "key_lengths": self.key_lengths}
+        return {name: torch.tensor(numbers) for name, numbers in given.items() if numbers is not None}
 
     @property
     def plain(self) -> bool:
@@ -60,6 +68,8 @@ class Case:
             self.dim_v,
             self.window,
         )
+        if self.ranges and self.tokens > 1:
+            return False
         aligned = not self.causal or self.tokens == 1 or self.tokens_k in (None, self.tokens)
         return not any(extras) and aligned and self.tokens > 0 and self.tokens_k != 0
 
@@ -120,6 +130,33 @@ CASES = (
     Case("packed with empty sequences", lengths=(0, 64, 0, 0, 63, 65, 0)),
     Case("packed, other lengths of keys", lengths=(3, 64, 0, 20, 7), lengths_k=(90, 64, 5, 0, 3), heads_q=4),
     Case("packed everything", **EVERYTHING, lengths=(30, 0, 140, 1, 4), lengths_k=(90, 3, 140, 1, 0), dropout_p=0.2),
+    Case("left-padded", batch=3, key_starts=(0, 61, 149), heads_q=4),
+    Case("lengths of keys, not causal", batch=4, tokens_k=200, causal=False, key_lengths=(200, 1, 0, 130), sink=True),
+    Case(
+        "keys on both sides", batch=3, key_starts=(-4, 70, 90), key_lengths=(999, 140, 80), window=(60, 9), softcap=3.0
+    ),
+    Case(
+        "one query, ranges of keys",
+        batch=5,
+        tokens=1,
+        tokens_k=300,
+        key_starts=(0, 7, 299, 40, 9),
+        key_lengths=(300, 8, 300, 40, 1),
+    ),
+    Case(
+        "ranges, slopes and dropout",
+        batch=2,
+        alibi=True,
+        dropout_p=0.2,
+        key_starts=(5, 66),
+        key_lengths=(140, 150),
+        dim=70,
+        dim_v=90,
+    ),
+)
+# That kernels refuse.
+PORTABLE_CASES = (
+    Case("ranges and a decay", batch=3, tokens=60, key_starts=(0, 7, 30), key_lengths=(60, 50, 20), **EVERYTHING),
 )
 
 
@@ -155,6 +192,7 @@ class Call:
             window=case.window,
             softcap=case.softcap,
             dropout_p=case.dropout_p,
+            **{name: numbers.to(self.d_o.device) for name, numbers in case.ranges.items()},
             **boundaries,
             return_lse=return_lse,
             impl=impl,
@@ -202,6 +240,7 @@ class Call:
             window=case.window,
             softcap=case.softcap,
             dropout=dropout,
+            **case.ranges,
         )
 
     def _with_gradients(self, tensors: dict[str, Tensor], o: Tensor, lse: Tensor | None) -> dict[str, Tensor]:

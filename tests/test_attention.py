@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CASES, DTYPES, Case, make_call
+from attention_cases import CASES, DTYPES, PORTABLE_CASES, Case, make_call
 from budget import assert_within_budget, relative_errors
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_NAMES.get)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + PORTABLE_CASES, ids=str)
 def test_portable_is_within_budget(case: Case, dtype: torch.dtype) -> None:
     call = make_call(case, dtype)
     baseline = call.definition(torch.float32 if dtype == torch.float64 else dtype)

@@ -36,6 +36,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "alibi": lambda: {"causal": True, "alibi_slopes": torch.empty(2)},
     "decay": lambda: {"causal": True, "log_decay": torch.empty(1, T, 2)},
     "packed": lambda: {"causal": True, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32)},
+    "ranges": lambda: {"causal": True, "key_starts": torch.tensor([3]), "key_lengths": torch.tensor([200])},
     "everything": lambda: {
         "window": (20, 0),
         "causal": True,
@@ -236,6 +237,7 @@ SMALL = [
     Case("packed", lengths=(33, 0, 5), lengths_k=(40, 2, 0), dim=12, heads_q=4, window=(9, 3), causal=False),
     Case("weak decay over several tiles", decay=True, gate=0.001, tokens=20, tokens_k=420, batch=1, heads_q=1, heads=1),
     Case("two parts", tokens=40, dim=70, dim_v=90, batch=1, heads_q=2, heads=1),
+    Case("ranges", tokens=37, tokens_k=80, batch=3, key_starts=(0, 21, 80), key_lengths=(70, 80, 9), alibi=True, dim=12, heads=1),
 ]  # fmt: skip
 
 
@@ -254,6 +256,7 @@ def test_interpreted_kernels_are_within_budget(case: Case, dtype: torch.dtype) -
 def hopper_cases() -> list[Case]:
     """The cases that the Hopper kernels take, at their head dims: those of 16 channels at each tile of theirs."""
     cases = [replace(case, dropout_p=0.0) for case in CASES if 0 not in (case.batch, case.tokens, case.tokens_k)]
+    cases = [case for case in cases if not case.ranges]
     made = [case for case in cases if max(case.dim, case.dim_v or 0) >= 65]
     for dim, dim_v in ((128, 128), (96, 96), (192, 128), (256, 256)):
         made += [

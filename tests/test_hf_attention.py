@@ -127,6 +127,34 @@ def test_continuation_of_many_tokens_agrees_with_eager(family: str, static: bool
     assert error(continued(), expected) <= SAME
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_keys_of_a_padded_batch_are_read_where_they_lie(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(*arguments: Any) -> Any:
+        raise AssertionError("the batch was gathered into a packed row")
+
+    model = tiny("gemma2")
+    model.set_attn_implementation(flashmix.hf.register_attention())
+    batch = padded(side)
+    monkeypatch.setattr(flashmix.hf.attention.Packing, "from_lengths", gathered)
+    model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    model.generate(**(padded("left") | {"labels": None}), max_new_tokens=3, do_sample=False)
+    batch["attention_mask"][:, 20] = 0
+    with pytest.raises(AssertionError, match="gathered"):
+        model(batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+@torch.no_grad()
+def test_padding_between_tokens_agrees_with_eager() -> None:
+    model, batch = tiny("llama"), padded("right")
+    batch["attention_mask"][:, 7:11] = 0
+    told = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**told).logits
+    model.set_attn_implementation(flashmix.hf.register_attention())
+    real = batch["attention_mask"].bool()
+    assert error(model(**told).logits[real], expected[real]) <= SAME
+
+
 def test_a_cross_attention_sees_all_real_keys() -> None:
     """A bidirectional encoder and a decoder over it (BART), padded."""
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,26 +98,69 @@ def attention(
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms in float32 leave their results so
     if attention_mask is not None:
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
-        if not _is_full(attention_mask):
-            return _padded(q, k, v, attention_mask.bool(), causal, options), None
-        return softmax_attention(q, k, v, **options)[0], None
+        ranges = PADDING.ranges_of(attention_mask)
+        if ranges is None:
+            return softmax_attention(q, k, v, **options)[0], None
+        return _padded(q, k, v, attention_mask.bool(), ranges, options), None
     return _packed(q, k, v, told, options), None
 
 
-def _is_full(mask: Tensor) -> bool:
-    """Whether no token is padding; a mask that is one expanded True (a static cache's length) is not read."""
-    return not any(mask.stride()) or bool(mask.all())
+class RealKeys:
+    """Where the real keys of each row of a mask `[B, S]` start and end, `[B]` each.
+
+    Attributes:
+        gaps: whether some row has padding between real keys, which no range says.
+        ends: whether some row ends with padding.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        width, places = mask.shape[1], torch.arange(mask.shape[1], device=mask.device)
+        self.starts = torch.where(mask, places, width).amin(1)
+        self.lengths = torch.where(mask, places + 1, 0).amax(1)
+        gaps = (mask.sum(1) < self.lengths - self.starts).any()
+        self.gaps, self.ends = torch.stack([gaps, (self.lengths < width).any()]).tolist()
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, options: dict[str, Any]) -> Tensor:
+class MaskRanges:
+    """The ranges of a model's mask: read from the device once for all layers of a forward."""
+
+    def __init__(self) -> None:
+        self.found: list[
+            tuple[weakref.ref[Tensor], int, RealKeys | None]
+        ] = []  # a mask each kind of layer, newest last
+
+    def ranges_of(self, mask: Tensor) -> RealKeys | None:
+        """None where no token is padding; a mask that is one expanded True (a static cache's length) is not read."""
+        if not any(mask.stride()):
+            return None
+        if torch.compiler.is_compiling() or mask.is_inference():  # no weak references, or no count of versions
+            return None if bool(mask.all()) else RealKeys(mask.bool())
+        for known, version, ranges in self.found:
+            if known() is mask and version == mask._version:
+                return ranges
+        ranges = None if bool(mask.all()) else RealKeys(mask.bool())
+        self.found = [*self.found[-3:], (weakref.ref(mask), mask._version, ranges)]
+        return ranges
+
+
+PADDING = MaskRanges()
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, ranges: RealKeys, options: dict[str, Any]) -> Tensor:
     """Attention among the real tokens of each row; padding queries give 0.
 
-    The real tokens are gathered into one packed row, so that each decoded token copies its keys.
+    Keys are read where they lie. Only padding between real keys, and a window over both sides of rows that end with padding, have
+    the real tokens gathered into one packed row.
     """
-    tokens = q.shape[1]
+    tokens, causal = q.shape[1], options["causal"]
     real = mask[:, -tokens:] if causal else mask.new_ones(q.shape[:2])
     if not causal and mask.shape[1] == tokens:
         real = mask
+    if not ranges.gaps and (causal or not ranges.ends or "window" not in options):
+        # a query stands where the mask has it, also in a row that ends with padding, which no real query sees then
+        lengths = None if causal or not ranges.ends else ranges.lengths
+        o, _ = softmax_attention(q, k, v, key_starts=ranges.starts, key_lengths=lengths, **options)
+        return o if causal and not ranges.ends else o.masked_fill(~real[:, :, None, None], 0)
     packings = [Packing.from_lengths(which.sum(1)) for which in (real, mask)]
     q, k, v = (x[which][None] for x, which in ((q, real), (k, mask), (v, mask)))
     o, _ = softmax_attention(q, k, v, cu_seqlens=packings[0], cu_seqlens_k=packings[1], **options)

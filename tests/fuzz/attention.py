@@ -30,6 +30,13 @@ def features(draw: Draw, heads_q: int) -> Tensors:
     return x
 
 
+def key_ranges(draw: Draw, B: int, tokens_k: int) -> Tensors:
+    """The first key of each sequence, and the end of its keys, also past the tensors."""
+    names = [name for name in ("key_starts", "key_lengths") if draw.chance(0.15)]
+    ends = {name: [draw.free.randint(-2, tokens_k + 2) for _ in range(B)] for name in names}
+    return {name: torch.tensor(numbers, dtype=torch.int64) for name, numbers in ends.items()}
+
+
 def logit_steps(options: dict[str, Any], K: int) -> int:
     """Rounding steps for the logits of random queries and keys: their size, `scale sqrt(K)`, multiplies the rounding of exponents."""
     return max(0, round(abs(options.get("scale", 0.0)) * K**0.5) - 1)
@@ -88,8 +95,11 @@ def drawn(draw: Draw) -> Sample:
     } | features(draw, H * group)
     if causal and draw.chance(0.3):
         x["log_decay"] = draw.decay(B, tokens_k, H * group).to(draw.pick(FLOATS[:2]))
+    ranges = {} if packed else key_ranges(draw, B, tokens_k)
+    x |= ranges
     own = frozenset(name for name in ("q", "k", "v", "log_decay") if name in x)
     meaning = {name: value for name, value in options.items() if name != "return_lse"}
+    taken = ({"packed"} if other_keys else set()) | ({"packed", "prefix"} if ranges else set())
     case = AttentionCase(
         op="softmax_attention",
         dtype=dtype,
@@ -98,14 +108,15 @@ def drawn(draw: Draw) -> Sample:
         axes=("token", "lse")[: 2 if lse else 1],
         options=options | ({"return_lse": True} if lse else {}),
         per_token=own if tokens == tokens_k else frozenset(),
-        per_row=own,
+        per_row=own | frozenset(ranges),
+        fixed=frozenset(ranges),
         lengths=lengths,
         packs=True,
         steps=2 + logit_steps(options, K),
-        bound=ONE_KEY if 1 in (lengths_k or (tokens_k,)) else 1.0,
-        causal=causal and not other_keys,
+        bound=ONE_KEY if ranges or 1 in (lengths_k or (tokens_k,)) else 1.0,
+        causal=causal and not other_keys and not ranges,
         loose=frozenset({"batch", "packed", "prefix"}) if min(K, V) == 1 else frozenset(),  # products with a vector
-        laws=frozenset({"repeat", "batch", "layout", "prefix"} | ({"packed"} if not other_keys else set())),
+        laws=frozenset({"repeat", "batch", "layout"} | ({"prefix", "packed"} - taken)),
     )
     case.lengths_k = lengths_k if other_keys else None
     return case

@@ -21,7 +21,8 @@ class AttentionCall(Call):
     """Queries `q [B, Tq, HQ, K]` over keys `k [B, Tk, H, K]` and values `v [B, Tk, H, V]`.
 
     Query `i` of a sequence stands at position `i + Tk - Tq` and sees the keys from `left` before to `right` after it (None: all of
-    them); causal attention is `right = 0`. `seed`: the random number that dropout is a function of.
+    them); causal attention is `right = 0`. `seed`: the random number that dropout is a function of. `key_starts`, `key_lengths`
+    `[B]`: the first key of each sequence, and the key after its last one, which takes the place of `Tk`.
     """
 
     q: Tensor
@@ -39,6 +40,8 @@ class AttentionCall(Call):
     softcap: float | None
     dropout_p: float
     return_lse: bool
+    key_starts: Tensor | None = None
+    key_lengths: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -75,6 +78,19 @@ class AttentionCall(Call):
         return self.packing is not None
 
     @property
+    def ranged(self) -> bool:
+        """Whether sequences have fewer keys than `Tk`."""
+        return self.key_starts is not None or self.key_lengths is not None
+
+    def key_ranges(self) -> tuple[Tensor, Tensor]:
+        """The first key of each sequence and the end of its keys, `[B]` each, within the tensors."""
+        end = torch.full((self.batch,), self.tokens_k, device=self.device)
+        if self.key_lengths is not None:
+            end = self.key_lengths.clamp(0, self.tokens_k)
+        start = torch.zeros_like(end) if self.key_starts is None else self.key_starts.clamp(min=0)
+        return torch.minimum(start, end), end
+
+    @property
     def gradient(self) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
 
@@ -97,6 +113,8 @@ def triton_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if call.gradient and channels > MOST_CHANNELS_BACKWARD:
         return f"its backward takes head dims up to {MOST_CHANNELS_BACKWARD}, got {channels}"
+    if call.ranged and call.log_decay is not None:
+        return "it sums log_decay over whole rows, and has no key_starts or key_lengths beside it"
     return gpu.refuses(call.device, call.dtype)
 
 
@@ -106,6 +124,8 @@ def hopper_supports(call: AttentionCall) -> str | None:
         return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
     if call.dropout_p > 0:
         return "it has no dropout"
+    if call.ranged:
+        return "it has no key_starts or key_lengths"
     if min(call.q.numel(), call.k.numel(), call.v.numel()) == 0:
         return "the inputs are empty"
     return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
@@ -120,6 +140,7 @@ def sdpa_supports(call: AttentionCall) -> str | None:
         "ALiBi": call.alibi_slopes is not None,
         "log_decay": call.log_decay is not None,
         "packed sequences": call.packed,
+        "key_starts or key_lengths of several queries": call.ranged and call.tokens_q > 1,
         "return_lse": call.return_lse,
     }
     for extra, wanted in extras.items():

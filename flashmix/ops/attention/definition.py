@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,18 @@ def softmax_attention(
     alibi_slopes: Tensor | None = None,
     log_decay: Tensor | None = None,
     dropout: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(o [B,Tq,HQ,V], lse [B,HQ,Tq])` of q `[B,Tq,HQ,K]`, k `[B,Tk,H,K]`, v `[B,Tk,H,V]`.
 
-    `dropout` `[B,HQ,Tq,Tk]` holds what each probability is multiplied with: 0 or `1 / (1 - dropout_p)`.
+    `dropout` `[B,HQ,Tq,Tk]` holds what each probability is multiplied with: 0 or `1 / (1 - dropout_p)`. With `key_starts` or
+    `key_lengths` `[B]` each sequence is its own call, with the keys from the one to the other.
     """
+    if key_starts is not None or key_lengths is not None:
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
+        options |= {"sink": sink, "alibi_slopes": alibi_slopes}
+        return _by_sequence(q, k, v, log_decay, dropout, key_starts, key_lengths, options)
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = scale * torch.einsum("bihd,bjhd->bhij", q, k)
@@ -57,3 +66,27 @@ def softmax_attention(
         lse = lse.masked_fill(empty, -torch.inf)
         o = o.masked_fill(empty[:, None, None], 0)
     return o, lse
+
+
+def _by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    dropout: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Each sequence with the keys from its start to its length."""
+    batch, total, found = q.shape[0], k.shape[1], []
+    for b in range(batch):
+        end = total if lengths is None else min(max(int(lengths[b]), 0), total)
+        keys = slice(0 if starts is None else min(max(int(starts[b]), 0), end), end)
+        one, count = slice(b, b + 1), end - keys.start
+        own: dict[str, Any] = {"log_decay": None if log_decay is None else log_decay[one, keys]}
+        own |= {"dropout": None if dropout is None else dropout[one, :, :, :count]}
+        found.append(softmax_attention(q[one], k[one, keys], v[one, keys], **own, **options))
+    if not found:
+        return softmax_attention(q, k, v, log_decay=log_decay, dropout=dropout, **options)
+    return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])

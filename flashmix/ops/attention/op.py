@@ -52,6 +52,8 @@ def softmax_attention(
     dropout_p: float = 0.0,
     cu_seqlens: Tensor | Packing | None = None,
     cu_seqlens_k: Tensor | Packing | None = None,
+    key_starts: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -84,6 +86,9 @@ def softmax_attention(
         cu_seqlens: `[N + 1]` or `Packing`: the boundaries of packed queries (`B == 1`), and of the keys if those have
             none of their own.
         cu_seqlens_k: `[N + 1]` or `Packing`: the boundaries of packed keys.
+        key_starts: `[B]` int32 or int64: sequence `b` has no keys before this one (left padding).
+        key_lengths: `[B]` int32 or int64: sequence `b` has no keys from this one on (right padding, the unused end of a cache). It
+            takes the place of `Tk`: the newest query stands at key `key_lengths[b] - 1`.
         return_lse: return `lse` too.
         impl: `"auto"`, `"gluon"` (on a Hopper GPU), `"triton"` (on a GPU), `"sdpa"` (torch's own attention) or `"portable"`.
 
@@ -115,6 +120,7 @@ def softmax_attention(
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    _check_ranges(q, key_starts, key_lengths, packing)
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
     q, k, v = autocast(q, k, v)
     values: dict[str, Any] = {
@@ -124,9 +130,9 @@ def softmax_attention(
         "sink": sink,
         "alibi_slopes": alibi_slopes,
         "log_decay": log_decay,
-        "seed": seed,
     }
-    values |= {"packing": packing, "packing_k": packing_k, "scale": scale, "left": left, "right": right}
+    values |= {"seed": seed, "packing": packing, "packing_k": packing_k, "scale": scale, "left": left, "right": right}
+    values |= {"key_starts": key_starts, "key_lengths": key_lengths}
     call = AttentionCall.make(values | {"softcap": softcap, "dropout_p": dropout_p, "return_lse": return_lse})
     o, *rest = ATTENTION(call, impl)
     return o, rest[0] if return_lse else None
@@ -189,6 +195,17 @@ def check_features(
         raise ValueError(
             "log_decay must come with causal=True (the decay from a key in the future is not defined), got causal=False"
         )
+
+
+def _check_ranges(q: Tensor, key_starts: Tensor | None, key_lengths: Tensor | None, packing: Packing | None) -> None:
+    """Raises unless both are `[B]` integers beside `q`, and no sequences are packed."""
+    for name, given in (("key_starts", key_starts), ("key_lengths", key_lengths)):
+        if given is not None:
+            check_shape(name, given, q.shape[0])
+            check_dtype(name, given, torch.int32, torch.int64)
+            check_like(name, given, "q", q, dtype=False)
+            if packing is not None:
+                raise ValueError(f"{name} must not come with cu_seqlens, which says where keys begin and end")
 
 
 def _check_packing(

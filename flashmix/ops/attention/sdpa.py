@@ -18,6 +18,7 @@ from flashmix.ops.attention.call import AttentionCall
 def formula(call: AttentionCall) -> Outputs:
     """`o [B, Tq, HQ, V]`; autograd differentiates it as any operator of torch, in forward mode too (the plain product then), but once."""
     tensors: tuple[Tensor, ...] = (call.q, call.k, call.v)
+    seen = _seen_keys(call) if call.ranged else None
     forward_mode = forward_ad._current_level >= 0
     if not forward_mode and not torch.compiler.is_compiling():
         tensors = once_differentiable("softmax_attention", *tensors)
@@ -27,9 +28,19 @@ def formula(call: AttentionCall) -> Outputs:
             q,
             k,
             v,
+            attn_mask=seen,
             # torch aligns causal masks to the first key; one query is the newest and sees everything
             is_causal=call.right == 0 and call.tokens_q > 1,
             scale=call.scale,
             enable_gqa=call.heads_q != call.heads,
         )
+    if seen is not None:  # torch has NaN or a mean where nothing is seen
+        o = o.masked_fill(~seen.any(-1, keepdim=True), 0)
     return (o.transpose(1, 2),)
+
+
+def _seen_keys(call: AttentionCall) -> Tensor:
+    """Which keys the one query of each sequence sees, `[B, 1, 1, Tk]`."""
+    start, end = call.key_ranges()
+    keys = torch.arange(call.tokens_k, device=call.device)
+    return ((keys >= start[:, None]) & (keys < end[:, None]))[:, None, None]

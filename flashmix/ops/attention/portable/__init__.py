@@ -118,7 +118,7 @@ def _float64_zeros(x: Tensor | None) -> Tensor | None:
 
 def _new_like(x: Tensor, call: AttentionCall, shape: Sequence[int], tokens: int) -> Tensor:
     """A tensor for results: zeros, unless the parts of a batch will fill it whole."""
-    return x.new_zeros(shape) if call.packed or not tokens else x.new_empty(shape)
+    return x.new_zeros(shape) if call.packed or call.ranged or not tokens else x.new_empty(shape)
 
 
 def _attend(tiles: ScoreTiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:

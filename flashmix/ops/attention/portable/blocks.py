@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -74,19 +74,32 @@ def parts(call: AttentionCall) -> Iterator[Part]:
 
     Boundaries that leave the tensors, or decrease, are cut off.
     """
-    batch, heads, group = call.batch, call.heads, call.group
-    ends_q, ends_k = _boundaries(call.packing, call.tokens_q), _boundaries(call.packing_k, call.tokens_k)
-    for (start_q, end_q), (start_k, end_k) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        if start_q >= end_q or start_k >= end_k:
+    heads, group = call.heads, call.group
+    for of_batch, of_q, of_k in _sequences(call):
+        tokens_q, tokens_k = of_q.stop - of_q.start, of_k.stop - of_k.start
+        if tokens_q <= 0 or tokens_k <= 0:
             continue
-        of_q, of_k = slice(start_q, end_q), slice(start_k, end_k)
-        rows, keys = _rows(end_q - start_q, end_k - start_k, call), min(KEYS, round_up(end_k - start_k, ROWS))
+        rows, keys = _rows(tokens_q, tokens_k, call), min(KEYS, round_up(tokens_k, ROWS))
         pairs = max(1, TILE_AREA // (group * rows * keys))
         sequences, heads_at_once = max(1, pairs // heads), min(pairs, heads)
-        for n in range(0, batch, sequences):
+        for n in range(of_batch.start, of_batch.stop, sequences):
             for h in range(0, heads, heads_at_once):
-                of_n, of_h = slice(n, min(n + sequences, batch)), slice(h, min(h + heads_at_once, heads))
+                of_n, of_h = slice(n, min(n + sequences, of_batch.stop)), slice(h, min(h + heads_at_once, heads))
                 yield Part(of_n, of_h, of_q, of_k, group, rows)
+
+
+def _sequences(call: AttentionCall) -> Iterator[tuple[slice, slice, slice]]:
+    """The sequences of one range of queries and of keys: which of the batch, and these ranges."""
+    if call.ranged:
+        begin = 0
+        for (start, end), same in groupby(zip(*(x.tolist() for x in call.key_ranges()), strict=True)):
+            count = len(list(same))
+            yield slice(begin, begin + count), slice(0, call.tokens_q), slice(start, end)
+            begin += count
+        return
+    ends_q, ends_k = _boundaries(call.packing, call.tokens_q), _boundaries(call.packing_k, call.tokens_k)
+    for of_q, of_k in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        yield slice(0, call.batch), slice(*of_q), slice(*of_k)
 
 
 def _boundaries(packing: Packing | None, tokens: int) -> list[int]:

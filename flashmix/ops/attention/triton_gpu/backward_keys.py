@@ -32,7 +32,7 @@ from flashmix.ops.attention.triton_gpu.scores import (
     probabilities,
     score_gradients,
 )
-from flashmix.ops.attention.triton_gpu.spec import BackwardInputs, descriptors, numbers_of, spec_of
+from flashmix.ops.attention.triton_gpu.spec import BackwardInputs, descriptors, numbers_of, spec_of, table_or_ranges
 from flashmix.ops.attention.triton_gpu.table import phases_of_keys
 from flashmix.ops.attention.triton_gpu.tiles import (
     AttentionBlock,
@@ -40,6 +40,7 @@ from flashmix.ops.attention.triton_gpu.tiles import (
     accumulated,
     find_head,
     head_of,
+    keys_of_sequence,
     load_decay,
     load_head,
     load_numbers,
@@ -93,7 +94,8 @@ def find_keys(table, n, S: tl.constexpr):
     """The block of BN keys of a program; its `bh` counts key heads."""
     bh, block = find_head(tl.program_id(0), n.blocks, n.batches * n.heads, n.at_once)
     batch, head_k = bh // n.heads, bh % n.heads
-    start_q, start_k, tokens_q, tokens_k = n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
+    start_q, tokens_q = n.tokens_q * 0, n.tokens_q
+    start_k, tokens_k = keys_of_sequence(batch, table, n, S)
     if S.PACKED:
         _, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
     return AttentionBlock(batch, head_k * n.group, head_k, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
@@ -272,14 +274,15 @@ def attention_backward_keys(call: AttentionCall, x: BackwardInputs) -> tuple[Ten
     if call.log_decay is not None:
         shape = (call.batch, call.heads_q, call.tokens_k)
         at_keys = torch.empty(size=shape, dtype=torch.float32, device=call.device)
-    out = KeyResults(k.new_empty(k.shape), k.new_empty(v.shape), at_keys)
+    new = k.new_zeros if call.ranged else k.new_empty  # no program has the keys outside of the ranges
+    out = KeyResults(new(k.shape), new(v.shape), at_keys)
     for phase in phases_of_keys(max(k.shape[3], v.shape[3]), call.dtype, gpu.target(call.device)):
         spec, options = spec_of(call, phase)
         blocks, table = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
         n = numbers_of(call, spec, blocks, x.d_o)
         bound(attention_backward_keys_kernel, spec, **options)(
             blocks * call.batch * call.heads,
-            x._replace(table=table),
+            x._replace(table=table_or_ranges(call, table)),
             out,
             *descriptors(call.q, spec, spec.BM, spec.QK),
             *descriptors(x.d_o, spec, spec.BM, spec.V),

@@ -29,7 +29,7 @@ from flashmix.ops.attention.triton_gpu.scores import (
     probabilities,
     score_gradients,
 )
-from flashmix.ops.attention.triton_gpu.spec import BackwardInputs, descriptors, numbers_of, spec_of
+from flashmix.ops.attention.triton_gpu.spec import BackwardInputs, descriptors, numbers_of, spec_of, table_or_ranges
 from flashmix.ops.attention.triton_gpu.tiles import (
     HeadRows,
     accumulated,
@@ -231,7 +231,7 @@ def launch_queries(phase: str, call: AttentionCall, x: BackwardInputs, out: Quer
     blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
     bound(attention_backward_queries_kernel, spec, **options)(
         blocks * call.batch * call.heads_q,
-        x._replace(table=table),
+        x._replace(table=table_or_ranges(call, table)),
         out,
         *descriptors(call.k, spec, spec.BN, spec.QK),
         *descriptors(call.v, spec, spec.BN, spec.V),

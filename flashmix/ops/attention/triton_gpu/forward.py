@@ -39,7 +39,7 @@ from flashmix.ops.attention.triton_gpu.scores import (
     times,
     visible,
 )
-from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, descriptors, numbers_of
+from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, descriptors, numbers_of, table_or_ranges
 from flashmix.ops.attention.triton_gpu.tiles import (
     HeadRows,
     accumulated,
@@ -292,9 +292,10 @@ def attention_forward(
     top, total = call.row_statistics()
     lse = q.new_empty(call.rows[1:] if call.packed else call.rows, dtype=torch.float32)
     blocks, table = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+    places = table_or_ranges(call, table)
     bound(attention_forward_kernel, spec, **options)(
         blocks * call.batch * call.heads_q,
-        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, *decay, seed=call.seed, table=table),
+        ForwardInputs(q, k, v, call.sink, call.alibi_slopes, *decay, seed=call.seed, table=places),
         ForwardResults(o, lse, top, total),
         *descriptors(k, spec, spec.BN, spec.QK),
         *descriptors(v, spec, spec.BN, spec.V),

@@ -48,6 +48,7 @@ class AttentionSpec(NamedTuple):
     DROPOUT: bool
     SINK: bool
     PACKED: bool
+    RANGES: bool  # whether each sequence of the batch has keys of its own, see `KeyRanges`
     SCALED: bool  # half precision, and nothing comes between `q k^T` and what is added but the scale, which is positive
     EXACT: bool  # float32 throughout, scores in natural units
     INTERPRETED: bool
@@ -62,6 +63,13 @@ class AttentionSpec(NamedTuple):
     BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
 
 
+class KeyRanges(NamedTuple):
+    """`[B]` each, or None: the first key of each sequence, and the end of its keys."""
+
+    starts: Any
+    lengths: Any
+
+
 class BackwardInputs(NamedTuple):
     q: Any
     k: Any
@@ -73,7 +81,7 @@ class BackwardInputs(NamedTuple):
     alibi_slopes: Any
     decay: Any  # the gates' running sums, see `decay.running_sums`
     seed: Any
-    table: Any  # of blocks, see `packed.blocks_of`
+    table: Any  # of blocks, see `packed.blocks_of`, or `KeyRanges`
 
 
 class AttentionNumbers(NamedTuple):
@@ -119,7 +127,7 @@ def spec_of(
         config.BM,
         config.BN,
         STAGES=config.stages,
-        MASKED_STAGES=1 if exact or (call.packed and phase != "forward") else 2,
+        MASKED_STAGES=1 if exact or ((call.packed or call.ranged) and phase != "forward") else 2,
         UNIT=16 // call.q.element_size(),
         TMA=not exact and target.capability[0] >= 9 and call.v.numel() > 0 and call.q.numel() > 0,
         CAUSAL=call.right == 0,
@@ -131,6 +139,7 @@ def spec_of(
         DROPOUT=call.seed is not None,
         SINK=call.sink is not None,
         PACKED=call.packed,
+        RANGES=call.ranged,
         SCALED=not exact and call.softcap is None and call.scale > LEAST_SCALE,
         EXACT=exact,
         INTERPRETED=gpu.interpreted(),
@@ -191,9 +200,14 @@ def _heads_at_once(call: AttentionCall, S: AttentionSpec) -> int:
 
 def laid_out(call: AttentionCall) -> AttentionCall:
     """The call with tensors laid out as the kernels read them."""
-    sink, slopes, seed = (None if x is None else x.contiguous() for x in (call.sink, call.alibi_slopes, call.seed))
-    q, k, v = aligned(call.q), aligned(call.k), aligned(call.v)
-    return call.but(q=q, k=k, v=v, sink=sink, alibi_slopes=slopes, seed=seed)
+    names = ("sink", "alibi_slopes", "seed", "key_starts", "key_lengths")
+    small = {name: x.contiguous() for name in names if (x := getattr(call, name)) is not None}
+    return call.but(q=aligned(call.q), k=aligned(call.k), v=aligned(call.v), **small)
+
+
+def table_or_ranges(call: AttentionCall, table: Tensor | None) -> Any:
+    """The table of packed blocks, or the ranges of keys of a batch, or None: what tells a program where it works."""
+    return KeyRanges(call.key_starts, call.key_lengths) if call.ranged else table
 
 
 def aligned(x: Tensor) -> Tensor:

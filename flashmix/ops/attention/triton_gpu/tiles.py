@@ -49,12 +49,27 @@ def find_head(pid, blocks, heads, at_once):
 
 
 @triton.jit
+def keys_of_sequence(batch, table, n, S: tl.constexpr):
+    """`(start, tokens)` of the keys of a sequence of the batch; with RANGES the `table` is a `KeyRanges`."""
+    if S.RANGES:
+        start, end = n.tokens_k * 0, n.tokens_k
+        if table.lengths is not None:
+            end = tl.minimum(tl.maximum(tl.load(table.lengths + batch).to(tl.int32), 0), n.tokens_k)
+        if table.starts is not None:
+            start = tl.minimum(tl.maximum(tl.load(table.starts + batch).to(tl.int32), 0), end)
+        return start, end - start
+    else:
+        return n.tokens_k * 0, n.tokens_k
+
+
+@triton.jit
 def find_queries(number, table, n, S: tl.constexpr):
     """Block `number` of BM queries, in the order in which programs take them."""
     blocks = n.blocks
     bh, block = find_head(number, blocks, n.batches * n.heads_q, n.at_once)
     batch, head = bh // n.heads_q, bh % n.heads_q
-    start_q, start_k, tokens_q, tokens_k = n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
+    start_q, tokens_q = n.tokens_q * 0, n.tokens_q
+    start_k, tokens_k = keys_of_sequence(batch, table, n, S)
     if S.PACKED:
         _, start_q, tokens_q, start_k, tokens_k, block = find_sequence(block, table)
         blocks = tl.cdiv(tokens_q, S.BM)
@@ -101,10 +116,10 @@ def load_rows(
 def load_head(x, start, C: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, S: tl.constexpr):
     """ROWS rows of `HeadRows` in the two parts of its `Channels`, `[ROWS, FIRST]` and `[ROWS, SECOND]` (the first again without one).
 
-    TMA reads zeros past T, but not past a packed sequence. Unless MASK all rows are inside.
+    TMA reads zeros past T, but not past a packed sequence or a range of keys. Unless MASK all rows are inside.
     """
     tile, rest = x.descriptors
-    if tile is not None and not (MASK and S.PACKED):
+    if tile is not None and not (MASK and (S.PACKED or S.RANGES)):
         batch, head, first = x.place
         a = tile.load([batch, head, first + start, 0]).reshape([ROWS, C.FIRST])  # [ROWS, FIRST]
         if C.SECOND > 0:

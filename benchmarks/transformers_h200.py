@@ -1,0 +1,321 @@
+"""A Qwen3-Next of 8 layers in transformers on a GPU: alone, with flash-linear-attention installed, and with `flashmix.accelerate`.
+
+`python benchmarks/transformers_h200.py [--wheels FOLDER] [--write [FOLDER]] [--profile FOLDER] [--tiny]`. Hidden size 2048, the other
+sizes as published but for a dense MLP (experts would be most of the time) and a sixth of the vocabulary, as 8 is a sixth of 48 layers.
+
+- train: forward, loss and backward of one row of 8192 tokens in bfloat16: milliseconds (median), tokens a second, most memory.
+- decode: tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included, for 1 and 64 rows.
+
+Each measurement has a process of its own. All processes warm up (and compile) at once; then they are measured one after the other.
+`--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which its processes alone see. Its backward
+refuses Triton below 3.7.1 on Hopper, which compiles it wrong: the refusal is lifted, and its time is that of wrong gradients there.
+`--tuning` is a file that keeps what it has tuned from run to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIANTS = ("fla", "accelerate", "accelerate and attention", "transformers")  # the slowest to get ready first
+ORDER = ("accelerate", "fla", "accelerate and attention", "transformers")  # of the measurements
+TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+class Sizes:
+    """What is measured: published sizes on a GPU, or `tiny` to try this program on a CPU."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.tiny, self.device = tiny, "cpu" if tiny else "cuda"
+        self.layers, self.tokens, self.prompt = (4, 128, 16) if tiny else (8, 8192, 512)
+        self.batches, self.new_tokens = (1, 4) if tiny else (1, 64), 4 if tiny else 48
+        self.steps = 2 if tiny else 5
+
+    def model(self, attention: str) -> Any:
+        """The model with random weights, made on the device."""
+        from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+        more = TINY if self.tiny else {"hidden_size": 2048, "intermediate_size": 5632}
+        dense = {"mlp_only_layers": list(range(self.layers)), "num_hidden_layers": self.layers}
+        config = Qwen3NextConfig(vocab_size=25344, max_position_embeddings=32768, **more, **dense)
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+
+    def row(self, batch: int, tokens: int) -> torch.Tensor:
+        return torch.randint(25344, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(self.device)
+
+    def wait(self) -> None:
+        if not self.tiny:
+            torch.cuda.synchronize()
+
+
+def variant_of(name: str, sizes: Sizes) -> Any:
+    """The model as this variant runs it, and a check of what runs."""
+    if not name.startswith("accelerate"):
+        model = sizes.model("sdpa")
+        from transformers.models.qwen3_next import modeling_qwen3_next as file
+
+        function = file.torch_chunk_gated_delta_rule.__closure__
+        found = [cell.cell_contents.__module__ for cell in function or () if callable(cell.cell_contents)]
+        if any(module.startswith("fla") for module in found) != (name == "fla"):
+            raise SystemExit(f"{name}: the delta rule is {found}")
+        if name == "fla":
+            lift_refusal()
+        return model
+    import flashmix
+
+    with_attention = name.endswith("attention")
+    model = sizes.model(flashmix.hf.register_attention() if with_attention else "sdpa")
+    row = sizes.row(1, 64)
+    with torch.no_grad():
+        plain = model(row, use_cache=False).logits.float()
+        flashmix.accelerate(model, strict=True, quiet=True)
+        error = (model(row, use_cache=False).logits.float() - plain).norm() / plain.norm()
+    if not error < 0.05:  # bfloat16 through all layers
+        raise SystemExit(f"{name}: logits differ by {error:.1e}")
+    return model
+
+
+def lift_refusal() -> None:
+    """Lets flash-linear-attention run its backward on a Triton that compiles it wrong, to be timed."""
+    from fla.ops.common import chunk_o  # type: ignore[import-not-found]
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
+def train_step(model: Any, row: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    model(row, labels=row, use_cache=False).loss.backward()
+
+
+def measure_train(model: Any, sizes: Sizes, profile: str | None) -> dict[str, Any]:
+    """Milliseconds of a step, tokens a second and GiB."""
+    row = sizes.row(1, sizes.tokens)
+    train_step(model, row)
+    sizes.wait()
+    if not sizes.tiny:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(sizes.steps):
+        start = time.perf_counter()
+        train_step(model, row)
+        sizes.wait()
+        times.append(time.perf_counter() - start)
+    median = sorted(times)[len(times) // 2]
+    if profile is not None:
+        write_profile(lambda: train_step(model, row), Path(profile))
+    memory = 0.0 if sizes.tiny else torch.cuda.max_memory_allocated() / 2**30
+    return {"ms": median * 1e3, "tokens_per_second": sizes.tokens / median, "GiB": memory}
+
+
+@torch.no_grad()
+def decode(model: Any, sizes: Sizes, batch: int, count: int, profile: str | None = None) -> float:
+    """Seconds of `count` tokens of each row after the prompt."""
+    out = model(sizes.row(batch, sizes.prompt), use_cache=True, logits_to_keep=1)
+    cache = out.past_key_values
+
+    def one() -> None:
+        nonlocal out
+        out = model(out.logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True)
+
+    for _ in range(2):
+        one()
+    sizes.wait()
+    start = time.perf_counter()
+    for _ in range(count):
+        one()
+    sizes.wait()
+    seconds = time.perf_counter() - start
+    if profile is not None:
+        write_profile(one, Path(profile))
+    return seconds
+
+
+def measure_decode(model: Any, sizes: Sizes, profile: str | None) -> dict[str, Any]:
+    """Tokens a second and GiB for each batch."""
+    found: dict[str, Any] = {}
+    for batch in sizes.batches:
+        if not sizes.tiny:
+            torch.cuda.reset_peak_memory_stats()
+        where = None if profile is None else f"{profile}_{batch}"
+        seconds = min(decode(model, sizes, batch, sizes.new_tokens, where if turn else None) for turn in range(2))
+        memory = 0.0 if sizes.tiny else torch.cuda.max_memory_allocated() / 2**30
+        found[f"B={batch}"] = {"tokens_per_second": batch * sizes.new_tokens / seconds, "GiB": memory}
+    return found
+
+
+def write_profile(run: Callable[[], Any], path: Path) -> None:
+    """A table of the kernels of one run, and of the host's calls."""
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    with torch.profiler.profile(activities=activities) as found:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    averages = found.key_averages()
+    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    path.with_suffix(".txt").write_text(averages.table(sort_by=order, row_limit=60, max_name_column_width=90))
+
+
+def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
+    """One process: warms up, says so, waits for a line, measures, prints one line of JSON."""
+    sizes = Sizes(tiny)
+    model = variant_of(variant, sizes)
+    if kind == "train":
+        model.train()
+        train_step(model, sizes.row(1, 256 if variant == "transformers" else sizes.tokens))  # which compiles nothing
+        model.zero_grad(set_to_none=True)
+    else:
+        model.eval()
+        for batch in sizes.batches:
+            decode(model, sizes, batch, 2)
+    sizes.wait()
+    if not tiny:
+        torch.cuda.empty_cache()
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return
+    measure = measure_train if kind == "train" else measure_decode
+    path = None if profile is None or variant == "transformers" else f"{profile}/{kind}_{variant.replace(' ', '_')}"
+    print(json.dumps(measure(model, sizes, path)), flush=True)
+
+
+class Worker:
+    """A process of `work`, and a thread that reads what it prints."""
+
+    def __init__(self, variant: str, kind: str, options: argparse.Namespace, path: str | None) -> None:
+        self.variant, self.kind = variant, kind
+        self.began, self.waited = time.monotonic(), 0.0
+        self.ready, self.done, self.result = threading.Event(), threading.Event(), None
+        command = [sys.executable, __file__, "--worker", variant, kind]
+        command += (["--tiny"] if options.tiny else []) + (["--profile", options.profile] if options.profile else [])
+        places = [place for place in (path, os.environ.get("PYTHONPATH")) if place]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TRANSFORMERS_VERBOSITY": "error"}
+        if path is not None:
+            environment |= {"TRITON_CACHE_DIR": f"{path}/triton"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ready"):
+                self.waited = time.monotonic() - self.began
+                self.ready.set()
+            elif line.startswith("{"):
+                self.result = json.loads(line)
+        self.ready.set()
+        self.done.set()
+
+    def measured(self, seconds: float) -> dict[str, Any] | None:
+        """Lets it measure; None if it broke or takes longer."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            try:
+                self.process.stdin.write("go\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                return None
+            self.done.wait(max(seconds, 0))
+        self.process.kill()
+        self.process.wait()
+        return self.result
+
+
+def unpacked(wheels: str, into: str) -> str:
+    """A folder with the packages of these wheels, which are pure Python."""
+    for wheel in Path(wheels).glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(into)
+    return into
+
+
+def keep_tuning(file: Path, folder: str) -> None:
+    """Writes what the peer has tuned, by its place in Triton's cache."""
+    cache = Path(folder) / "triton"
+    found = {str(p.relative_to(cache)): p.read_text() for p in cache.rglob("*.autotune.json")}
+    file.write_text(json.dumps(found))
+
+
+def restore_tuning(file: Path, folder: str) -> None:
+    for name, text in json.loads(file.read_text()).items() if file.exists() else ():
+        place = Path(folder) / "triton" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+
+
+def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """The rows of the table."""
+    end = time.monotonic() + options.limit
+    fla = unpacked(options.wheels, folder) if options.wheels else None
+    if options.tuning:
+        restore_tuning(Path(options.tuning), folder)
+    wanted = [v for v in VARIANTS if v in (options.only or VARIANTS) and (v != "fla" or fla)]
+    if options.profile:
+        Path(options.profile).mkdir(parents=True, exist_ok=True)
+    workers = [Worker(v, kind, options, fla if v == "fla" else None) for v in wanted for kind in ("train", "decode")]
+    rows = []
+    try:
+        for worker in workers:
+            worker.ready.wait(max(end - time.monotonic() - 0.4 * options.limit, 0))
+        late = [w for w in workers if not w.ready.is_set()]
+        for worker in late:
+            worker.process.kill()
+        if options.tuning:
+            keep_tuning(Path(options.tuning), folder)
+        for worker in sorted(workers, key=lambda w: ORDER.index(w.variant)):
+            result = None if worker in late else worker.measured(end - time.monotonic())
+            row = {"variant": worker.variant, "kind": worker.kind, "warm_up_seconds": worker.waited, "result": result}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels")
+    parser.add_argument("--tuning", metavar="FILE")
+    parser.add_argument("--only", nargs="*", choices=VARIANTS)
+    parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
+    parser.add_argument("--profile", metavar="FOLDER")
+    parser.add_argument("--limit", type=float, default=145.0, help="seconds for everything")
+    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to try this program")
+    parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "KIND"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        variant, kind = options.worker
+        work(variant, kind, options.tiny, options.profile)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run_all(options, folder)
+    if options.write is not None:
+        import timing
+
+        card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        where = Path(options.write) if options.write else None
+        print(timing.write_results("transformers_h200", rows, where, {"card": card}))
+
+
+if __name__ == "__main__":
+    main()
