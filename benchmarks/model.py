@@ -49,6 +49,10 @@ class Worker:
         if options.depth:
             self.sizes = Sizes(depth=options.depth) if self.cuda else TINY
         torch.manual_seed(0)
+        if options.keep:
+            from flashmix.op import recompute
+
+            recompute.LEAST.clear()
         dtype = torch.bfloat16 if self.cuda else torch.float32
         self.contender: Contender = CONTENDERS[options.contender](
             options.row, self.sizes, device=self.device, dtype=dtype
@@ -225,7 +229,7 @@ def kept_by(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def command(options: argparse.Namespace, row: str, contender: str, *more: str) -> list[str]:
-    flags = [f"--{name}" for name in ("table", "profile", "generate") if getattr(options, name)]
+    flags = [f"--{name}" for name in ("table", "profile", "generate", "keep") if getattr(options, name)]
     numbers = ["--steps", str(options.steps), "--shapes", options.shapes, "--depth", str(options.depth)]
     return [sys.executable, __file__, "--row", row, "--contender", contender, *numbers, *flags, *more]
 
@@ -312,6 +316,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="flashmix keeps all for the backward, recomputes nothing")
     parser.add_argument("--out", type=Path, help="a folder for the results (default: benchmarks/results)")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--contender", help=argparse.SUPPRESS)
