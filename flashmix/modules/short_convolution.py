@@ -94,7 +94,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Convolves queries, keys and values, which are the channels of `qkv` `[B, T, dim]`; returns each as a tensor of its own."""
-        options = {"activation": self.activation, "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
         if return_state:
             q, k, v, *state = _of_qkv(
                 qkv, self.weight, self.bias, sizes, initial_state=initial_state, return_state=True, **options
