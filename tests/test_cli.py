@@ -52,7 +52,9 @@ def test_train_then_generate(text: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "gated_deltanet gated_deltanet gated_deltanet attention" in printed
     assert "bits per byte" in printed and "a sample of 20 tokens" in printed
     written = " ".join(sorted(path.name for path in Path("run").iterdir()))
-    assert written == "checkpoint.pt checksums.json config.json documents.json loss.png metrics.jsonl tokens.bin"
+    assert (
+        written == "best.pt checkpoint.pt checksums.json config.json documents.json loss.png metrics.jsonl tokens.bin"
+    )
     outputs = []
     for options in (
         ["--seed", "1"],
@@ -217,7 +219,7 @@ def test_an_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_every_setting_is_an_option() -> None:
-    assert {*cli.SETTINGS, "text", "compile"} == set(TrainConfig().to_dict())
+    assert {*cli.SETTINGS, *cli.FLAGS, "text"} == set(TrainConfig().to_dict())
 
 
 def test_ctrl_c_in_a_real_process_ends_whole_and_resumes(text: str) -> None:

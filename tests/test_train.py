@@ -15,7 +15,8 @@ from train_cases import SMALL, losses, train_in_parts
 from flashmix.models import Decoder, preset
 from flashmix.train import checkpoint, session
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
-from flashmix.train.loop import learning_rate, make_optimizer
+from flashmix.train.loop import learning_rate
+from flashmix.train.optimizer import make_optimizer
 from flashmix.train.plot import running_mean
 
 CPU = torch.device("cpu")
@@ -78,11 +79,14 @@ def test_held_out_loss_is_the_mean_over_the_held_out_tokens(small: TrainConfig, 
     assert model.training
 
 
-def test_bfloat16_products_train_float32_weights(small: TrainConfig, tmp_path: Path) -> None:
+def test_a_bfloat16_model_trains_float32_weights(small: TrainConfig, tmp_path: Path) -> None:
     trainer = session.begin(replace(small, dtype="bfloat16", steps=30, lr=0.02), RunFolder(tmp_path / "run"))
     assert trainer.run()
     assert losses(trainer.folder)[-1] < 0.8 * losses(trainer.folder)[0]
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    assert all(parameter.dtype == torch.bfloat16 for parameter in trainer.model.parameters())
+    saved = checkpoint.load(trainer.folder.checkpoint).model
+    assert all(weight.dtype == torch.float32 for weight in saved.values())
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in saved.values())
 
 
 @pytest.mark.parametrize("stops", [[4], [3], [1, 6]], ids=str)

@@ -43,7 +43,7 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 def train(out: Path, small: TrainConfig, *options: str, **pipes: Any) -> subprocess.Popen[bytes]:
     """`flashmix train` with the settings of `small`, in a process of its own."""
     settings = {**small.to_dict(), "text": small.text[0], "sample": 0, "out": out}
-    chosen = {name: value for name, value in settings.items() if value is not None and name != "compile"}
+    chosen = {name: value for name, value in settings.items() if value is not None and value is not False}
     words = [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return command("-m", "flashmix.train.cli", "train", *words, *options, **pipes)
 

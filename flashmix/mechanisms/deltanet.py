@@ -22,6 +22,7 @@ from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import check_choice, check_multiple
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.op.recompute import recomputed
 from flashmix.ops.delta_net_step import delta_net_step
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import delta_rule
@@ -224,7 +225,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def unit(self, x: Tensor) -> Tensor:
         """Queries or keys as `qk_norm` normalises them."""
-        return l2_norm(x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
+        return recomputed(l2_norm, x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from flashmix.modules.projection import HeadProjection, head_size, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.checks import check_range
 from flashmix.op.packing import Packing
+from flashmix.op.recompute import recomputed
 from flashmix.ops.rotary.scaling import rotary_scaling
 
 
@@ -92,7 +94,7 @@ class SoftmaxAttention(CachedAttention):
                 q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
-            qk = torch.cat([q, k], dim=2)
+            qk = recomputed(_joined, q, k)
         if self.rotary is not None:
             qk = self._rotate(self.rotary, qk, packing, None if cache is None else cache.lengths)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
@@ -101,9 +103,13 @@ class SoftmaxAttention(CachedAttention):
 
     def _rotate(self, rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, seen: Lengths | None) -> Tensor:
         if seen is None:
-            return rotary(qk, cu_seqlens=packing)
+            return recomputed(partial(rotary, cu_seqlens=packing), qk)
         tokens = qk.shape[1]
         return rotary(qk, positions=seen.positions(packing, tokens), limit=seen.longest + tokens)
+
+
+def _joined(q: Tensor, k: Tensor) -> Tensor:
+    return torch.cat([q, k], dim=2)
 
 
 register(Mechanism(title="Softmax attention", paper="1706.03762", layer=SoftmaxAttention, mixer="attention"))

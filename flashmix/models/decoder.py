@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
 from flashmix.modules import ChannelMixing, LinearCrossEntropy, MixtureOfExperts
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
+from flashmix.op.recompute import recomputing
 from flashmix.parallel.exchange import keep_states
 
 
@@ -43,6 +45,17 @@ class Block(nn.Module):
         mlp_cache: RecurrentCache | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The block's output, and the values of the first layer of each kind that shares them (`Mixer.shares`)."""
+        with contextlib.nullcontext() if packing is not None and packing.sharded else recomputing(x):
+            return self._run(x, packing, cache, shared, mlp_cache)
+
+    def _run(
+        self,
+        x: Tensor,
+        packing: Packing | None,
+        cache: LayerCache | None,
+        shared: dict[str, Tensor],
+        mlp_cache: RecurrentCache | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         y = x if self.norm_after else self.mixer_norm(x)
         if self.mixer.shares is None:
             y = self.mixer(y, cu_seqlens=packing, cache=cache)

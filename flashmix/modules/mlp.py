@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.op.packing import Packing
+from flashmix.op.recompute import recomputed
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.token_shift.op import token_shift
 
@@ -42,7 +43,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(swiglu(gate, up))
+        return self.down(recomputed(swiglu, gate, up))
 
     def writers(self) -> Iterator[Tensor]:
         """The matrix that makes the output."""

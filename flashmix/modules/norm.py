@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.recompute import recompute, recomputed
 from flashmix.ops.norm.op import group_norm, layer_norm, rms_norm
 
 
@@ -68,18 +70,23 @@ class RMSNorm(nn.Module):
         return 1.0 + at_least_float32(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        return recomputed(self._scaled, x, self.scale)
+
+    def _scaled(self, x: Tensor, scale: Tensor | None) -> Tensor:
         if self.groups == 1:
-            return rms_norm(x, self.scale, eps=self.eps)
-        y: Tensor = group_norm(x, self.groups, self.scale, eps=self.eps, center=False)
+            return rms_norm(x, scale, eps=self.eps)
+        y: Tensor = group_norm(x, self.groups, scale, eps=self.eps, center=False)
         return y
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`(norm(x + residual), x + residual)` in one pass over memory."""
         options: dict[str, Any] = {"eps": self.eps, "residual": residual, "return_residual": True}
+        scale = self.scale
         if self.groups == 1:
-            y, total = rms_norm(x, self.scale, **options)
+            y, total = rms_norm(x, scale, **options)
         else:
-            y, total = group_norm(x, self.groups, self.scale, center=False, **options)
+            y, total = group_norm(x, self.groups, scale, center=False, **options)
+        recompute(y, self._scaled, total, scale)
         return y, total
 
     def extra_repr(self) -> str:
@@ -116,12 +123,13 @@ class LayerNorm(nn.Module):
         self.weight.fill_(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = layer_norm(x, self.weight, self.bias, eps=self.eps)
+        y: Tensor = recomputed(partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
         return y
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`(norm(x + residual), x + residual)` in one pass over memory."""
         y, total = layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, return_residual=True)
+        recompute(y, partial(layer_norm, eps=self.eps), total, self.weight, self.bias)
         return y, total
 
     def extra_repr(self) -> str:
@@ -168,7 +176,10 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, eps=self.eps, gate=gate, gate_activation=self.activation)
+        return recomputed(self._gated, x, self.weight, gate)
+
+    def _gated(self, x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+        return rms_norm(x, weight, eps=self.eps, gate=gate, gate_activation=self.activation)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, activation={self.activation!r}"

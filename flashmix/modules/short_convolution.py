@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
+from flashmix.op.recompute import recomputed
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 
 
@@ -92,16 +94,24 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Convolves queries, keys and values, which are the channels of `qkv` `[B, T, dim]`; returns each as a tensor of its own."""
-        biases = (None, None, None) if self.bias is None else self.bias.split(sizes)
-        return short_conv_qkv(
-            *qkv.split(sizes, dim=-1),
-            *self.weight.split(sizes),
-            *biases,
-            activation=self.activation,
-            initial_state=initial_state,
-            return_state=return_state,
-            cu_seqlens=cu_seqlens,
-        )
+        options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
+        if return_state:
+            q, k, v, *state = _of_qkv(
+                qkv, self.weight, self.bias, sizes, initial_state=initial_state, return_state=True, **options
+            )
+            return q, k, v, state[0]
+        make = partial(_of_qkv, sizes=sizes, initial_state=initial_state, **options)
+        q, k, v = recomputed(make, qkv, self.weight, self.bias)
+        return q, k, v, None
 
     def extra_repr(self) -> str:
         return f"{self.dim}, width={self.width}, activation={self.activation!r}, bias={self.bias is not None}"
+
+
+def _of_qkv(
+    qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int], **options: Any
+) -> tuple[Tensor, ...]:
+    """The convolved queries, keys and values, and the last inputs if they are asked for."""
+    biases = (None, None, None) if bias is None else bias.split(sizes)
+    found = short_conv_qkv(*qkv.split(sizes, dim=-1), *weight.split(sizes), *biases, **options)
+    return tuple([t for t in found if t is not None])

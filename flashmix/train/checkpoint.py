@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flashmix.train.folder import RunError, reason, written_whole
+from flashmix.train.folder import RunError, RunFolder, reason, written_whole
+from flashmix.train.optimizer import Updates
 
 
 @dataclass
@@ -36,19 +39,18 @@ def put_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def capture(step: int, position: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    return Checkpoint(step, position, model.state_dict(), optimizer.state_dict(), random_state())
+def capture(step: int, position: int, updates: Updates) -> Checkpoint:
+    return Checkpoint(step, position, updates.weights(), updates.state(), random_state())
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts the state of `checkpoint` into `model`, `optimizer` and torch's generators.
+def restore(checkpoint: Checkpoint, updates: Updates) -> None:
+    """Puts the state of `checkpoint` into the model, its optimiser and torch's generators.
 
     Raises RunError: the checkpoint belongs to another model.
     """
     try:
-        model.load_state_dict(checkpoint.model)
-        optimizer.load_state_dict(checkpoint.optimizer)
-    except (RuntimeError, ValueError) as error:
+        updates.load(checkpoint.model, checkpoint.optimizer)
+    except (RuntimeError, ValueError, KeyError) as error:
         raise RunError(f"the checkpoint does not fit the model: {str(error).splitlines()[0]}") from error
     put_random_state(checkpoint.random)
 
@@ -57,6 +59,48 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
     """Writes under a temporary name, then renames: `path` is the old checkpoint or the new one, and always complete."""
     with written_whole(path) as file:
         torch.save(vars(checkpoint), file)
+
+
+def keep_earlier(folder: RunFolder, step: int, count: int) -> None:
+    """Gives the checkpoint of a step a second name, that of its step, and forgets all but the last `count` of these."""
+    if count > 1:
+        try:
+            folder.earlier.mkdir(exist_ok=True)
+            path = folder.earlier / f"step-{step}.pt"
+            path.unlink(missing_ok=True)
+            link_or_copy(folder.checkpoint, path)
+        except OSError as error:
+            raise RunError(f"cannot write {folder.earlier}: {reason(error)}") from error
+    found = earlier_steps(folder)
+    for old in found[: max(0, len(found) - count)] if count > 1 else found:
+        (folder.earlier / f"step-{old}.pt").unlink(missing_ok=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The file under a second name; a copy where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        partial = target.with_name(target.name + ".partial")
+        shutil.copyfile(source, partial)
+        os.replace(partial, target)
+
+
+def earlier_steps(folder: RunFolder) -> list[int]:
+    """The steps of the checkpoints that are kept under the names of their steps, in order."""
+    names = [path.stem.removeprefix("step-") for path in folder.earlier.glob("step-*.pt")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def find(folder: RunFolder, which: str) -> Path:
+    """The file of a checkpoint: "last", "best", or a step. Raises RunError: there is no such checkpoint."""
+    if which == "last":
+        return folder.checkpoint
+    path = folder.best if which == "best" else folder.earlier / f"step-{which}.pt"
+    if not path.exists():
+        steps = ["best"] * folder.best.exists() + [str(step) for step in earlier_steps(folder)]
+        raise RunError(f"--checkpoint must be {' or '.join(['last', *steps])} of {folder.path}, got {which}")
+    return path
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> Checkpoint:

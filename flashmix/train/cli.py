@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import flashmix
-from flashmix.train.folder import DTYPES, RunError, RunFolder, TrainConfig, reason
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
+from flashmix.train.options import FLAGS, SETTINGS, add_train
 
 if TYPE_CHECKING:
     from flashmix.models import Decoder
@@ -21,31 +22,6 @@ if TYPE_CHECKING:
     from flashmix.train.ranks import Ranks
     from flashmix.train.text import Options
     from flashmix.train.tokens import Tokens
-
-# One line per setting of TrainConfig; its type and default are those of the dataclass.
-SETTINGS = {
-    "tokenizer": "a tokenizers file (JSON); without it a token is a byte",
-    "preset": "the model: a name from flashmix.models.presets",
-    "steps": "optimiser steps",
-    "batch_tokens": "tokens in one step, documents packed end to end",
-    "rows": "packed rows in one step, which data ranks share; a row is what a rank holds at a time",
-    "context": "ranks that share each row (under torchrun)",
-    "seq_len": "longest sequence in tokens; longer documents are cut",
-    "lr": "highest learning rate",
-    "final_lr": "learning rate at the last step, as a fraction of --lr",
-    "warmup": "steps over which the learning rate rises",
-    "weight_decay": "of matrices",
-    "clip": "largest gradient norm",
-    "held_out": "fraction of the bytes held out, in whole documents",
-    "eval_tokens": "most held-out tokens to measure on",
-    "eval_every": "steps between measurements on the held-out documents",
-    "save_every": "steps between checkpoints",
-    "log_every": "steps between readings of the loss",
-    "seed": "of the weights and of the order of the text",
-    "threads": "CPU threads (default: as torch chooses)",
-    "device": "cpu, cuda, cuda:1, ... (default: a GPU if there is one)",
-    "dtype": "of the matrix products: float32 or bfloat16; float64 is of everything",
-}
 
 # The whole numbers among the settings of EvalConfig.
 EVAL_NUMBERS = {
@@ -65,27 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flashmix {flashmix.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    train = commands.add_parser("train", help="train a language model on text files")
-    keep = argparse.SUPPRESS  # an option that is not given is absent, so that a resumed run keeps its own
-    text = "files and folders; each file is a document (default: Python's own standard library)"
-    train.add_argument("--text", nargs="+", metavar="PATH", default=keep, help=text)
-    train.add_argument("--out", metavar="RUN", help="the run's folder (default: runs/ and the time)")
-    train.add_argument("--resume", metavar="RUN", help="continue the run in this folder")
-    text = "compile the model first (on a CPU this needs a C++ compiler)"
-    train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=keep, help=text)
-    train.add_argument(
-        "--sample", type=int, default=300, metavar="INT", help="tokens to print at the end (default: 300)"
-    )
-    defaults = TrainConfig()
-    for name, text in SETTINGS.items():
-        default = getattr(defaults, name)
-        kind = type(default) if default is not None else {"threads": int}.get(name, str)
-        shown = "" if default is None else f" (default: {default})"
-        choices = DTYPES if name == "dtype" else None
-        option = f"--{name.replace('_', '-')}"
-        metavar = kind.__name__.upper()
-        train.add_argument(option, type=kind, choices=choices, default=keep, metavar=metavar, help=text + shown)
-
+    add_train(commands)
     generate = commands.add_parser("generate", help="continue a text with the model of a run")
     generate.add_argument("run", metavar="RUN", help="the run's folder")
     text = "the text to continue (default: none, a new document); several are continued one after another, with --- between them"
@@ -107,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--draft-tokens", type=int, default=4, metavar="INT", help="tokens that it drafts at a time (default: 4)"
     )
+    text = "the checkpoint to take: last, best (least held-out loss), or a step that --keep has kept (default: last)"
+    generate.add_argument("--checkpoint", default="last", metavar="WHICH", help=text)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     add_eval(commands)
@@ -180,7 +138,7 @@ def train_in(folder: RunFolder, arguments: argparse.Namespace, ranks: Ranks) -> 
     from flashmix.train.text import Options, write_text
 
     chosen = vars(arguments)
-    settings: dict[str, Any] = {name: chosen[name] for name in ("text", "compile", *SETTINGS) if name in chosen}
+    settings: dict[str, Any] = {name: chosen[name] for name in ("text", *FLAGS, *SETTINGS) if name in chosen}
     if "text" in settings:
         settings["text"] = tuple(settings["text"])
     if arguments.resume and arguments.out:
@@ -233,7 +191,7 @@ def generate_command(arguments: argparse.Namespace) -> int:
         raise RunError("--interactive keeps one model's cache: leave --draft away")
     if arguments.interactive and len(prompts) > 1:
         raise RunError(f"--interactive must have at most one --prompt, got {len(prompts)}")
-    model, tokens = session.load(RunFolder(arguments.run), arguments.device)
+    model, tokens = session.load(RunFolder(arguments.run), arguments.device, arguments.checkpoint)
     if arguments.interactive:
         return converse(model, tokens, prompts[0], options)
     draft = None

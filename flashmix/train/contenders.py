@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.models import PRESETS, Decoder, DecoderConfig, LayerConfig, Size, preset
 from flashmix.models.config import MIXERS
+from flashmix.train.sizes import parsed
 
 
 def contender(name: str, vocab_size: int, size: Size) -> DecoderConfig:
@@ -55,20 +55,7 @@ def _options_of(layer: LayerConfig) -> set[str]:
 def _with_option(layer: LayerConfig, key: str, value: str) -> LayerConfig:
     if key not in _options_of(layer):
         return layer
-    return LayerConfig(layer.mixer, {**layer.options, key: _parsed(value)})
-
-
-def _parsed(value: str) -> Any:
-    """A number, true, false, none, or the text itself, which the layer then refuses in its own words."""
-    words = {"": True, "true": True, "false": False, "none": None}
-    if value in words:
-        return words[value]
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+    return LayerConfig(layer.mixer, {**layer.options, key: parsed(value)})
 
 
 @torch.no_grad()

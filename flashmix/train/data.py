@@ -100,6 +100,11 @@ class Stream:
         self.seed = seed
         self._epoch = -1
 
+    @property
+    def mean_length(self) -> float:
+        """Of the sequences, in tokens, as a token sees it: long ones count by their tokens."""
+        return float(np.square(self.lengths, dtype=np.float64).sum()) / self.total
+
     def bits_per_byte(self, loss: float) -> float:
         """`loss` (nats per token) in bits per byte of the texts; the separator's bits count, its byte does not."""
         return loss / math.log(2) * self.total / self.bytes

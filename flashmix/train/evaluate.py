@@ -20,7 +20,8 @@ import flashmix
 from flashmix.models import Decoder, DecoderConfig, Size
 from flashmix.train.contenders import contender, memory
 from flashmix.train.folder import LockedFolder, RunError, TrainConfig, read_json, write_json, written_whole
-from flashmix.train.loop import learning_rate, make_optimizer, stop_on_interrupt
+from flashmix.train.loop import learning_rate, stop_on_interrupt
+from flashmix.train.optimizer import make_optimizer
 from flashmix.train.plot import draw_accuracy
 from flashmix.train.progress import Progress
 from flashmix.train.session import check_device, default_device

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 DTYPES = ("float32", "bfloat16", "float64")
+OPTIMIZERS = ("adamw", "muon")
+LOGS = ("tensorboard", "wandb")
 
 
 class RunError(Exception):
@@ -29,17 +31,26 @@ class TrainConfig:
     `text` empty means the source of Python's own standard library. Token counts are in tokens, `eval_every` and
     `save_every` in steps, `held_out` and `final_lr` are fractions (of the corpus, of `lr`). A step is `rows` packed rows, shared by the
     data ranks; `context` ranks share each row. `threads` None is torch's choice, `device` None is a GPU if there is one; the run keeps
-    the values that were chosen.
+    the values that were chosen. `width`, `layers`, `heads`, `mixers` and `mlp_width` None are those of the preset.
     """
 
     text: tuple[str, ...] = ()
+    data: str | None = None
     tokenizer: str | None = None
     preset: str = "hybrid_tiny"
+    width: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    mixers: str | None = None
+    mlp_width: int | None = None
+    tied: bool = False
+    init_from: str | None = None
     steps: int = 1000
     batch_tokens: int = 1024
     rows: int = 1
     context: int = 1
     seq_len: int = 512
+    optimizer: str = "adamw"
     lr: float = 4e-3
     final_lr: float = 0.05
     warmup: int = 40
@@ -49,17 +60,21 @@ class TrainConfig:
     eval_tokens: int = 262144
     eval_every: int = 400
     save_every: int = 400
+    keep: int = 1
     log_every: int = 10
+    log: str | None = None
     seed: int = 0
     threads: int | None = None
     device: str | None = None
     dtype: str = "float32"
     compile: bool = False
+    checkpoint_activations: bool = False
 
     def check(self) -> None:
         """Raises RunError for a setting that cannot be."""
         least = {"steps": 1, "batch_tokens": 1, "seq_len": 1, "eval_tokens": 1, "eval_every": 1, "save_every": 1}
         least |= {"log_every": 1, "threads": 1, "warmup": 0, "weight_decay": 0, "rows": 1, "context": 1}
+        least |= {"width": 1, "layers": 1, "heads": 1, "mlp_width": 1, "keep": 1}
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and not value >= bound:
@@ -71,8 +86,18 @@ class TrainConfig:
             raise RunError(f"--held-out must be between 0 and 1, got {self.held_out}")
         if not 0 <= self.final_lr <= 1:
             raise RunError(f"--final-lr must be between 0 and 1, got {self.final_lr}")
-        if self.dtype not in DTYPES:
-            raise RunError(f"--dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {self.dtype}")
+        for name, allowed in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("log", LOGS)):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                start = ", ".join(allowed[:-1])
+                raise RunError(f"{_option(name)} must be {start} or {allowed[-1]}, got {value}")
+        if self.data is not None and (self.text or self.tokenizer):
+            raise RunError("--data has its text and its tokenizer: leave --text and --tokenizer away")
+        given = [
+            name for name in ("width", "layers", "heads", "mixers", "mlp_width") if getattr(self, name) is not None
+        ]
+        if self.init_from is not None and (given or self.tied):
+            raise RunError(f"--init-from has its sizes: leave {_option(next(iter(given), 'tied'))} away")
         if self.batch_tokens % self.rows:
             raise RunError(f"--rows must divide the {self.batch_tokens} --batch-tokens, got {self.rows}")
 
@@ -186,6 +211,8 @@ class RunFolder(LockedFolder):
         self.metrics = self.path / "metrics.jsonl"
         self.loss_curve = self.path / "loss.png"
         self.checkpoint = self.path / "checkpoint.pt"
+        self.best = self.path / "best.pt"  # its weights had the least held-out loss
+        self.earlier = self.path / "checkpoints"  # the last ones of one process
         self.shards = self.path / "checkpoint"  # of several ranks
         self.tokens = self.path / "tokens.bin"
         self.documents = self.path / "documents.json"

@@ -8,18 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flashmix.models import Decoder, parameter_groups
+from flashmix.models import Decoder
 from flashmix.train import checkpoint, shards
 from flashmix.train.data import Batch, Corpus, Stream
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
+from flashmix.train.log import make_log
+from flashmix.train.optimizer import Updates
 from flashmix.train.plot import draw_loss_curve
 from flashmix.train.progress import Progress
 from flashmix.train.ranks import Ranks, order_of
+from flashmix.train.speed import peak_of, work_of
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -28,12 +32,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(1, config.steps - config.warmup)
     return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, not on gains, biases and decay rates."""
-    groups = parameter_groups(model, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 @contextmanager
@@ -62,6 +60,11 @@ def stop_on_interrupt(ranks: Ranks | None = None) -> Iterator[Callable[[], bool]
             signal.signal(number, handler)
 
 
+def perplexity(loss: float) -> float:
+    """Of a loss per token in nats; infinite where it is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def whole(x: Tensor) -> Tensor:
     """A tensor that may lie over ranks, whole on each of them."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
@@ -86,12 +89,17 @@ class Trainer:
         self.unread: list[tuple[Tensor, Tensor]] = []
         self.asked: Callable[[], bool] = lambda: False  # whether this process was asked to stop
         self.clock = time.perf_counter()
+        self.peak = peak_of(self.device)
+        self.work = work_of(self.model, self.training.mean_length) / self.ranks.count
+        self.least_held_out = math.inf
+        self.log = make_log(config.log, folder) if self.ranks.first else None
 
     def _prepare(self) -> None:
         """Shards the parameters over the ranks, and makes the optimiser of what this one has."""
         self.ranks.shard(self.model, self.config)
+        masters = self.config.dtype == "bfloat16" and not self.ranks.several  # over several ranks FSDP2 has them
+        self.updates = Updates(self.model, self.config, masters)
         self.forward: Callable[..., Tensor] = torch.compile(self.model) if self.config.compile else self.model
-        self.optimizer = make_optimizer(self.model, self.config)
 
     @property
     def whole_step(self) -> bool:
@@ -105,7 +113,7 @@ class Trainer:
         """
         shards_of_run = shards.newest(self.folder)
         if shards_of_run is not None:
-            state = shards.restore(shards_of_run, self.ranks, self.model, self.optimizer)
+            state = self._take_shards(shards_of_run)
             self.step, self.position = state["step"], state["position"]
         elif self.folder.checkpoint.exists() or not self.ranks.restarted:
             whole = self.ranks.together(lambda: checkpoint.load(self.folder.checkpoint, self.device))
@@ -113,20 +121,34 @@ class Trainer:
             self.step, self.position = whole.step, whole.position
         self.saved_step = self.step
         self.ranks.on_first(lambda: self.folder.forget_metrics_after(self.step))
+        held_out = [row["held_out_loss"] for row in self.folder.read_metrics() if "held_out_loss" in row]
+        self.least_held_out = min(held_out, default=math.inf)
+
+    def _take_shards(self, path: Path) -> dict[str, Any]:
+        """Puts the checkpoint of several ranks into the model and the optimiser; returns its state."""
+        if not self.updates.masters:
+            return shards.restore(path, self.ranks, self.updates)
+        model = Decoder(self.model.config).to(self.device)  # of float32 weights, as the shards have
+        updates = Updates(model, self.config)
+        state = shards.restore(path, self.ranks, updates)
+        self.updates.load(updates.weights(), updates.state())
+        return state
 
     def _take(self, whole: checkpoint.Checkpoint) -> None:
         """Puts the checkpoint of one process into the model and the optimiser; over several ranks each takes its part."""
         if not self.ranks.several:
-            checkpoint.restore(whole, self.model, self.optimizer)
+            checkpoint.restore(whole, self.updates)
             return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
         model = Decoder(self.model.config).to(self.device, next(self.model.parameters()).dtype)
-        optimizer = make_optimizer(model, self.config)
-        self.ranks.together(lambda: checkpoint.restore(whole, model, optimizer))
-        weights, moments = get_state_dict(model, optimizer)
+        updates = Updates(model, self.config)
+        self.ranks.together(lambda: checkpoint.restore(whole, updates))
+        weights, moments = get_state_dict(model, updates.adamw)
         options = StateDictOptions(full_state_dict=True)
-        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+        set_state_dict(
+            self.model, self.updates.adamw, model_state_dict=weights, optim_state_dict=moments, options=options
+        )
 
     def summary(self) -> str:
         """One line: the model, the text, the steps."""
@@ -175,9 +197,7 @@ class Trainer:
         return self.loss(batch, reduction="sum") / self.config.batch_tokens
 
     def loss(self, batch: Batch, **options: str) -> Tensor:
-        enabled = self.config.dtype == "bfloat16" and not self.ranks.several  # of several ranks the weights are cast
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets, **options)
+        return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets, **options)
 
     def batch(self, stream: Stream, position: int, count: int) -> Batch:
         """A row of the stream, or this rank's part of it."""
@@ -192,17 +212,13 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimiser step. It does not wait for the device: the losses stay there until `read_losses`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.config)
         rows, losses = self.rows(), []
         for position in rows:
             batch = self.batch(self.training, position, self.config.batch_tokens // self.config.rows)
             loss = self.loss_of(batch)
             self.ranks.backward(self.model, loss, last=position == rows[-1])
             losses.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self.updates.step(learning_rate(self.step, self.config), self.config.clip)
         self.unread.append((self.summed(losses), whole(norm.detach())))
         self.step += 1
         self.position += self.config.batch_tokens
@@ -246,7 +262,8 @@ class Trainer:
         if bad is not None:
             raise RunError(f"the loss of step {bad} is not finite: try a lower --lr (the last checkpoint is untouched)")
         mean = sum(losses) / len(losses)
-        return {"loss": f"{mean:.3f}", "bits/byte": f"{bits(mean):.3f}", "tokens/s": f"{speed:,.0f}"}
+        found = {"loss": f"{mean:.3f}", "bits/byte": f"{bits(mean):.3f}", "tokens/s": f"{speed:,.0f}"}
+        return found if self.peak is None else {**found, "MFU": f"{self.work * speed / self.peak:.1%}"}
 
     @torch.no_grad()
     def measure_held_out(self, say: Callable[[str], None] = print, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -272,8 +289,13 @@ class Trainer:
         else:
             mean = self.ranks.sum(loss).item() / total
             bits = self.held_out.bits_per_byte(mean)
-            self.append([{"step": self.step, "held_out_loss": mean, "held_out_bits_per_byte": bits}])
-            say(f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens")
+            found = {"held_out_loss": mean, "held_out_bits_per_byte": bits, "held_out_perplexity": perplexity(mean)}
+            self.append([{"step": self.step, **found}])
+            say(
+                f"step {self.step}: {bits:.3f} bits per byte on {total:,} held-out tokens, "
+                f"perplexity {perplexity(mean):.2f} per token"
+            )
+            self.save_best(mean)
         self.model.train()
         self.clock = time.perf_counter()
 
@@ -281,16 +303,27 @@ class Trainer:
         """Measurements into the folder, which the first rank writes."""
         if self.ranks.first:
             self.folder.append_metrics(rows)
+        if self.log is not None:
+            self.log(rows)
+
+    def save_best(self, held_out: float) -> None:
+        """Writes the weights as `best.pt` if no held-out loss was smaller."""
+        if held_out >= self.least_held_out:
+            return
+        self.least_held_out = held_out
+        weights = shards.whole_weights(self.model) if self.ranks.several else self.updates.weights()
+        state = checkpoint.Checkpoint(self.step, self.position, weights, {}, checkpoint.random_state())
+        self.ranks.on_first(lambda: checkpoint.save(state, self.folder.best))
 
     def save(self) -> None:
         """Writes the measurements, the checkpoint and the loss curve, the most valuable first."""
         self.read_losses()
         if self.saved_step < self.step:
             if self.ranks.several:
-                shards.save(self.folder, self.ranks, self.step, self.position, self.model, self.optimizer)
+                shards.save(self.folder, self.ranks, (self.step, self.position), self.updates, self.config.keep)
             else:
-                state = checkpoint.capture(self.step, self.position, self.model, self.optimizer)
-                checkpoint.save(state, self.folder.checkpoint)
+                checkpoint.save(checkpoint.capture(self.step, self.position, self.updates), self.folder.checkpoint)
+                checkpoint.keep_earlier(self.folder, self.step, self.config.keep)
             self.saved_step = self.step
         if self.ranks.first:
             draw_loss_curve(self.folder)

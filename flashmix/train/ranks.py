@@ -59,6 +59,8 @@ class Ranks:
         data_ranks = self.count // config.context
         if config.rows % data_ranks:
             raise RunError(f"--rows must be a multiple of the {data_ranks} data ranks, got {config.rows}")
+        if self.several and config.optimizer != "adamw":
+            raise RunError(f"--optimizer must be adamw over several ranks, got {config.optimizer}")
         if self.several and config.device not in (None, "cpu", "cuda"):
             raise RunError(
                 f"--device must be cpu or cuda under torchrun, which gives each rank its GPU, got {config.device}"

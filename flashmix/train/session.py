@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 import flashmix
-from flashmix.models import Decoder, DecoderConfig, preset
+from flashmix.models import Decoder, DecoderConfig
 from flashmix.train import checkpoint, data, shards
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
 from flashmix.train.loop import Trainer
 from flashmix.train.ranks import Ranks
+from flashmix.train.sizes import initial_model
 from flashmix.train.tokens import Tokens
 
 # The settings that may change when a run is resumed; with any other it would be another run.
-MAY_CHANGE = {"steps", "context", "threads", "device", "compile", "eval_every", "save_every", "log_every"}
+MAY_CHANGE = {"steps", "context", "threads", "device", "compile", "checkpoint_activations"}
+MAY_CHANGE |= {"eval_every", "save_every", "keep", "log_every", "log"}
 
 
 def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) -> Trainer:
@@ -32,11 +34,11 @@ def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) ->
     ranks.check(config)
     ranks.start(config)
     _set_up(config)
+    if config.init_from and not (config.tokenizer or config.data):
+        its = RunFolder(config.init_from).tokenizer
+        config = replace(config, tokenizer=str(its) if its.exists() else None)
     tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
-    try:
-        model = Decoder(preset(config.preset, vocab_size=tokens.vocabulary))
-    except ValueError as error:
-        raise RunError(f"--preset: {error}") from error
+    model = initial_model(config, tokens.vocabulary)
     if config.dtype == "float64":
         model.double()
     written = ranks.on_first(lambda: _write(config, folder, tokens, model))
@@ -95,6 +97,7 @@ def resume(folder: RunFolder, changes: dict[str, Any], ranks: Ranks | None = Non
     ranks.on_first(lambda: data.verify(folder))
     corpus = ranks.together(lambda: data.open_corpus(folder, _tokens_of(folder)))
     model = _model_of(folder, settings)
+    model.checkpoint_activations = config.checkpoint_activations
     trainer = Trainer(config, folder, model.double() if config.dtype == "float64" else model, corpus, ranks)
     trainer.resume()
     if config != before and ranks.first:
@@ -102,20 +105,21 @@ def resume(folder: RunFolder, changes: dict[str, Any], ranks: Ranks | None = Non
     return trainer
 
 
-def load(folder: RunFolder, device: str | None = None) -> tuple[Decoder, Tokens]:
-    """The model of a run as of its last checkpoint, and its tokens."""
+def load(folder: RunFolder, device: str | None = None, which: str = "last") -> tuple[Decoder, Tokens]:
+    """The model of a run as of its last checkpoint, "best", or that of a step, and its tokens."""
     device = device or default_device()
     check_device(device)
     model = _model_of(folder, folder.read_config())
-    shards_of_run = shards.newest(folder)
+    shards_of_run = shards.newest(folder) if which == "last" else None
     if shards_of_run is not None:
         shards.restore(shards_of_run, Ranks(), model)
         return model.to(device).eval(), _tokens_of(folder)
-    state = checkpoint.load(folder.checkpoint)
+    path = checkpoint.find(folder, which)
+    state = checkpoint.load(path)
     try:
         model.load_state_dict(state.model)
     except RuntimeError as error:
-        raise RunError(f"{folder.checkpoint} does not fit the model in {folder.config}") from error
+        raise RunError(f"{path} does not fit the model in {folder.config}") from error
     return model.to(device).eval(), _tokens_of(folder)
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flashmix.train.checkpoint import put_random_state, random_state
 from flashmix.train.data import BLOCK, hash_block
 from flashmix.train.folder import RunError, RunFolder, read_json, reason, write_json
+from flashmix.train.optimizer import Updates
 from flashmix.train.ranks import Ranks
 
 KEPT = 2
@@ -41,13 +42,12 @@ def step_of(path: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def save(
-    folder: RunFolder, ranks: Ranks, step: int, position: int, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Writes the checkpoint of a step, each rank its part; when it returns on any rank it is complete."""
+def save(folder: RunFolder, ranks: Ranks, place: tuple[int, int], updates: Updates, keep: int) -> None:
+    """Writes the checkpoint of a step at a position, each rank its part; when it returns on any rank it is complete."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    step, position = place
     path = folder.shards / f"step-{step}"
     partial = path.with_name(path.name + ".partial")
 
@@ -57,7 +57,7 @@ def save(
             partial.mkdir(parents=True)
 
     ranks.on_first(make_folder)
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(updates.model, updates.adamw)
 
     def write() -> dict[str, list[str]]:
         with refusals(partial):
@@ -78,7 +78,7 @@ def save(
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
             sync(folder.shards)
-        forget(folder)
+        forget(folder, max(KEPT, keep))
 
     ranks.on_first(finish)
 
@@ -103,10 +103,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def forget(folder: RunFolder) -> None:
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of all ranks on the first, on its CPU; nothing on the others."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    found: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return dict(found)
+
+
+def forget(folder: RunFolder, keep: int) -> None:
     """Removes all but the newest checkpoints, and the file of one process, which is older than they."""
     found = sorted((p for p in folder.shards.glob("step-*") if not p.name.endswith(".partial")), key=step_of)
-    for path in found[:-KEPT]:
+    for path in found[:-keep]:
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.checkpoint.unlink()
@@ -136,10 +144,8 @@ def verified(path: Path) -> dict[str, Any]:
     return state
 
 
-def restore(
-    path: Path, ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
-    """Puts the checkpoint into the model and the optimiser, however many ranks wrote it; returns its state.
+def restore(path: Path, ranks: Ranks, into: Updates | nn.Module) -> dict[str, Any]:
+    """Puts the checkpoint into a model, or a model and its optimiser, however many ranks wrote it; returns its state.
 
     Raises RunError: it is damaged, or belongs to another model.
     """
@@ -147,6 +153,7 @@ def restore(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
     state = ranks.together(lambda: verified(path))
+    model, optimizer = (into.model, into.adamw) if isinstance(into, Updates) else (into, None)
     wanted: dict[str, Any] = {}
     if optimizer is None:
         wanted["model"] = get_model_state_dict(model)

@@ -1,0 +1,374 @@
+"""Whole models of about 1.4 billion parameters on a GPU: a training step, generation, memory, beside the models of other libraries.
+
+`python benchmarks/model.py [--rows gated_deltanet,...] [--contenders flashmix,fla,transformers] [--steps 8] [--table] [--profile]`
+
+Each contender of each row has a process of its own, so that one failure costs nothing, and a Triton cache of its own, empty at first:
+"first step" is from the finished model to the end of its first step, with all that it compiles. `--warm N` first lets N processes
+compile a small model of each contender into one shared cache, for peers whose autotuning takes minutes; the first step is then not shown.
+A step is forward, backward and a fused AdamW on bfloat16 parameters; MFU counts 6 floating-point operations a parameter and token and
+those of attention's matrix products, at 989.5 TFLOP/s. `--table` prints what each module keeps for its backward, `--profile` the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import timing
+import torch
+from model_contenders import CONTENDERS, ROWS, Contender, Sizes, mixers
+from torch import Tensor, nn
+
+PEAK = 989.5e12  # floating-point operations a second of an H200's bfloat16 matrix products
+TINY = Sizes(width=64, depth=4, heads=2, mlp_width=96, vocabulary=128)
+
+
+# ---- one contender of one row, in a process of its own ---------------------------------------------------------------------------------
+
+
+class Worker:
+    """Measures one model; each finding is a line of JSON on stdout as soon as it is known."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.cuda = options, torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+        self.sizes = Sizes() if self.cuda else TINY
+        if options.depth:
+            self.sizes = Sizes(depth=options.depth) if self.cuda else TINY
+        torch.manual_seed(0)
+        if options.keep:
+            from flashmix.op import recompute
+
+            recompute.LEAST.clear()
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.contender: Contender = CONTENDERS[options.contender](
+            options.row, self.sizes, device=self.device, dtype=dtype
+        )
+        model = self.contender.model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=self.cuda)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.say(parameters=self.parameters, notes=list(self.contender.notes))
+
+    def say(self, **found: Any) -> None:
+        print(json.dumps(found), flush=True)
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def data(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(self.device).manual_seed(0)
+        found = torch.randint(self.sizes.vocabulary, (rows, tokens + 1), generator=generator, device=self.device)
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.contender.loss(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def work(self, rows: int, tokens: int) -> float:
+        """Floating-point operations of a step: 6 a parameter and token, and attention's, causal, three times the forward's."""
+        attention = sum(mixer == "attention" for mixer in mixers(self.options.row, self.sizes))
+        return rows * tokens * (6.0 * self.parameters + attention * 6.0 * tokens * self.sizes.width)
+
+    def train(self, rows: int, tokens: int) -> None:
+        data = self.data(rows, tokens)
+        self.wait()
+        start = time.perf_counter()
+        first = self.step(*data)
+        self.wait()
+        spent = time.perf_counter() - start
+        self.step(*data)
+        self.wait()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        marks = [self.mark()]
+        for _ in range(self.options.steps):
+            last = self.step(*data)
+            marks.append(self.mark())
+        self.wait()
+        times = [self.between(a, b) for a, b in pairwise(marks)]
+        seconds = median(times) / 1e3
+        found = {
+            "step_ms": round(seconds * 1e3, 2),
+            "all_ms": [round(t, 1) for t in times],
+            "tokens_per_second": round(rows * tokens / seconds),
+            "mfu": round(self.work(rows, tokens) / seconds / PEAK, 4),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.cuda else None,
+            "first_step_s": None if self.options.shared_cache else round(spent, 1),
+            "losses": [round(float(first), 4), round(float(last), 4)],
+        }
+        self.say(kind=f"train {rows} x {tokens}", **found)
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, a: Any, b: Any) -> float:
+        """Milliseconds between two marks."""
+        return a.elapsed_time(b) if self.cuda else (b - a) * 1e3
+
+    @torch.no_grad()
+    def generate(self, rows: int, prompt: int, count: int) -> None:
+        model = self.contender.model.eval()
+        tokens, _ = self.data(rows, prompt)
+        self.contender.generate(tokens, 4)
+        times = {}
+        for new in (1, count + 1):
+            self.wait()
+            start = time.perf_counter()
+            self.contender.generate(tokens, new)
+            self.wait()
+            times[new] = time.perf_counter() - start
+        model.train()
+        token = (times[count + 1] - times[1]) / count
+        self.say(
+            kind=f"generate {rows} x {prompt} + {count}",
+            prompt_ms=round(times[1] * 1e3, 1),
+            token_ms=round(token * 1e3, 2),
+            tokens_per_second=round(rows / token),
+        )
+
+    def table(self, rows: int, tokens: int) -> None:
+        """What the modules of the second block, and those outside blocks, keep for the backward: bytes per token, by name."""
+        self.step(*self.data(rows, tokens))  # what is made once
+        with kept_by(self.contender.model) as kept:
+            loss = self.contender.loss(*self.data(rows, tokens))
+        found = {name: round(size / (rows * tokens), 1) for name, size in kept.items() if size}
+        del loss
+        shown = {name: size for name, size in found.items() if ".0." not in name + "."}
+        parts = {name: size for name, size in shown.items() if not any(f".{i}." in f"{name}." for i in range(2, 99))}
+        self.say(kind=f"kept {rows} x {tokens}", total=round(sum(found.values())), bytes_per_token=parts)
+
+    def profile(self, rows: int, tokens: int) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        data = self.data(rows, tokens)
+        self.step(*data)
+        self.wait()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self.step(*data)
+            self.wait()
+        rows_of = sorted(trace.key_averages(), key=lambda row: -row.self_device_time_total)[:45]
+        table = [[round(row.self_device_time_total / 1e3, 3), row.count, row.key[:110]] for row in rows_of]
+        self.say(kind="profile", total_ms=round(sum(r.self_device_time_total for r in trace.key_averages()) / 1e3, 2))
+        for row in table:
+            self.say(profile=row)
+
+    def run(self) -> None:
+        options = self.options
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+        if not self.cuda:
+            shapes = [(rows, min(tokens, 64)) for rows, tokens in shapes]
+        if options.warm_worker:
+            self.train(1, 2048 if self.cuda else 16)
+            return
+        jobs: list[Any] = [lambda shape=shape: self.train(*shape) for shape in shapes]
+        if options.table:
+            jobs.append(lambda: self.table(1, 2048 if self.cuda else 16))
+        if options.profile:
+            jobs.append(lambda: self.profile(*shapes[0]))
+        if options.generate:
+            jobs.append(lambda: self.generate(1, *((2048, 64) if self.cuda else (16, 3))))
+            jobs.append(lambda: self.generate(16, *((2048, 64) if self.cuda else (16, 3))))
+        for job in jobs:
+            try:
+                job()
+            except Exception as error:
+                self.say(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
+
+
+@contextmanager
+def kept_by(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Within, bytes that autograd keeps, by the innermost module whose forward was running; a storage counts once, parameters do not."""
+    stack, kept, handles = ["(model)"], defaultdict(int), []
+    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    alive: list[Tensor] = []  # so that no address is used twice
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in seen:
+            seen.add(x.untyped_storage().data_ptr())
+            alive.append(x.detach())
+            kept[stack[-1]] += x.untyped_storage().nbytes()
+        return x
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name or "(model)": stack.append(name)))
+        handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------------------------------
+
+
+def command(options: argparse.Namespace, row: str, contender: str, *more: str) -> list[str]:
+    flags = [f"--{name}" for name in ("table", "profile", "generate", "keep") if getattr(options, name)]
+    numbers = ["--steps", str(options.steps), "--shapes", options.shapes, "--depth", str(options.depth)]
+    return [sys.executable, __file__, "--row", row, "--contender", contender, *numbers, *flags, *more]
+
+
+def warm(options: argparse.Namespace, jobs: list[tuple[str, str]], cache: str) -> None:
+    """Compiles the peers' kernels in many processes; each takes the variants of an autotuned kernel in an order of its own."""
+    peers = [job for job in jobs if job[1] == "fla"]
+    started = []
+    for index in range(options.warm):
+        row, contender = peers[index % len(peers)]
+        more = ["--warm-worker", str(index + 1), "--depth", "4", "--steps", "1"]
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        nowhere = subprocess.DEVNULL
+        started.append(
+            subprocess.Popen(command(options, row, contender, *more), stdout=nowhere, stderr=nowhere, env=environment)
+        )
+    for process in started:
+        process.wait()
+
+
+def measure(options: argparse.Namespace, row: str, contender: str, cache: str | None) -> dict[str, Any]:
+    """The findings of a worker, as far as it came."""
+    with tempfile.TemporaryDirectory() as own:
+        environment = {**os.environ, "TRITON_CACHE_DIR": cache or own}
+        more = ["--shared-cache"] if cache else []
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command(options, row, contender, *more),
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=options.timeout,
+            )
+            output, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            problem = [f"longer than {options.timeout} s"]
+    found: dict[str, Any] = {"row": row, "contender": contender, "seconds": round(time.perf_counter() - start, 1)}
+    for line in output.splitlines():
+        if line.startswith("{"):
+            part = json.loads(line)
+            if "kind" in part:
+                found[part.pop("kind")] = part
+            elif "profile" in part:
+                found.setdefault("kernels", []).append(part["profile"])
+            elif "failed" in part:
+                found.setdefault("failed", []).append(part["failed"])
+            else:
+                found |= part
+    if problem:
+        found.setdefault("failed", []).append(problem[0][:300])
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"== {found['row']}, {found['contender']}: {found.get('parameters', 0) / 1e9:.3f} billion, {found['seconds']} s"
+    )
+    for name, value in found.items():
+        if name == "kernels":
+            for row in value[:14]:
+                print("  ", *row)
+        elif isinstance(value, dict) and "bytes_per_token" in value:
+            print(f"  {name}: {value['total']} bytes a token; the second block and the rest:")
+            for module, size in value["bytes_per_token"].items():
+                print(f"    {size:>10} {module}")
+        elif isinstance(value, dict):
+            print(f"  {name}:", ", ".join(f"{key} {x}" for key, x in value.items() if key != "all_ms"))
+        elif name in ("failed", "notes") and value:
+            print(f"  {name}: {value}")
+    sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--shapes", default="8x2048,1x32768", help="rows x tokens of the steps")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=0, help="layers, if not 24")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a contender")
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile the peers' kernels first")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="flashmix keeps all for the backward, recomputes nothing")
+    parser.add_argument("--out", type=Path, help="a folder for the results (default: benchmarks/results)")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    parser.add_argument("--warm-worker", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--shared-cache", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def compile_only(number: int) -> None:
+    """Lets Triton's autotuner compile variants without timing them, in an order of this process's own."""
+    import random
+
+    from triton.runtime.autotuner import Autotuner, Config
+
+    original = Autotuner.prune_configs
+
+    def shuffled(self: Any, kwargs: Any) -> list[Config]:
+        return random.Random(number).sample(found := original(self, kwargs), len(found))
+
+    def compiled(self: Any, *args: Any, config: Config, **meta: Any) -> list[float]:
+        try:
+            self.fn.warmup(*args, **{**meta, **config.all_kwargs()})
+        except Exception:  # a variant that does not fit
+            return [float("inf")] * 3
+        return [1.0 / (1 + config.num_stages)] * 3
+
+    Autotuner.prune_configs, Autotuner._bench = shuffled, compiled  # type: ignore[method-assign]
+
+
+def main() -> None:
+    options = arguments()
+    if options.row:
+        if options.warm_worker:
+            compile_only(options.warm_worker)
+        Worker(options).run()
+        return
+    jobs = [(row, who) for row in options.rows.split(",") for who in options.contenders.split(",")]
+    jobs = [job for job in jobs if job[1] != "transformers" or job[0] == "transformer"]
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        if options.warm:
+            start = time.perf_counter()
+            warm(options, jobs, cache)
+            print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
+        for row, contender in jobs:
+            found = measure(options, row, contender, cache if options.warm and contender == "fla" else None)
+            show(found)
+            results.append(found)
+            if options.out or torch.cuda.is_available():
+                about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+                timing.write_results("model", results, options.out, about)
+
+
+if __name__ == "__main__":
+    main()

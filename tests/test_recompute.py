@@ -1,0 +1,114 @@
+"""What a backward makes again instead of keeping it: the same gradients, less memory, and nothing where hooks of others are set."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from flashmix import Packing
+from flashmix.models import Decoder, preset
+from flashmix.op import recompute
+from flashmix.op.recompute import recomputed, recomputing
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Sets whether a scope is opened for any tensor on the CPU, or none is."""
+    return lambda opened: monkeypatch.setattr(recompute, "LEAST", {"cpu": 0} if opened else {})
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize(("name", "packed"), [("kda", True), ("qwen3_next_like", False)])
+def test_gradients_keep_their_bits(name: str, packed: bool, everywhere: Callable[[bool], None]) -> None:
+    torch.manual_seed(0)
+    model = Decoder(preset(f"{name}_nano"))
+    tokens = torch.randint(256, (1, 21))
+    packing = Packing.from_lengths([7, 13]) if packed else None
+    found = []
+    for opened in (False, True):
+        everywhere(opened)
+        loss = model(tokens[:, :-1], targets=tokens[:, 1:], cu_seqlens=packing)
+        found.append([loss, *gradients(model, loss)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Made(TorchDispatchMode):
+    """Counts the calls of an operator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == self.name
+        return func(*args, **(kwargs or {}))
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    """Two products of a cosine of a sine; of all these only `x` need be kept."""
+    with recomputing(x):
+        y = recomputed(torch.sin, x)
+        z = recomputed(torch.cos, y)
+        return (z.view(-1, 4) @ w).sum() + (z * w.sum()).sum()
+
+
+def test_an_output_is_made_once_and_freed(everywhere: Callable[[bool], None]) -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    everywhere(False)
+    expected = torch.autograd.grad(chain(x, w), (x, w))
+    everywhere(True)
+    loss = chain(x, w)
+    for _ in range(2):  # the graph is used twice
+        with Made("cos") as made:
+            found = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        assert made.count == 2  # once the cosine itself, once as the sine's derivative
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_nothing_is_held_but_the_input(everywhere: Callable[[bool], None]) -> None:
+    everywhere(True)
+    held: list[Any] = []
+    original = recompute.Scope.pack
+
+    def pack(self: recompute.Scope, x: Tensor) -> Any:
+        held.append(original(self, x))
+        return held[-1]
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute.Scope, "pack", pack)
+        chain(x, w)
+    tensors = [t for t in held if isinstance(t, Tensor)]
+    assert len(tensors) < len(held)
+    assert {t.untyped_storage().data_ptr() for t in tensors if t.numel() > 1} <= {x.data_ptr(), w.data_ptr()}
+
+
+def test_a_second_derivative(everywhere: Callable[[bool], None]) -> None:
+    everywhere(True)
+    x, w = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(4, 4, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(lambda x: chain(x, w), (x,))
+
+
+def test_other_hooks_are_left_alone(everywhere: Callable[[bool], None]) -> None:
+    everywhere(True)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    nothing = recompute._NOTHING
+    assert recomputing(x) is not nothing
+    with torch.no_grad():
+        assert recomputing(x) is nothing
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert recomputing(x) is nothing
+    with torch.autograd.graph.save_on_cpu():
+        assert recomputing(x) is nothing
+    with recomputing(x):
+        assert recomputing(x) is nothing
+    expected = torch.autograd.grad(chain(x, w), x)[0]
+    assert torch.equal(torch.autograd.grad(checkpoint(chain, x, w, use_reentrant=False), x)[0], expected)
+    assert torch.equal(torch.func.grad(chain)(x, w), expected)
