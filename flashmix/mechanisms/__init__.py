@@ -15,7 +15,7 @@ from flashmix.mechanisms.gla import GLA as GLA, gla as gla
 from flashmix.mechanisms.simple_gla import simple_gla as simple_gla
 from flashmix.mechanisms.kda import KDA as KDA, kda as kda
 from flashmix.mechanisms.mamba2 import Mamba2 as Mamba2, mamba2 as mamba2
-from flashmix.mechanisms.mamba3 import mamba3 as mamba3
+from flashmix.mechanisms.mamba3 import Mamba3 as Mamba3, mamba3 as mamba3
 from flashmix.mechanisms.retnet import RetNet as RetNet, retnet as retnet
 from flashmix.mechanisms.rwkv7 import RWKV7 as RWKV7, rwkv7 as rwkv7
 from flashmix.mechanisms.linear_attention import LinearAttention as LinearAttention
@@ -43,9 +43,9 @@ from flashmix.mechanisms.state_space import lru as lru, s4d as s4d, s5 as s5
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
 from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta
-from flashmix.mechanisms.log_linear import log_linear as log_linear
+from flashmix.mechanisms.log_linear import LogLinearMamba2 as LogLinearMamba2, log_linear as log_linear
 from flashmix.mechanisms.log_linear import log_linear_gated_deltanet as log_linear_gated_deltanet
-from flashmix.mechanisms.mesa_net import mesa_net as mesa_net
+from flashmix.mechanisms.mesa_net import MesaNet as MesaNet, mesa_net as mesa_net
 from flashmix.mechanisms.based import based as based
 from flashmix.mechanisms.rebased import rebased as rebased
 from flashmix.mechanisms.lightnet import lightnet as lightnet

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import softplus
 from typing_extensions import Unpack
 
+from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_per_head, check_states, shifted, unrounded
+from flashmix.mechanisms.mamba2 import Mamba2
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.modules.projection import repeat_heads
-from flashmix.op.checks import contents_are_checked, dims
-from flashmix.op.dtypes import state_dtype
+from flashmix.modules.projection import HeadProjection, repeat_heads
+from flashmix.op.checks import check_range, contents_are_checked, dims
+from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
@@ -196,6 +199,41 @@ def log_linear_gated_deltanet(
     return _by_levels(delta_rule, q, k, v, (beta, log_decay), level_scales, **options)
 
 
+class LogLinearMamba2(Mamba2):
+    """The Mamba-2 block with log-linear attention: the weights of the levels are `softplus(L * W x)`, with learned `L` and `W`.
+
+    Args: those of `Mamba2`, and
+        levels: of the past; sequences have at most `2^(levels - 1)` tokens.
+
+    Source: Guo et al., arXiv:2506.04761, section 3.3.
+
+    Example:
+        >>> LogLinearMamba2(32, heads=4, state_dim=16, levels=4)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    @hands_on(Mamba2.__init__, first=True)
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        levels: int = 15,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        check_range("levels", levels, 2, 63)
+        super().__init__(width, heads, device=device, dtype=dtype, **options)
+        self.level_projection = HeadProjection(width, levels=(heads, levels), device=device, dtype=dtype)
+        self.level_weight = nn.Parameter(torch.ones(heads, levels, device=device, dtype=dtype))
+
+    def recurrence(self, x: Tensor, C: Tensor, B: Tensor, v: Tensor, log_decay: Tensor, **memory: Any) -> Tensor:
+        (levels,) = self.level_projection(x)
+        scales = softplus(at_least_float32(levels) * self.level_weight)
+        return carried(log_linear, C, B, v, log_decay, scales, **memory)
+
+
 register(
     Mechanism(
         title="Log-linear attention",
@@ -203,6 +241,7 @@ register(
         function=log_linear,
         call="q:BTHK k:BTHK v:BTHK log_decay:BTH level_scales:BTHL",
         wide=("level_scales",),
+        layer=LogLinearMamba2,
     )
 )
 register(

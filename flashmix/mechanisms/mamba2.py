@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -138,11 +140,15 @@ class Mamba2(Mixer[RecurrentCache]):
         step = self.decay.step_size(step)
         C, B = (part.unflatten(-1, (self.groups, self.state_dim)) for part in (C, B))
         v, log_decay = values * step.to(values.dtype)[..., None], step * self.decay.rate()
-        o = carried_linear_attention(C, B, v, log_decay=log_decay, cache=cache, packing=packing, scale=1.0)
+        o = self.recurrence(x, C, B, v, log_decay, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
         o = (o + values * self.skip.to(values.dtype)[:, None]).flatten(2)
         return self.output(self.norm(swiglu(gate, o)))
+
+    def recurrence(self, x: Tensor, C: Tensor, B: Tensor, v: Tensor, log_decay: Tensor, **memory: Any) -> Tensor:
+        """What the queries read; `memory` is the cache and the packing."""
+        return carried_linear_attention(C, B, v, log_decay=log_decay, scale=1.0, **memory)
 
 
 def two_by_width(size: Size) -> list[Options]:

@@ -6,14 +6,22 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import softplus
 
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import at_step, check_per_head, check_states, scan_beside, shifted, unrounded
-from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.op.checks import check_shape, check_tensor, dims
+from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import draw_step_bias
+from flashmix.modules.norm import RMSNorm
+from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.op.checks import check_multiple, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
+from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
 
@@ -170,6 +178,96 @@ def _of_ranks(
     return y.to(x.dtype), S
 
 
+class Mamba3(Mixer[RecurrentCache]):
+    """The Mamba-3 block: normalised keys and queries with a bias per head, decays, angles and write weights from the input, a silu gate.
+
+        dt = softplus(W x + b);  g = -dt max(floor, a + 1 if a >= 0, else 1 / (1 - a));  lambda = sigmoid(.);  angles = pi tanh(.)
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads; the inner width is `heads * head_dim`.
+        head_dim: channels of a head's `x`; default `2 width / heads`.
+        state_dim: channels of `B` and `C`.
+        groups: heads of `B` and `C` before their bias; each serves `heads / groups` heads of `x`.
+        ranks: keys, queries and values per token (MIMO); 1: one each (SISO), without the weights that make several.
+        angles: pairs of channels of `B` and `C` that are rotated; default `state_dim / 4`, half of the channels.
+        floor: the least decay rate.
+        eps: of the norms of `B` and `C`.
+
+    Source: Lahoti et al., arXiv:2603.15569, section 3.
+
+    Example:
+        >>> Mamba3(32, heads=4, state_dim=16, ranks=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        state_dim: int = 128,
+        groups: int = 1,
+        ranks: int = 1,
+        angles: int | None = None,
+        floor: float = 1e-4,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_multiple("heads", heads, "groups", groups)
+        check_range("state_dim", state_dim, 1, 256)
+        check_range("ranks", ranks, 1, 64)
+        angles = state_dim // 4 if angles is None else angles
+        check_range("angles", angles, 0, state_dim // 2)
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.heads, self.head_dim, self.floor = heads, head_size(2 * width, heads, head_dim), floor
+        value, key = (heads, self.head_dim), (ranks, groups, state_dim)
+        by_head = (heads,)
+        gates = {"step": by_head, "rate": by_head, "trapezoid": by_head, "angles": (angles,)}
+        self.input = HeadProjection(width, x=value, gate=value, B=key, C=key, device=device, dtype=dtype, **gates)
+        self.key_norm, self.query_norm = (RMSNorm(state_dim, eps, **placement) for _ in range(2))
+        self.key_bias, self.query_bias = (
+            nn.Parameter(torch.ones(ranks, heads, state_dim, **placement)) for _ in range(2)
+        )
+        self.step_bias, self.skip = (nn.Parameter(torch.ones(heads, **placement)) for _ in range(2))
+        draw_step_bias(self.step_bias)
+        self.rank_weights = nn.Parameter(torch.ones(3, ranks, *value, **placement)) if ranks > 1 else None
+        if self.rank_weights is not None:  # of x, the gate and the output
+            with torch.no_grad():
+                self.rank_weights[::2] /= ranks
+        self.output = nn.Linear(heads * self.head_dim, width, bias=False, **placement)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        values, gate, B, C, step, rate, trapezoid, angles = self.input(x)
+        B = self._per_head(self.key_norm(B), self.key_bias, values)
+        C = self._per_head(self.query_norm(C), self.query_bias, values)
+        if self.rank_weights is not None:
+            weights = self.rank_weights.to(values.dtype)
+            values, gate = (t.unsqueeze(2) * weight for t, weight in zip((values, gate), weights, strict=False))
+        wide = state_dtype(values.dtype)
+        dt = softplus(step.to(wide) + self.step_bias)
+        rate, angles = rate.to(wide), math.pi * torch.tanh(angles.to(wide))
+        rate = (rate.clamp(min=0) + 1 / (1 - rate.clamp(max=0))).clamp(min=self.floor)
+        angles = angles.unsqueeze(2).expand(*step.shape, angles.shape[-1])
+        gates = (-rate * dt, torch.sigmoid(trapezoid.to(wide)))
+        y = carried(mamba3, values, dt, *gates, B, C, angles, cache=cache, packing=packing, D=self.skip)
+        y = swiglu(gate, y)
+        return self.output((y if self.rank_weights is None else (y * weights[2]).sum(2)).flatten(2))
+
+    def _per_head(self, key: Tensor, bias: Tensor, like: Tensor) -> Tensor:
+        """Keys or queries `[B, T, R, G, N]` with their bias per head, without the axis of ranks where there is one rank."""
+        key = (key.repeat_interleave(self.heads // key.shape[3], 3) + bias).to(like.dtype)
+        return key.squeeze(2) if self.rank_weights is None else key
+
+
+def state_of_twice_the_heads(size: Size) -> list[Options]:
+    """Twice as many heads as attention would have, and a state of twice their channels, as for Mamba-2."""
+    return size.depth * [{"heads": 2 * size.heads, "state_dim": 2 * size.head_dim}]
+
+
 register(
     Mechanism(
         title="Mamba-3",
@@ -178,5 +276,7 @@ register(
         call="x:BTHK dt:BTH log_decay:BTH trapezoid_gate:BTH B:BTHK C:BTHK angles:BTHR",
         positive=("trapezoid_gate",),
         wide=("trapezoid_gate", "angles"),
+        layer=Mamba3,
+        preset=state_of_twice_the_heads,
     )
 )

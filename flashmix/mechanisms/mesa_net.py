@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, softplus
 
+from flashmix.layer.cache import RecurrentCache
+from flashmix.layer.mixer import Mixer
+from flashmix.layer.recurrent_state import carried, convolved
 from flashmix.mechanisms.common import check_per_head, check_states
-from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.modules.projection import repeat_heads
+from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.norm import output_norm
+from flashmix.modules.projection import HeadProjection, head_size, repeat_heads
+from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import check_range, dims
-from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.dtypes import at_least_float32, autocast_dtype, state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
+from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import linear_attention
-from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
+from flashmix.ops.recurrence.op import RECURRENCE
 
 MesaStates = tuple[Tensor, Tensor]
 
@@ -76,24 +85,21 @@ def mesa_net(
         operands = (written, k, log_decay, R, diagonal)
         with torch.no_grad():
             x = _solve(q, operands, packing, steps, impl)
-        made, R = _product(x, operands, packing, impl, return_state)
+        made, R = _product(x, operands, packing, impl)
         x = _Solution.apply(q - made, x, *operands, packing, steps, impl)
         options: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
         o, S = linear_attention(x, written, v.to(wide), log_decay, scale=scale, initial_state=S, **options)
-    return o.to(v.dtype), None if R is None or S is None else (R, S)
+    return o.to(v.dtype), None if S is None else (R, S)
 
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
-def _product(
-    x: Tensor, operands: Operands, packing: Packing | None, impl: str, return_state: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """`(R_t + diag(ridge)) x_t` for each token, and the last `R`."""
+def _product(x: Tensor, operands: Operands, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:
+    """`(R_t + diag(ridge)) x_t` for each token, and the last `R`; of checked operands, for a compiler cannot trace checks in a backward."""
     written, k, log_decay, R, diagonal = operands
-    o, R = linear_attention(
-        x, written, k, log_decay, scale=1.0, initial_state=R, return_state=return_state, cu_seqlens=packing, impl=impl
-    )
+    call = RecurrenceCall(x, written, k, log_decay=log_decay, initial_state=R, packing=packing)
+    o, R = RECURRENCE(call, impl, "linear_attention")
     return o + diagonal * x, R
 
 
@@ -143,6 +149,69 @@ class _AdjointSolution(torch.autograd.Function):
         raise NotImplementedError("mesa_net has no second derivative")
 
 
+class MesaNet(Mixer[RecurrentCache]):
+    """MesaNet: convolved queries and keys of length 1, strengths `sigmoid(W x + b)`, log decays `logsigmoid(W x + b)`, a learned ridge.
+
+    Args:
+        width: channels of the input and output.
+        heads: number of heads.
+        head_dim: channels of a query and key; default `width / heads`.
+        value_dim: channels of a value; default `head_dim`.
+        conv_width: tokens that the short convolution of queries and keys sees; 0: there is none.
+        conv_bias: whether it has a bias.
+        output_gate: activation of the gate on the output, "silu" or "sigmoid", or "none".
+        lower: the least ridge; at first it is 1.
+        steps: of conjugate gradients.
+        eps: of the norm of the output.
+
+    Source: von Oswald et al., arXiv:2506.05233, section 3.
+
+    Example:
+        >>> MesaNet(32, heads=2, steps=8)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_width: int = 4,
+        conv_bias: bool = False,
+        output_gate: str = "none",
+        lower: float = 0.25,
+        steps: int = 30,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width)
+        check_range("steps", steps, 1, 1000)
+        check_range("lower", lower, 0.0, 1.0)
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.head_dim = head_size(width, heads, head_dim)
+        self.value_dim = head_size(width, heads, self.head_dim if value_dim is None else value_dim, "value_dim")
+        self.lower, self.steps = lower, steps
+        key, value = (heads, self.head_dim), (heads, self.value_dim)
+        gate = value if output_gate != "none" else None
+        self.qkvg = HeadProjection(width, q=key, k=key, v=value, gate=gate, **placement)
+        self.strength_and_decay = nn.Linear(width, 2 * heads, **placement)
+        self.ridge = nn.Parameter(torch.full(key, math.log(math.expm1(1 - min(lower, 0.999))), **placement))
+        self.convolution = maybe_convolution(2 * heads * self.head_dim, conv_width, bias=conv_bias, **placement)
+        self.norm = output_norm(self.value_dim, eps, output_gate, **placement)
+        self.output = nn.Linear(heads * self.value_dim, width, bias=False, **placement)
+
+    def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
+        *qk, v, gate = self.qkvg(x)
+        q, k = (l2_norm(part) for part in convolved(self.convolution, qk, packing, cache))
+        strength, decay = at_least_float32(self.strength_and_decay(x)).chunk(2, dim=-1)
+        gates = torch.sigmoid(strength), logsigmoid(decay), softplus(at_least_float32(self.ridge)) + self.lower
+        o = carried(mesa_net, q, k, v, *gates, cache=cache, packing=packing, steps=self.steps)
+        return self.output((self.norm(o) if gate is None else self.norm(o, gate)).flatten(2))
+
+
 register(
     Mechanism(
         title="MesaNet",
@@ -152,5 +221,7 @@ register(
         options={"steps": 12},
         positive=("ridge",),
         wide=("ridge",),
+        layer=MesaNet,
+        preset=by_heads,
     )
 )

@@ -19,6 +19,14 @@ from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 RWKV7_STRONGEST = -math.exp(-0.5)  # -0.6065: no channel of RWKV-7 forgets more than 45 % per token
 
 
+@torch.no_grad()
+def draw_step_bias(bias: Tensor, step_range: tuple[float, float] = (1e-3, 0.1)) -> None:
+    """Draws `bias` so that `softplus(bias)` is log-uniform in `step_range`."""
+    low, high = (math.log(step) for step in step_range)
+    step = torch.empty_like(bias, dtype=torch.float32).uniform_(low, high).exp_()
+    bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+
 class MambaDecay(nn.Module):
     """The decay of Mamba-2, Gated DeltaNet and (per channel) KDA: `g = -exp(A_log) softplus(x + dt_bias)`.
 
@@ -57,9 +65,7 @@ class MambaDecay(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.A_log.uniform_(*self.rate_range).log_()
-        low, high = (math.log(step) for step in self.step_range)
-        step = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(low, high).exp_()
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        draw_step_bias(self.dt_bias, self.step_range)
 
     def step_size(self, x: Tensor) -> Tensor:
         """`softplus(x + dt_bias)`, the `dt` of Mamba-2."""

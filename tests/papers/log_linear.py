@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from paper_cases import BETA, BY_TOKEN, QKV, H, Mechanism, T, householder, rows, zeros
+from layer_math import convolve, heads, linear, rms
+from paper_cases import BETA, BY_TOKEN, QKV, H, Mechanism, T, householder, loop, rows, zeros
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 States = tuple[Tensor, Tensor]
 
@@ -58,6 +62,19 @@ def log_linear_gated_deltanet(
     return rows(o, v), S
 
 
+def layer_output(layer: Any, x: Tensor) -> Tensor:
+    """The layer of one sequence `[T, width]`."""
+    xbc, gate, step = linear(x, layer.input).split(layer.input.sizes, -1)
+    v, B, C = convolve(xbc, layer.convolution.weight, layer.convolution.bias).split(layer.inner_sizes, -1)
+    v, B, C = heads(v, layer.heads), heads(B, 1), heads(C, 1)
+    dt = softplus(step + layer.decay.dt_bias)
+    scales = softplus(heads(linear(x, layer.level_projection), layer.heads) * layer.level_weight)
+    decay = -dt * layer.decay.A_log.exp()
+    o = loop(CASES["log_linear"], q=C, k=B, v=v * dt[..., None], log_decay=decay, level_scales=scales)
+    o = (o + v * layer.skip[:, None]).flatten(1) * silu(gate)
+    return linear(rms(o) * layer.norm.weight, layer.output)
+
+
 LEVELS, STATES = {"level_scales": "B T HV L"}, ("N HV L K V", "N one")
 FEW = "level_scales must have shape [B, T, HV, L] with 2^(L - 1) >= 6 tokens, got L = 3"
 CASES = {
@@ -66,6 +83,8 @@ CASES = {
         QKV | BY_TOKEN | LEVELS,
         scale=1.0,
         states=STATES,
+        layers={"log_linear": {"heads": 4, "state_dim": 6, "levels": 6}},
+        layer=layer_output,
         errors=[
             ({"level_scales": zeros(1, T, H, 3)}, ValueError, FEW),
             ({"level_scales": zeros(1, T, H, 1)}, ValueError, FEW.split("2^")[0] + "L >= 2, got L = 1"),

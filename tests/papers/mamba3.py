@@ -1,12 +1,15 @@
-"""Mamba-3 as its paper writes it: the token loop."""
+"""Mamba-3 as its paper writes it: the token loop, and the layer around it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from layer_math import linear, rms
 from paper_cases import BY_TOKEN, K, Mechanism, T, rows, zeros
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -45,6 +48,34 @@ def mamba3(
     return rows(y, x), (theta, h, B_before, x_before)
 
 
+def layer_output(layer: Any, x: Tensor) -> Tensor:
+    """The layer of one sequence `[T, width]`; several ranks write their sum, and each reads it."""
+    parts = linear(x, layer.input).split(layer.input.sizes, -1)
+    values, gate, B, C, step, rate, trapezoid, angles = (
+        part.unflatten(-1, shape) for part, shape in zip(parts, layer.input.parts.values(), strict=True)
+    )
+    R, H, _ = layer.key_bias.shape
+    dt, lam = softplus(step + layer.step_bias), torch.sigmoid(trapezoid)
+    decay = -dt * torch.where(rate >= 0, rate + 1, 1 / (1 - rate)).clamp(min=1e-4)
+    weights = torch.ones(3, R, *values.shape[1:], dtype=x.dtype) if R == 1 else layer.rank_weights
+    keys, queries = (
+        (rms(t, 1e-5) * norm.weight).repeat_interleave(H // t.shape[2], 2) + bias
+        for t, norm, bias in ((B, layer.key_norm, layer.key_bias), (C, layer.query_norm, layer.query_bias))
+    )
+    y = torch.zeros_like(values)
+    for h in range(H):
+        theta, S, before = torch.zeros(angles.shape[1], dtype=x.dtype), 0.0, 0.0
+        for t in range(len(x)):
+            theta = theta + dt[t, h] * math.pi * torch.tanh(angles[t])
+            k, q = (torch.stack([turned(part[t, r, h], theta) for r in range(R)]) for part in (keys, queries))
+            v, alpha = weights[0, :, h] * values[t, h], torch.exp(decay[t, h])
+            S = alpha * S + (1 - lam[t, h]) * dt[t, h] * alpha * before + lam[t, h] * dt[t, h] * k.T @ v
+            before = k.T @ v
+            read = (q @ S + layer.skip[h] * v) * silu(weights[1, :, h] * gate[t, h])
+            y[t, h] = (weights[2, :, h] * read).sum(0)
+    return linear(y.flatten(1), layer.output)
+
+
 CASES = {
     "mamba3": Mechanism(
         mamba3,
@@ -53,6 +84,11 @@ CASES = {
         | {"trapezoid_gate": "B T HV", "B": "B T H K", "C": "B T H K", "angles": "B T HV R", "D": "HV"},
         ("D",),
         scale=1.0,
+        layers={
+            "mamba3": {"heads": 4, "state_dim": 6, "groups": 2},
+            "mamba3_ranks": {"heads": 2, "state_dim": 6, "ranks": 2, "angles": 3},
+        },
+        layer=layer_output,
         states=("N HV R", "N HV K V", "N HV K", "N HV V"),
         errors=[
             ({"x": zeros(1, T, 1, 2, K)}, ValueError, "x must have shape [B, T, HV, V], got [1, 6, 1, 2, 8]"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from paper_cases import BETA, BY_TOKEN, QKV, H, K, Mechanism, T, rows, zeros
+from layer_math import convolve, heads, linear, rms, unit
+from paper_cases import BETA, BY_TOKEN, QKV, H, K, Mechanism, T, loop, rows, zeros
 from torch import Tensor
+from torch.nn.functional import logsigmoid, silu, softplus
 
 
 def mesa_net(
@@ -31,6 +35,19 @@ def mesa_net(
     return rows(o, v), (R, memory)
 
 
+def layer_output(layer: Any, x: Tensor) -> Tensor:
+    """The layer of one sequence `[T, width]`."""
+    q, k, v, gate = linear(x, layer.qkvg).split(layer.qkvg.sizes, -1)
+    q, k = convolve(torch.cat([q, k], -1), layer.convolution.weight, layer.convolution.bias).chunk(2, -1)
+    strength, decay = (linear(x, layer.strength_and_decay) + layer.strength_and_decay.bias).chunk(2, -1)
+    ridge = softplus(layer.ridge) + 0.25
+    q, k, v = (heads(part, 4) for part in (q, k, v))
+    q, k = unit(q), unit(k)
+    o = loop(CASES["mesa_net"], q=q, k=k, v=v, beta=torch.sigmoid(strength), log_decay=logsigmoid(decay), ridge=ridge)
+    o = rms(o) * layer.norm.weight * silu(heads(gate, 4))
+    return linear(o.flatten(1), layer.output)
+
+
 CASES = {
     "mesa_net": Mechanism(
         mesa_net,
@@ -38,6 +55,8 @@ CASES = {
         options={"steps": 12},  # two for each channel; the loop is exact
         scale=1.0,
         states=("N HV K K", "N HV K V"),
+        layers={"mesa_net": {"heads": 4, "steps": 6, "output_gate": "silu", "conv_bias": True}},
+        layer=layer_output,
         errors=[
             ({"steps": 0}, ValueError, "steps must be between 1 and 1000, got 0"),
             ({"ridge": zeros(K)}, ValueError, f"ridge must have shape [{H}, {K}], got [{K}]"),
