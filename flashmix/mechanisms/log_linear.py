@@ -123,13 +123,10 @@ def _heads_of_levels(levels: Tensor, before: Tensor, level: Tensor) -> Tensor:
     A token in the right half has its left half in one level; for one in the left half it is all lower levels. Levels that hold nothing
     after so many tokens are not read.
     """
-    full = _in_right_half(before[:, 0] - 1, level) & (before > 0)  # [N, L - 1]
-    lower = torch.cat([before > 0, full], 1).unsqueeze(1) & (
-        torch.arange(len(level) + 1, device=level.device) < level[:, None]
-    )
-    own = torch.nn.functional.one_hot(level, len(level) + 1) > 0  # [L - 1, L]
-    taken = torch.where(full.unsqueeze(-1), own, lower).to(levels.dtype)
-    return torch.einsum("nlm,nhmkv->nhlkv", taken, levels).flatten(1, 2)
+    full = (_in_right_half(before[:, 0] - 1, level) & (before > 0))[:, None, :, None, None]  # [N, 1, L - 1, 1, 1]
+    newest, far = levels[:, :, :1] * (before > 0)[:, :, None, None, None], levels[:, :, 1:]
+    lower = torch.cat([newest, far.masked_fill(~full, 0.0)], 2).cumsum(2)[:, :, :-1]
+    return torch.where(full, far, lower).flatten(1, 2)
 
 
 @public

@@ -110,7 +110,8 @@ def mamba3(
     y = y if D is None else (y + D[:, None] * x).to(y.dtype)
     if S is None or last_k is None or last_x is None:
         return y, None
-    written = torch.einsum("n...hk,n...hp->nhkp", _per_head(last_own, last_k) * last_k, last_x)
+    written = (_per_head(last_own, last_k) * last_k).unsqueeze(-1) * last_x.unsqueeze(-2)
+    written = written.sum(1) if ranks else written
     return y, (turned, S + written, last_k, last_x)
 
 
