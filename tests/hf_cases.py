@@ -150,6 +150,32 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        ATTENTION | TYPES | {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16},
+        2,
+    ),
+    "inkling": (
+        "InklingTextConfig",
+        "InklingForCausalLM",
+        ATTENTION
+        | {
+            "num_hidden_layers": 2,
+            "local_layer_ids": [0],
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 20,
+            "d_rel": 4,
+            "rel_extent": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        8,
+    ),
     "qwen4_exp": (
         "Qwen4ExpTextConfig",
         "Qwen4ExpForCausalLM",

@@ -20,6 +20,7 @@ SAME, SAME_GRADIENTS = (
 )  # of the largest element: two float32 evaluations of one model, two layers of recurrence
 LENGTHS = (20, 1, 30, 19)
 OWN_LEAK = {  # families whose packed rows mix outside the mixers
+    "inkling": "the model hands positions to its masks alone",
     "granitemoehybrid": "its causal mask is made without positions",
     "mamba2": "the model with a head drops cu_seq_lens_q and position_ids",
     "qwen4_exp": "its sparse attention takes no boundaries",
@@ -101,9 +102,22 @@ def test_packed_samples_do_not_see_each_other(family: str, by: str) -> None:
     # one sequence, so that only the first layers (which are mixers) can be compared: by the state they leave.
     packed = model(input_ids=row, position_ids=positions, use_cache=True).past_key_values
     last = model(input_ids=row[:, -LENGTHS[-1] :], use_cache=True).past_key_values
+    if hasattr(packed, "linear_cache"):  # MiniMax
+        assert error(packed.linear_cache[0], last.linear_cache[0]) <= SAME
+        return
     for name in ("conv_states", "recurrent_states"):
         got, expected = getattr(packed.layers[0], name)[0], getattr(last.layers[0], name)[0]
         assert (got is None and expected is None) or error(got, expected) <= SAME
+
+
+@torch.no_grad()
+def test_boundaries_by_lengths_reach_the_convolutions_of_inkling() -> None:
+    model, row = tiny("inkling"), tokens(1, sum(LENGTHS), seed=3)
+    alone = torch.cat([model(input_ids=part).logits for part in row.split(LENGTHS, 1)], 1)
+    told = {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+    told["cu_seq_lens_q"] = nn.functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).int()
+    with flashmix.accelerate(model, quiet=True):
+        assert error(model(input_ids=row, use_cache=False, **told).logits, alone) <= SAME
 
 
 def test_boundaries_by_lengths_and_by_sequence_numbers() -> None:

@@ -12,11 +12,16 @@ from flashmix.hf.attention import register_attention
 
 if TYPE_CHECKING:
     from flashmix.hf.decoder import FlashmixCache, FlashmixConfig, FlashmixForCausalLM
+    from flashmix.hf.kernels import kernel_mapping
 
-__all__ = ["Accelerated", "FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM", "accelerate", "register_attention"]
+_LATER = dict.fromkeys(("FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM"), "decoder") | {
+    "kernel_mapping": "kernels"
+}
+__all__ = ["Accelerated", "FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM", "accelerate", "kernel_mapping"]
+__all__ += ["register_attention"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("FlashmixCache", "FlashmixConfig", "FlashmixForCausalLM"):
-        return getattr(import_module("flashmix.hf.decoder"), name)
+    if name in _LATER:
+        return getattr(import_module(f"flashmix.hf.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

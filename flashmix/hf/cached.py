@@ -18,11 +18,12 @@ class Cached:
         cache: the `Cache`, or None.
         index: the layer.
         width: the W tokens that the convolution sees.
+        place: which of the layer's convolutions it is.
     """
 
-    def __init__(self, cache: Any, index: int, width: int) -> None:
-        self.cache, self.index, self.width = cache, index, width
-        self.continues = cache is not None and bool(cache.has_previous_state(index))
+    def __init__(self, cache: Any, index: int, width: int, place: int = 0) -> None:
+        self.cache, self.index, self.width, self.place = cache, index, width, place
+        self.continues = cache is not None and bool(cache.has_previous_state(index, place))
         self.layer: Any = cache.layers[index] if self.continues else None
 
     @property
@@ -32,7 +33,7 @@ class Cached:
     @property
     def inputs(self) -> Tensor:
         """The inputs of the convolution before this call, `[B, C, W]` or more, newest last."""
-        states: Tensor = self.layer.conv_states[0]
+        states: Tensor = self.layer.conv_states[self.place]
         return states
 
     @property
@@ -66,7 +67,7 @@ class Cached:
     def keep_inputs(self, x: Tensor) -> None:
         """Adds the new inputs of the convolution, `[B, T, C]`."""
         if self.exists:
-            self.cache.update_conv_state(x.mT, self.index, conv_kernel_size=self.width)
+            self.cache.update_conv_state(x.mT, self.index, state_idx=self.place, conv_kernel_size=self.width)
 
     def keep_state(self, state: Tensor | None) -> None:
         """Replaces the recurrent state by the one after this call, `[B, ...]`."""

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM-2 models, from its input to its output projection."""
+"""The short convolutions of LFM-2 models, from their input to their output projection, and those of Inkling."""
 
 from __future__ import annotations
 
@@ -25,18 +25,32 @@ def forward(
     with hooks_of(self, "conv"):
         cached = Cached(past_key_values, self.layer_idx, self.conv_kernel_size)
         before, after, value = self.in_proj(x).chunk(3, dim=-1)
-        gated = before * value
-        weight, bias = self.conv.weight.squeeze(1), self.conv.bias
-        if cached.steps_in_place(gated, weight):
-            window = torch.cat([cached.inputs[:, :, 1:], gated.mT], dim=-1)  # [B, C, W]
-            cached.inputs.copy_(window)
-            y = (window * weight).sum(-1)
-            y = (y if bias is None else y + bias).to(x.dtype).unsqueeze(1)
-        else:
-            rows: BatchRows = self.flashmix_given.rows(x, attention_mask, {"seq_idx": seq_idx})
-            recent, packing = cached.recent(rows), rows.packing
-            y, _ = short_conv(rows.join(gated), weight, bias, activation=None, initial_state=recent, cu_seqlens=packing)
-            y = rows.part(y)
-            cached.keep_inputs(gated)
-        out: Tensor = self.out_proj(after * y)
+        y = convolved(self, self.conv, before * value, cached, attention_mask, {"seq_idx": seq_idx})
+        out: Tensor = self.out_proj(after * y.to(x.dtype))
         return out
+
+
+def inkling(
+    self: Any, hidden_states: Tensor, past_key_values: Any = None, conv_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The input `[B, T, D]` and its convolution added, in float32; the inputs in `past_key_values` go on in place."""
+    x = hidden_states.float()
+    with hooks_of(self, "conv1d"):
+        cached = Cached(past_key_values, self.layer_idx, self.conv_kernel_size, self.conv_idx)
+        y = convolved(self, self.conv1d, masked(x, conv_mask), cached, conv_mask, options)
+        return (x + y).to(hidden_states.dtype)
+
+
+def convolved(mixer: Any, conv: Any, x: Tensor, cached: Cached, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """The convolution of `x` `[B, T, C]`; its newest inputs are kept in the cache."""
+    weight, bias = conv.weight.squeeze(1), conv.bias
+    if cached.steps_in_place(x, weight):
+        window = torch.cat([cached.inputs[:, :, 1:], x.mT], dim=-1)  # [B, C, W]
+        cached.inputs.copy_(window)
+        y = (window * weight).sum(-1)
+        return (y if bias is None else y + bias).unsqueeze(1)
+    rows: BatchRows = mixer.flashmix_given.rows(x, mask, options)
+    recent, packing = cached.recent(rows), rows.packing
+    y, _ = short_conv(rows.join(x), weight, bias, activation=None, initial_state=recent, cu_seqlens=packing)
+    cached.keep_inputs(x)
+    return rows.part(y)

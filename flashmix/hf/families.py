@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashmix.hf import convolution, delta_net, scan
+from flashmix.hf import convolution, delta_net, lightning, scan
 
 Shapes = dict[str, tuple[int, ...]]
 CACHED = ("hidden_states", "cache_params", "attention_mask", "kwargs")
@@ -23,7 +23,7 @@ class Family:
         classes: names of their classes.
         forward: takes the place of theirs.
         arguments: of the class's own `forward`, after self.
-        convolution: attribute of the convolution.
+        convolution: attribute of the convolution, or None.
         shapes: from an instance to the sizes that its parameters (or `(out_features, in_features)` of its projections) must have.
         norm: attribute of the gated norm whose parameters are read, or None.
         needs: other attributes that are read.
@@ -31,10 +31,10 @@ class Family:
     """
 
     classes: tuple[str, ...]
-    forward: Callable[..., Tensor]
+    forward: Callable[..., Any]
     shapes: Callable[[Any], Shapes]
     arguments: tuple[str, ...] = CACHED
-    convolution: str = "conv1d"
+    convolution: str | None = "conv1d"
     norm: str | None = None
     needs: tuple[str, ...] = ("layer_idx", "conv_kernel_size")
     limits: Callable[[Any], str | None] = lambda m: None
@@ -56,6 +56,8 @@ class Family:
             return f"it has not all attributes of the known class: {error}"
 
     def _of_convolution(self, mixer: nn.Module) -> Shapes:
+        if self.convolution is None:
+            return {}
         convolution = mixer.get_submodule(self.convolution)
         if type(convolution) is not nn.Conv1d:
             raise AttributeError(f"{self.convolution} is a {type(convolution).__name__} in place of torch's Conv1d")
@@ -155,6 +157,16 @@ def sizes_of_convolution(m: Any) -> Shapes:
     return {"in_proj": (3 * width, width), "out_proj": (width, width)}
 
 
+def sizes_of_lightning(m: Any) -> Shapes:
+    inner, width = m.num_attention_heads * m.head_dim, m.out_proj.out_features
+    made = {"qkv_proj": (3 * inner, width), "output_gate": (inner, width), "out_proj": (width, inner)}
+    return made | {"slope_rate": (m.num_attention_heads, 1, 1)}
+
+
+def limits_of_lightning(m: Any) -> str | None:
+    return "its head dimension is over 256" if m.head_dim > 256 else None
+
+
 def limits_of_gated(m: Any) -> str | None:
     """Head dimensions past 256 run in plain PyTorch only."""
     return "its head dimensions are over 256" if max(m.head_k_dim, m.head_v_dim) > 256 else None
@@ -221,6 +233,22 @@ FAMILIES = (
         sizes_of_convolution,
         arguments=("hidden_states", "past_key_values", "attention_mask", "seq_idx"),
         convolution="conv",
+    ),
+    Family(
+        ("InklingShortConvolution",),
+        convolution.inkling,
+        lambda m: {},
+        arguments=("hidden_states", "past_key_values", "conv_mask", "kwargs"),
+        needs=("layer_idx", "conv_idx", "conv_kernel_size"),
+    ),
+    Family(
+        ("MiniMaxLightningAttention",),
+        lightning.forward,
+        sizes_of_lightning,
+        arguments=("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        convolution=None,
+        needs=("layer_idx", "act_fn", "norm"),
+        limits=limits_of_lightning,
     ),
 )
 
