@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -153,6 +154,20 @@ def test_interpreted_tensors_whose_channels_lie_apart() -> None:
     apart = {n: torch.stack([t, t], -1)[..., 0] if t.is_floating_point() else t for n, t in other.items()}
     assert torch.equal(flashmix.delta_net_step(**apart, **options(case), impl="triton"), plain)  # type: ignore[arg-type]
     assert torch.equal(apart["state"], inputs["state"]) and torch.equal(apart["conv_state"], inputs["conv_state"])
+
+
+@pytest.mark.interpreted
+def test_interpreted_past_whose_taps_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a cache `[B, C, W]` of transformers, of which nothing is copied."""
+    case = Case("", "channel", HV=4, bias=True, slots=(1, -1))
+    inputs, other = make_inputs(case, torch.float32), make_inputs(case, torch.float32)
+    plain = flashmix.delta_net_step(**inputs, **options(case), impl="triton")  # type: ignore[arg-type]
+    cache = torch.nn.functional.pad(other["conv_state"].mT, (1, 0))
+    other["conv_state"] = cache[:, :, 1:].mT
+    triton_gpu = import_module("flashmix.ops.delta_net_step.triton_gpu")  # which has no Triton everywhere
+    monkeypatch.setattr(triton_gpu, "_copies", lambda call: {})
+    assert torch.equal(flashmix.delta_net_step(**other, **options(case), impl="triton"), plain)  # type: ignore[arg-type]
+    assert torch.equal(cache[:, :, 1:].mT, inputs["conv_state"]) and not cache[:, :, 0].any()
 
 
 def test_a_decay_whose_channels_lie_apart_has_the_same_bits() -> None:

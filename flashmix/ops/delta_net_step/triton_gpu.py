@@ -53,7 +53,7 @@ class AdvanceNumbers(NamedTuple):
     pool: Any
     qkv: Any  # stride of a sequence
     strength: Any  # strides of sequence and head
-    past: Any  # strides of slot and tap
+    past: Any  # strides of slot, and of tap or channel, see `past_strides`
     decay: Any  # strides of sequence and head
     slots: Any
     scale: Any
@@ -74,6 +74,7 @@ class AdvanceSpec(NamedTuple):
     BK: int
     BV: int
     BW: int
+    BY_CHANNEL: bool  # the past lies [C, W - 1], the taps of a channel side by side
     CHANNEL: bool  # a per-channel decay
     BOUNDED: bool
     STRONGEST: float  # the largest beta
@@ -106,14 +107,24 @@ class FinishSpec(NamedTuple):
     BV: int
     BC: int
     BW: int
+    BY_CHANNEL: bool
     SIGMOID: bool
 
 
 @triton.jit
-def load_window(x, past, channel, inside, past_w, S: tl.constexpr):
+def tap_of(past, i, channel, stride, S: tl.constexpr):
+    """The address of tap `i` of the past of some channels: [channels, BW]."""
+    if S.BY_CHANNEL:
+        return past + channel[:, None].to(tl.int64) * stride + i
+    else:
+        return past + i * stride + channel[:, None]
+
+
+@triton.jit
+def load_window(x, past, channel, inside, stride, S: tl.constexpr):
     """The inputs that the convolution sees at some channels, oldest first and this token's last: [channels, BW]."""
     i = tl.arange(0, S.BW)[None, :]
-    older = tl.load(past + i * past_w + channel[:, None], mask=(i < S.W - 1) & inside[:, None], other=0.0)
+    older = tl.load(tap_of(past, i, channel, stride, S), mask=(i < S.W - 1) & inside[:, None], other=0.0)
     new = tl.load(x + channel, mask=inside, other=0.0)
     return tl.where(i == S.W - 1, new[:, None], older)
 
@@ -234,7 +245,7 @@ def finish_kernel(x, n, R: tl.constexpr):
     tl.store(x.y + (row * HV + h) * V + c, tl.where(live, out, 0.0).to(x.y.dtype.element_ty), mask=c < V)
     tl.debug_barrier()  # all threads have read the past
     i = tl.arange(0, R.BW)[None, :]
-    tl.store(past + (i - 1) * n.past[1] + channel[:, None], window, mask=(i > 0) & (i < R.W) & mine[:, None])
+    tl.store(tap_of(past, i - 1, channel, n.past[1], R), window, mask=(i > 0) & (i < R.W) & mine[:, None])
 
 
 def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -283,7 +294,8 @@ def _copies(call: DeltaNetStepCall) -> dict[str, Tensor]:
         if t is None or t.is_contiguous() or (name == "decay" and t.dim() == 2):
             continue
         whole = name in ("A_log", "dt_bias")  # read as whole vectors; of the others the last axis
-        if whole or (t.stride(-1) != 1 and t.shape[-1] != 1):
+        beside = 1 in t.stride()[1:] if name == "conv_state" else t.stride(-1) == 1
+        if whole or (not beside and t.shape[-1] != 1):
             found[name] = t.contiguous()
     K, V = call.state.shape[-2:]
     if (call.state.stride(-1) != 1 and V > 1) or (call.state.stride(-2) != V and K > 1):
@@ -299,7 +311,7 @@ def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
         pool=P,
         qkv=call.qkv.stride(0),
         strength=call.strength.stride(),
-        past=call.conv_state.stride()[:2],
+        past=past_strides(call),
         decay=_strides(call.decay),
         slots=_slot_stride(call),
         scale=K**-0.5,
@@ -314,6 +326,7 @@ def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
         BK=BK,
         BV=BV,
         BW=power_of_two(W),
+        BY_CHANNEL=by_channel(call),
         CHANNEL=call.decay is not None and call.decay.dim() == 3,
         BOUNDED=call.lower is not None,
         STRONGEST=2.0 if call.negative_eigenvalues else 1.0,
@@ -334,12 +347,24 @@ def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
         BV=power_of_two(V),
         BC=power_of_two(cdiv(C, HV)),
         BW=power_of_two(W),
+        BY_CHANNEL=by_channel(call),
         SIGMOID=call.gate_activation == "sigmoid",
     )
     numbers = FinishNumbers(
-        P, call.qkv.stride(0), call.conv_state.stride()[:2], _strides(call.gate), _slot_stride(call), call.eps
+        P, call.qkv.stride(0), past_strides(call), _strides(call.gate), _slot_stride(call), call.eps
     )
     return bound(finish_kernel, spec, num_warps=4, num_stages=1).prepare(B * HV, (FinishInputs,), numbers)
+
+
+def by_channel(call: DeltaNetStepCall) -> bool:
+    """Whether the taps of a channel of `conv_state` `[P, W - 1, C]` lie side by side, as in caches of others."""
+    return call.conv_state.stride(2) != 1 and call.conv_state.stride(1) == 1
+
+
+def past_strides(call: DeltaNetStepCall) -> tuple[int, int]:
+    """The strides of slot and tap of `conv_state`; of slot and channel where taps lie side by side."""
+    slot, tap, channel = call.conv_state.stride()
+    return slot, channel if by_channel(call) else tap
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:
