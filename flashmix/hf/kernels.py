@@ -58,8 +58,8 @@ def _delta_tokens(function: Callable[..., Result]) -> Callable[..., Result]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        normed = use_qk_l2norm_in_kernel
-        return chunks(self, query, key, value, g, beta, 64, initial_state, output_final_state, normed)
+        options = {"initial_state": initial_state, "output_final_state": output_final_state}
+        return chunks(self, query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
 
     return forward
 
