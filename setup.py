@@ -18,6 +18,8 @@ SCANS = (
     "scan/native/complex",
     "selective_scan/native/call",
     "selective_scan/native/selective",
+    "slstm/native/call",
+    "slstm/native/slstm",
 )
 HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
 STRIPPED = ["-s"] if sys.platform == "linux" else []

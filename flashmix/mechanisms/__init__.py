@@ -40,6 +40,7 @@ from flashmix.mechanisms.minlstm import minlstm as minlstm
 from flashmix.mechanisms.rg_lru import RGLRU as RGLRU, rg_lru as rg_lru
 from flashmix.mechanisms.rwkv4 import RWKV4 as RWKV4, rwkv4 as rwkv4
 from flashmix.mechanisms.state_space import lru as lru, s4d as s4d, s5 as s5
+from flashmix.mechanisms.slstm import slstm as slstm
 from flashmix.mechanisms.mamba import Mamba as Mamba, mamba as mamba
 from flashmix.mechanisms.mlstm import MLSTM as MLSTM, mlstm as mlstm
 from flashmix.mechanisms.qdelta import QDelta as QDelta, qdelta as qdelta

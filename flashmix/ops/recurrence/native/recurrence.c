@@ -1,5 +1,5 @@
 /* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
- * chunk's tiles in cache; and the scans of ../../scan and ../../selective_scan, by sequence and block of channels. The functions at the end are called from outside.
+ * chunk's tiles in cache; the scans of ../../scan and ../../selective_scan, by sequence and block of channels; and ../../slstm. The functions at the end are called from outside.
  */
 
 #include <math.h>
@@ -50,6 +50,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "problem.h"
 #include "../../scan/native/call.h"
 #include "../../selective_scan/native/call.h"
+#include "../../slstm/native/call.h"
 
 #if defined(__x86_64__)
 #define NAME(x) x##_avx512
@@ -69,6 +70,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/scan.h"
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
+#include "../../slstm/native/slstm.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -95,6 +97,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/scan.h"
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
+#include "../../slstm/native/slstm.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -116,6 +119,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/scan.h"
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
+#include "../../slstm/native/slstm.h"
 #undef NAME
 
 typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
@@ -189,6 +193,11 @@ static void run_selective(const Selective *call, Pass pass) {
     run(&w);
 }
 
+static void run_slstm(const Slstm *call, Pass pass) {
+    Work w = {.call = call, .pass = pass, .items = call->sequences * call->heads, .parts = call->heads, .threads = call->threads};
+    run(&w);
+}
+
 void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
@@ -197,6 +206,8 @@ void flashmix_selective(const Selective *call) { run_selective(call, PASS_OF(sel
 void flashmix_selective_backward(const Selective *call) { run_selective(call, PASS_OF(selective_backward)); }
 void flashmix_scan_complex(const Scan *call) { run_scan(call, PASS_OF(scan_complex)); }
 void flashmix_scan_complex_backward(const Scan *call) { run_scan(call, PASS_OF(scan_complex_backward)); }
+void flashmix_slstm(const Slstm *call) { run_slstm(call, PASS_OF(slstm)); }
+void flashmix_slstm_backward(const Slstm *call) { run_slstm(call, PASS_OF(slstm_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {

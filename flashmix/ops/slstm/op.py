@@ -1,0 +1,30 @@
+"""The sLSTM with recurrent weights, an op of the mechanism `slstm`, which checks its arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmix.op.call import Op, Outputs, always
+from flashmix.op.choose import Implementation
+from flashmix.ops.slstm.call import SlstmCall
+from flashmix.ops.slstm.native.binding import missing
+
+
+def _native_supports(call: SlstmCall) -> str | None:
+    if call.device.type != "cpu":
+        return f"it needs tensors on a CPU, got {call.device.type}"
+    if call.dtype != torch.float32:
+        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
+    return missing()
+
+
+IMPLEMENTATIONS: tuple[Implementation[SlstmCall], ...] = (
+    Implementation("native", "flashmix.ops.slstm.native", _native_supports),
+    Implementation("portable", "flashmix.ops.slstm.portable", always),
+)
+SLSTM = Op("slstm_cell", SlstmCall, IMPLEMENTATIONS, keeps_outputs=(0,))
+
+
+def slstm_cell(call: SlstmCall, impl: str) -> Outputs:
+    """`y` `[B, T, H, D]` and the last `c, n, m, y` of a checked call."""
+    return SLSTM(call, impl, "slstm")
