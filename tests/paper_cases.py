@@ -69,6 +69,8 @@ WIDE = (
     "curvature_beta",
     "curvature_log_decay",
     "log_scale",
+    "gradient_beta",
+    "momentum_log_decay",
     "A_imag",
     "nu_log",
     "theta_log",

@@ -28,6 +28,8 @@ REFUSED = {
     "mamba3",
     "lightnet",
     "mesa_net",
+    "momentum_deltanet",
+    "titans_linear",
     "log_linear",
     "log_linear_gated_deltanet",
     "mom",
