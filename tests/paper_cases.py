@@ -70,6 +70,8 @@ WIDE = (
     "curvature_log_decay",
     "log_scale",
     "gradient_beta",
+    "norm_weight",
+    "norm_bias",
     "momentum_log_decay",
     "A_imag",
     "nu_log",

@@ -30,6 +30,7 @@ REFUSED = {
     "mesa_net",
     "momentum_deltanet",
     "titans_linear",
+    "ttt_linear",
     "log_linear",
     "log_linear_gated_deltanet",
     "mom",
