@@ -105,7 +105,8 @@ FREE_AXES = """
     bounded_decay.x 0 1; write_strength.x 0 1 2; l2_norm.x 0 1 2; linear_attention_step.history 1; short_conv.x 1;
     token_shift.x 1; cross_entropy.logits 2; abc.s 3; abc.v 3; gsa.v 3; normalised_linear_attention.v 3;
     preconditioned_gated_deltanet.v 3; preconditioned_kda.v 3; mlstm.v 3; mamba3.x 3; based.v 3; rebased.v 3; lightnet.v 3;
-    higher_order.v 3; raven.v 3; raven.routing 3; mom.k 2; mesa_net.v 3; log_linear.v 3; log_linear.level_scales 3;
+    higher_order.v 3; raven.v 3; raven.routing 3; mom.k 2; mesa_net.v 3; momentum_deltanet.v 3; titans_linear.v 3;
+    log_linear.v 3; log_linear.level_scales 3;
     log_linear_gated_deltanet.v 3; log_linear_gated_deltanet.level_scales 3;
     s4d.x 1; s5.x 1; lru.x 1
 """

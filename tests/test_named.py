@@ -55,9 +55,9 @@ def make_inputs(
             x[argument] = uniform(shape) + 0.5
         elif argument in mechanism.positive:
             x[argument] = uniform(shape)
-        elif argument in ("log_decay", "log_forget", "curvature_log_decay"):
+        elif argument in ("log_decay", "log_forget", "curvature_log_decay", "momentum_log_decay"):
             x[argument] = -uniform(shape)
-        elif argument in ("beta", "dt", "a", "curvature_beta") or argument.endswith("_gate"):
+        elif argument in ("beta", "dt", "a", "curvature_beta", "gradient_beta") or argument.endswith("_gate"):
             x[argument] = uniform(shape) * (2 if argument == "beta" and not mechanism.weak else 1)
         elif argument == "kk" or argument in unit:
             x[argument] = torch.nn.functional.normalize(normal(shape), dim=-1)
@@ -272,7 +272,7 @@ def test_no_tokens(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(states, states_of(name, inputs), strict=True))
 
 
-DECAYS = ("log_decay", "log_forget", "curvature_log_decay")
+DECAYS = ("log_decay", "log_forget", "curvature_log_decay", "momentum_log_decay")
 
 
 @pytest.mark.parametrize("decay", [0.0, -20.0, -1e4, -torch.inf, None], ids=str)

@@ -70,7 +70,7 @@ def test_a_name_is_registered_once() -> None:
 
 def test_every_file_of_a_mechanism_is_imported() -> None:
     """A file that is forgotten in `flashmix/mechanisms/__init__.py` registers nothing when it is imported alone."""
-    shared = {"__init__", "common", "registry", "rwkv", "slots"}
+    shared = {"__init__", "common", "registry", "rwkv", "slots", "momentum"}
     modules = {owner.__module__ for entry in MECHANISMS.values() for owner in (entry.function, entry.layer) if owner}
     files = {f"flashmix.mechanisms.{path.stem}" for path in (ROOT / "flashmix/mechanisms").glob("*.py")}
     assert modules == files - {f"flashmix.mechanisms.{name}" for name in shared}

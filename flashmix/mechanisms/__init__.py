@@ -54,4 +54,7 @@ from flashmix.mechanisms.higher_order import higher_order as higher_order
 from flashmix.mechanisms.rodimus import rodimus as rodimus
 from flashmix.mechanisms.raven import raven as raven
 from flashmix.mechanisms.mom import mom as mom
+from flashmix.mechanisms.momentum_deltanet import momentum_deltanet as momentum_deltanet
+from flashmix.mechanisms.titans_linear import titans_linear as titans_linear
+from flashmix.mechanisms.ttt_linear import ttt_linear as ttt_linear
 from flashmix.mechanisms.latent_attention import LatentAttention as LatentAttention
