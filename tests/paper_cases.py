@@ -19,7 +19,7 @@ class Mechanism:
     """A loop, the shapes of its arguments by name, and how the loops above differ in what they take.
 
     Axes: sequences `B` (of states `N`), tokens `T`, steps of a token `n`, heads of keys `H` and of values `HV`, channels `K` and
-    `V`, slots or memories `M`, rotated pairs `R`, levels `L`, features `F`.
+    `V`, slots or memories `M`, rotated pairs `R`, levels `L`, features `F`, `one` and `two` numbers.
     """
 
     loop: Callable[..., tuple[Tensor, Any]]
@@ -79,6 +79,32 @@ WIDE = (
     "gamma_log",
 )
 BETA, BY_TOKEN, BY_CHANNEL = {"beta": "B T HV"}, {"log_decay": "B T HV"}, {"log_decay": "B T HV K"}
+
+
+def kind_of(mechanism: Mechanism, name: str) -> str:
+    """What numbers an argument has: vectors of a given length ("scaled", "unit"), or the name of the way to draw them."""
+    if name in mechanism.draw:
+        return "scaled"
+    if name in mechanism.routing:
+        return "routing"
+    if name == "ridge":
+        return "ridge"
+    if name in mechanism.positive:
+        return "positive"
+    if name.endswith("log_decay") or name == "log_forget":
+        return "decay"
+    if name in ("beta", "dt", "a", "curvature_beta", "gradient_beta") or name.endswith("_gate"):
+        return "strength"
+    return "unit" if name == "kk" or ("beta" in mechanism.shapes and name in mechanism.unit) else "normal"
+
+
+def kind_of_state(mechanism: Mechanism, name: str, axes: str) -> str:
+    """What numbers an initial state has: "count" (of tokens), "positive" (a sum of squares or weights), "outer" (products) or "normal"."""
+    if axes == "N one":
+        return "count"
+    if axes in ("N H K", "N H F") or name in mechanism.positive:
+        return "positive"
+    return "outer" if axes == "N HV K K" else "normal"
 
 
 def householder(k: Tensor, beta: Tensor) -> Tensor:

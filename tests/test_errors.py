@@ -81,6 +81,7 @@ def sized(case: Mechanism, axes: str) -> tuple[int, ...]:
         "one": 1,
         "F": case.features(K),
         "n": 2,
+        "two": 2,
     }
     return tuple(sizes[axis] for axis in axes.split())
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget, relative_errors, spend
-from paper_cases import WIDE
+from paper_cases import WIDE, kind_of, kind_of_state
 from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from flashmix.mechanisms.registry import functions
 # that compute an operand of the engine from their arguments, this operand.
 STAGES = 5
 NEIGHBOURS = 8
-SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4, "R": 2, "L": 7, "one": 1}
+SIZES = {"B": 2, "T": 37, "n": 2, "H": 2, "HV": 2, "K": 6, "V": 5, "M": 4, "R": 2, "L": 7, "one": 1, "two": 2}
 NAMES = list(MECHANISMS)
 GROUPED = [name for name in NAMES if MECHANISMS[name].grouped]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,37 +42,31 @@ def make_inputs(
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
     mechanism, x = MECHANISMS[name], {}
-    unit = mechanism.unit if "beta" in mechanism.shapes else ()
     for argument, axes in mechanism.shapes.items():
         shape = tuple(size[axis] for axis in axes.split())
         if argument in mechanism.optional and not optional:
             continue
-        if argument in mechanism.draw:
-            x[argument] = mechanism.draw[argument] * torch.nn.functional.normalize(normal(shape), dim=-1)
-        elif argument in mechanism.routing:
-            x[argument] = (uniform(shape) - 0.5).clamp(min=0)
-        elif argument == "ridge":
-            x[argument] = uniform(shape) + 0.5
-        elif argument in mechanism.positive:
-            x[argument] = uniform(shape)
-        elif argument in ("log_decay", "log_forget", "curvature_log_decay", "momentum_log_decay"):
-            x[argument] = -uniform(shape)
-        elif argument in ("beta", "dt", "a", "curvature_beta", "gradient_beta") or argument.endswith("_gate"):
-            x[argument] = uniform(shape) * (2 if argument == "beta" and not mechanism.weak else 1)
-        elif argument == "kk" or argument in unit:
-            x[argument] = torch.nn.functional.normalize(normal(shape), dim=-1)
-        else:
+        kind = kind_of(mechanism, argument)
+        if kind in ("scaled", "unit"):
+            length = mechanism.draw.get(argument, 1.0)
+            x[argument] = length * torch.nn.functional.normalize(normal(shape), dim=-1)
+        elif kind == "normal":
             x[argument] = normal(shape)
+        elif kind == "strength":
+            x[argument] = uniform(shape) * (2 if argument == "beta" and not mechanism.weak else 1)
+        else:
+            drawn = uniform(shape)
+            x[argument] = {"routing": (drawn - 0.5).clamp(min=0), "ridge": drawn + 0.5, "decay": -drawn}.get(
+                kind, drawn
+            )
     size |= {"N": size["B"] if sequences is None else sequences, "F": mechanism.features(size["K"])}
     for argument, axes in zip(state_names(name), mechanism.states, strict=True):
-        if axes == "N one":  # a number of tokens
+        kind = kind_of_state(mechanism, argument, axes)
+        if kind == "count":
             x[argument] = torch.randint(6, (size["N"], 1), generator=generator).double()
             continue
-        x[argument] = normal(tuple(size[axis] for axis in axes.split()))
-        if axes in ("N H K", "N H F") or argument in mechanism.positive:  # a sum of squares, or of weights
-            x[argument] = x[argument].abs()
-        elif axes == "N HV K K":  # a sum of outer products
-            x[argument] = x[argument] @ x[argument].mT
+        state = normal(tuple(size[axis] for axis in axes.split()))
+        x[argument] = state.abs() if kind == "positive" else state @ state.mT if kind == "outer" else state
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {n: t.to(wide if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
 

@@ -22,13 +22,23 @@ EXACT = (
     "native",
 )  # the implementations whose bits the laws are about, besides "repeat", which holds for all
 RULES = ("linear_attention", "delta_rule", "dplr")
+PLAIN = (  # products and powers of plain PyTorch, whatever `impl` is
+    "s5",
+    "lru",
+    "rodimus",
+    "ttt_linear",
+    "titans_linear",
+    "momentum_deltanet",
+)
 Law = Callable[[Sample, Draw, str], Iterator[Finding]]
 
 
 def exact(sample: Sample, law: str, *others: Sample, device: str = "cpu", wants: tuple[str, ...] = ()) -> list[str]:
     """The implementations that keep a law bit for bit, and run all the calls."""
     names = EXACT if law not in sample.loose else EXACT[1:]
-    if device != "cpu":  # cuBLAS promises nothing; of the recurrence's kernels docs/numerics.md says it of the batch
+    if sample.op in PLAIN:
+        names = ()
+    elif device != "cpu":  # cuBLAS promises nothing; of the recurrence's kernels docs/numerics.md says it of the batch
         names = ("triton",) if law == "batch" and sample.op in RULES else ()
     taken = [implementations(one, device, wants) for one in (sample, *others)]
     return [impl for impl in names if all(impl in own for own in taken)]

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from paper_cases import WIDE, Mechanism
+from paper_cases import WIDE, Mechanism, kind_of, kind_of_state
 from paper_loops import MECHANISMS, run_loop, state_names
 from torch import Tensor
+
+from flashmix.mechanisms.registry import MECHANISMS as REGISTERED
 
 from .draw import Draw
 from .recurrence import LAWS, bound, loose, wide
@@ -22,6 +24,7 @@ SCANNING = (
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
 )  # heads of one channel
+LEVELS = 8  # of log-linear attention: 2^7 tokens and more than there are
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
 
@@ -32,10 +35,17 @@ def drawn(draw: Draw, op: str) -> Sample:
     tokens = draw.tokens(70)
     lengths = draw.lengths(tokens) if packed else None
     H, group = draw.heads()
-    K = min(draw.channels(), 128)
+    axes_used = " ".join((*mechanism.shapes.values(), *mechanism.states)).split()
+    K = min(draw.channels(), 16 if "F" in axes_used else 8 if "ridge" in mechanism.shapes else 128)
+    K = max(K, 2) if "R" in axes_used else K
     V = K if draw.chance(0.4) else min(draw.channels(), 128)
     size = {"B": 1 if packed else draw.batch(), "T": tokens, "n": draw.pick((1, 2, 3)), "H": H, "K": K, "V": V}
-    size |= {"HV": H * group if mechanism.grouped else H, "M": draw.pick((1, 4, 7, 16, 32))}
+    slots = draw.pick((1, 4, 7, 16, 32))
+    size |= {
+        "HV": H * group if mechanism.grouped else H,
+        "M": 4 if "recurrent" in mechanism.shapes else max(slots, size["n"]),
+    }
+    size |= {"F": mechanism.features(K), "R": K // 2, "L": LEVELS, "one": 1, "two": 2}
     size["N"] = size["B"] if lengths is None else len(lengths)
     if op.startswith("preconditioned") and draw.on_gpu:
         size["V"] = V
@@ -46,9 +56,9 @@ def drawn(draw: Draw, op: str) -> Sample:
         x[name] = _argument(draw, mechanism, name, tuple(size[axis] for axis in axes.split()))
     if stated:
         for name, axes in zip(state_names(op), mechanism.states, strict=True):
-            state = draw.normal(*(size[axis] for axis in axes.split()))
-            x[name] = state.abs() + 0.1 if axes == "N H K" else state
-    x = {n: t.to(wide(dtype) if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
+            x[name] = _state(draw, kind_of_state(mechanism, name, axes), tuple(size[axis] for axis in axes.split()))
+    kept = (*WIDE, *REGISTERED[op].wide)
+    x = {n: t.to(wide(dtype) if n in kept or n.startswith("initial_state") else dtype) for n, t in x.items()}
     per_token = frozenset(name for name, axes in mechanism.shapes.items() if axes.startswith("B T") and name in x)
     options = dict(mechanism.options)
     takes_scale = "scale" in inspect.signature(OPS[op]).parameters and not mechanism.positive
@@ -76,18 +86,24 @@ def drawn(draw: Draw, op: str) -> Sample:
 
 
 def _argument(draw: Draw, mechanism: Mechanism, name: str, shape: tuple[int, ...]) -> Tensor:
-    unit = mechanism.unit if "beta" in mechanism.shapes else ()
-    if name in mechanism.draw:
-        return mechanism.draw[name] * draw.unit(*shape)
-    if name in mechanism.positive:
-        return 0.05 + 0.95 * draw.uniform(*shape)
-    if name in ("log_decay", "log_forget", "curvature_log_decay"):
+    kind = kind_of(mechanism, name)
+    if kind in ("scaled", "unit"):
+        return mechanism.draw.get(name, 1.0) * draw.unit(*shape)
+    if kind == "decay":
         return draw.decay(*shape)
-    if name in ("beta", "dt", "a", "curvature_beta") or name.endswith("_gate"):
+    if kind == "strength":
         return draw.strength(*shape, most=2.0 if name == "beta" and not mechanism.weak else 1.0)
-    if name == "kk" or name in unit:
-        return draw.unit(*shape)
-    return draw.normal(*shape)
+    if kind == "normal":
+        return draw.normal(*shape)
+    drawn = draw.uniform(*shape)
+    return {"routing": (drawn - 0.5).clamp(min=0), "ridge": drawn + 0.5}.get(kind, 0.05 + 0.95 * drawn)
+
+
+def _state(draw: Draw, kind: str, shape: tuple[int, ...]) -> Tensor:
+    if kind == "count":
+        return draw.integers(0, 6, *shape).double()
+    state = draw.normal(*shape)
+    return state.abs() + 0.1 if kind == "positive" else state @ state.mT if kind == "outer" else state
 
 
 def _loop(op: str, scale: float | None, x: Tensors) -> tuple[Tensor, ...]:

@@ -81,8 +81,8 @@ def lru(
     return run(x, S, factor, torch.exp(gamma_log)[:, None] * number(B), number(C), D, 1)
 
 
-INPUT, MATRICES, SKIP = {"x": "B T HV V"}, {"B": "HV M V n", "C": "HV V M n"}, {"D": "HV V"}
-CHANNELS = {"dt": "HV V", "A_log": "HV V M", "A_imag": "HV V M", "B": "HV V M n", "C": "HV V M n"}
+INPUT, MATRICES, SKIP = {"x": "B T HV V"}, {"B": "HV M V two", "C": "HV V M two"}, {"D": "HV V"}
+CHANNELS = {"dt": "HV V", "A_log": "HV V M", "A_imag": "HV V M", "B": "HV V M two", "C": "HV V M two"}
 SHARED = {"dt": "HV M", "A_log": "HV M", "A_imag": "HV M", **MATRICES}
 POLAR = {"nu_log": "HV M", "theta_log": "HV M", "gamma_log": "HV M", **MATRICES}
 CASES = {
@@ -92,7 +92,7 @@ CASES = {
         ("D",),
         scale=1.0,
         grouped=False,
-        states=("N HV V M n",),
+        states=("N HV V M two",),
         errors=[
             ({"dt": zeros(H)}, ValueError, "dt must have shape [2, 8], got [2]"),
             ({"D": zeros(1)}, ValueError, "D must have shape [2, 8], got [1]"),
@@ -104,7 +104,7 @@ CASES = {
         ("D",),
         scale=1.0,
         grouped=False,
-        states=("N HV M n",),
+        states=("N HV M two",),
         errors=[
             ({"C": zeros(H, K, 4)}, ValueError, "C must have shape [2, 8, 8, 2], got [2, 8, 4]"),
             ({"x": zeros(1, T, K)}, ValueError, "x must have shape [B, T, H, P], got [1, 6, 8]"),
@@ -116,7 +116,7 @@ CASES = {
         ("D",),
         scale=1.0,
         grouped=False,
-        states=("N HV M n",),
+        states=("N HV M two",),
         errors=[
             ({"gamma_log": zeros(H)}, ValueError, "gamma_log must have shape [2, 8], got [2]"),
             ({"B": zeros(H, K, 4, 2)}, ValueError, "B must have shape [2, 8, 8, 2], got [2, 8, 4, 2]"),
