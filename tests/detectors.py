@@ -39,6 +39,7 @@ OP_EXTRAS = {
     "rotary": {"scaling"},
     "scan": {"step"},
     "selective_scan": {"step", "extras"},
+    "gated_product": {"linear"},
 }
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper", "native"}
 

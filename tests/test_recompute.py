@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,8 @@ from flashmix import Packing
 from flashmix.models import Decoder, preset
 from flashmix.op import recompute
 from flashmix.op.recompute import recomputed, recomputing
+from flashmix.ops.gated_product.linear import SwiGLULinear
+from flashmix.ops.gated_product.op import swiglu
 
 
 @pytest.fixture
@@ -112,3 +115,16 @@ def test_other_hooks_are_left_alone(everywhere: Callable[[bool], None]) -> None:
     expected = torch.autograd.grad(chain(x, w), x)[0]
     assert torch.equal(torch.autograd.grad(checkpoint(chain, x, w, use_reentrant=False), x)[0], expected)
     assert torch.equal(torch.func.grad(chain)(x, w), expected)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 5), torch.float32), ((7,), torch.bfloat16)])
+def test_the_product_with_a_matrix_has_the_bits_of_both(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate_up, weight = torch.randn(*shape, 2 * 1100, dtype=dtype), torch.randn(8, 1100, dtype=dtype)
+    leaves = [gate_up.requires_grad_(), weight.requires_grad_()]
+    apart = linear(swiglu(*gate_up.chunk(2, dim=-1), impl="triton"), weight)
+    joined = SwiGLULinear.apply(*leaves)
+    dy = torch.randn_like(apart)
+    assert torch.equal(joined, apart)
+    pairs = zip(*(torch.autograd.grad(y, leaves, dy) for y in (joined, apart)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

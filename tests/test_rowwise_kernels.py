@@ -20,6 +20,7 @@ from kernels import MULTIPROCESSORS, TARGETS, compile_launch, recording
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
+from flashmix.ops.gated_product.linear import SwiGLULinear
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary.op import rotary, rotary_qk
@@ -87,6 +88,9 @@ def products(dtype: torch.dtype) -> dict[str, Call]:
         )
     for width in (1, 100, 11008):
         calls[f"halves, swiglu {width} {dtype}"] = lambda w=width: swiglu(*leaf(7, 2 * w, dtype=dtype).chunk(2, -1))
+        calls[f"swiglu with a matrix {width} {dtype}"] = lambda w=width: SwiGLULinear.apply(
+            leaf(7, 2 * w, dtype=dtype), leaf(8, w, dtype=dtype)
+        )
     return calls
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flashmix.op.packing import Packing
 from flashmix.op.recompute import recomputed
+from flashmix.ops.gated_product.linear import swiglu_linear
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.token_shift.op import token_shift
 
@@ -42,8 +43,10 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(recomputed(swiglu, gate, up))
+        gate_up, down = self.gate_up(x), self.down
+        plain = type(down) is nn.Linear and not down._forward_hooks and not down._forward_pre_hooks
+        y = swiglu_linear(gate_up, down.weight) if plain else None  # an adapter in its place is called
+        return self.down(recomputed(swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
 
     def writers(self) -> Iterator[Tensor]:
         """The matrix that makes the output."""

@@ -1,4 +1,4 @@
-"""The command line: `flashmix train`, `flashmix generate`, `flashmix eval`, `flashmix convert`, `flashmix doctor`."""
+"""The command line: `flashmix train`, `tokenize`, `tokenizer`, `generate`, `eval`, `convert` and `doctor`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import flashmix
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
-from flashmix.train.options import FLAGS, SETTINGS, add_train
+from flashmix.train.options import FLAGS, SETTINGS, add_tokenize, add_train
 
 if TYPE_CHECKING:
     from flashmix.models import Decoder
@@ -67,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--checkpoint", default="last", metavar="WHICH", help=text)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
+    add_tokenize(commands)
     add_eval(commands)
     add_convert(commands)
     doctor = commands.add_parser("doctor", help="what is here, and which implementation each op would take")
@@ -280,6 +281,13 @@ def convert_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def text_command(name: str, arguments: argparse.Namespace) -> int:
+    from flashmix.train import text_commands
+
+    status: int = getattr(text_commands, name)(arguments)
+    return status
+
+
 def doctor_command(arguments: argparse.Namespace) -> int:
     from flashmix import doctor
 
@@ -320,8 +328,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str] | None) -> int:
     arguments = make_parser().parse_args(argv)
-    commands = {
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": train_command,
+        "tokenize": partial(text_command, "tokenize_command"),
+        "tokenizer": partial(text_command, "tokenizer_command"),
         "generate": generate_command,
         "eval": eval_command,
         "convert": convert_command,

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from flashmix.op.packing import Packing
+from flashmix.train.dataset import Dataset, Spans
 from flashmix.train.folder import RunError, RunFolder, read_json, reason, write_json, written_whole
 from flashmix.train.tokens import Tokens
 
 # Folders that are not source of the standard library: its tests, installed packages, generated tables.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+IGNORED = -100  # a target that the loss does not count
 BLOCK = 1 << 24  # bytes that have a checksum of their own
 
 
@@ -51,6 +53,7 @@ class Corpus:
 
     tokens: np.ndarray
     documents: list[Document]
+    mask: np.ndarray | None = None  # all tokens count
 
     def split(self, held_out: bool) -> list[Document]:
         return [document for document in self.documents if document.held_out == held_out]
@@ -88,15 +91,13 @@ class Stream:
     The batch at a position depends on the position alone, not on what was read before, so a checkpoint keeps only the position.
     """
 
-    def __init__(self, corpus: Corpus, documents: list[Document], seq_len: int, seed: int) -> None:
-        starts = [np.arange(d.start, d.start + d.tokens, seq_len) for d in documents]
-        self.starts = np.concatenate(starts)
-        self.lengths = np.concatenate(
-            [np.minimum(d.start + d.tokens - begin, seq_len) for d, begin in zip(documents, starts, strict=True)]
-        )
+    def __init__(self, corpus: Corpus | Dataset, documents: list[Document] | Spans, seq_len: int, seed: int) -> None:
+        spans = documents if isinstance(documents, Spans) else Spans.of(documents)
+        self.starts, self.lengths = spans.windows(seq_len)
+        self.mask = corpus.mask
         self.tokens = corpus.tokens
         self.total = int(self.lengths.sum())
-        self.bytes = sum(d.bytes for d in documents)
+        self.bytes = int(spans.bytes.sum())
         self.seed = seed
         self._epoch = -1
 
@@ -128,10 +129,19 @@ class Stream:
             yield start, length
             position, count = position + length, count - length
 
+    def counted(self, position: int, count: int) -> int:
+        """How many of the targets from `position` on the loss counts."""
+        if self.mask is None:
+            return count
+        return sum(int(self.mask[s + 1 : s + length + 1].sum()) for s, length in self._pieces(position, count))
+
     def batch(self, position: int, count: int, device: torch.device) -> Batch:
         pieces = list(self._pieces(position, count))
         inputs = np.concatenate([self.tokens[start : start + length] for start, length in pieces])
         targets = np.concatenate([self.tokens[start + 1 : start + length + 1] for start, length in pieces])
+        if self.mask is not None:
+            counts = np.concatenate([self.mask[start + 1 : start + length + 1] for start, length in pieces])
+            targets = np.where(counts, targets.astype(np.int64), IGNORED)
         return Batch.on(device, inputs, targets, [length for _, length in pieces])
 
 

@@ -130,6 +130,7 @@ class LockedFolder:
 
     kind = "run"
     name = "run folder"
+    resumes = True  # whether a command has --resume for it
 
     def __init__(self, path: str | Path, settings: str) -> None:
         self.path = Path(path)
@@ -149,7 +150,7 @@ class LockedFolder:
             article = "an" if self.kind[0] in "aeiou" else "a"
             raise RunError(
                 f"{self.path} already holds {article} {self.kind}: "
-                f"continue it with --resume {self.path}, or choose another --out"
+                f"{f'continue it with --resume {self.path}, or ' * self.resumes}choose another --out"
             )
 
     def check_used(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flashmix.models import Decoder
 from flashmix.train import checkpoint, shards
 from flashmix.train.data import Batch, Corpus, Stream
+from flashmix.train.dataset import Dataset
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.log import make_log
 from flashmix.train.optimizer import Updates
@@ -74,7 +75,12 @@ class Trainer:
     """A model in training: `run` trains it from its current step to the last one, or until it is interrupted."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, model: Decoder, corpus: Corpus, ranks: Ranks | None = None
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        model: Decoder,
+        corpus: Corpus | Dataset,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.folder, self.ranks = config, folder, ranks or Ranks()
         self.device = self.ranks.device(config.device or "cpu")
@@ -86,6 +92,7 @@ class Trainer:
         self.step = 0
         self.position = 0
         self.saved_step = 0
+        self.counted = config.batch_tokens  # targets of the step that the loss counts
         self.unread: list[tuple[Tensor, Tensor]] = []
         self.asked: Callable[[], bool] = lambda: False  # whether this process was asked to stop
         self.clock = time.perf_counter()
@@ -103,8 +110,8 @@ class Trainer:
 
     @property
     def whole_step(self) -> bool:
-        """Whether a step is one row of this process alone: its loss is a mean; else losses are shares of a sum."""
-        return self.config.rows == 1 and not self.ranks.several
+        """Whether a step is one row of this process alone, all of which counts: its loss is a mean; else losses are shares of a sum."""
+        return self.config.rows == 1 and not self.ranks.several and self.training.mask is None
 
     def resume(self) -> None:
         """Loads the checkpoint of the run folder; measurements of later steps are dropped and made again.
@@ -194,7 +201,7 @@ class Trainer:
         """Of a step that is one batch the mean over its tokens, else the batch's share of the mean over the step's tokens, nats."""
         if self.whole_step:
             return self.loss(batch)
-        return self.loss(batch, reduction="sum") / self.config.batch_tokens
+        return self.loss(batch, reduction="sum") / self.counted
 
     def loss(self, batch: Batch, **options: str) -> Tensor:
         return self.forward(batch.inputs, cu_seqlens=batch.packing, targets=batch.targets, **options)
@@ -213,6 +220,7 @@ class Trainer:
     def train_step(self) -> None:
         """One optimiser step. It does not wait for the device: the losses stay there until `read_losses`."""
         rows, losses = self.rows(), []
+        self.counted = max(1, self.training.counted(self.position, self.config.batch_tokens))
         for position in rows:
             batch = self.batch(self.training, position, self.config.batch_tokens // self.config.rows)
             loss = self.loss_of(batch)
@@ -287,7 +295,7 @@ class Trainer:
             own = self.loss(batch).double() * count if self.whole_step else self.loss(batch, reduction="sum").double()
             loss += own * (index < len(positions))
         else:
-            mean = self.ranks.sum(loss).item() / total
+            mean = self.ranks.sum(loss).item() / max(1, self.held_out.counted(0, total))
             bits = self.held_out.bits_per_byte(mean)
             found = {"held_out_loss": mean, "held_out_bits_per_byte": bits, "held_out_perplexity": perplexity(mean)}
             self.append([{"step": self.step, **found}])

@@ -84,3 +84,32 @@ def add_train(commands: Any) -> None:
 def option(name: str) -> str:
     """The option of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def add_tokenize(commands: Any) -> None:
+    """`flashmix tokenize` and `flashmix tokenizer`."""
+    tokenize = commands.add_parser("tokenize", help="turn texts of any size into a folder of tokens for train --data")
+    text = "files and folders: texts (a file is a document), .jsonl (a line), .parquet (a row)"
+    tokenize.add_argument("text", nargs="+", metavar="PATH", help=text)
+    tokenize.add_argument(
+        "--out", required=True, metavar="FOLDER", help="the folder; an unfinished one is gone on with"
+    )
+    tokenize.add_argument("--tokenizer", metavar="FILE", help="a tokenizers file (JSON); without it a token is a byte")
+    text = "the name of the text in lines and rows (default: text)"
+    tokenize.add_argument("--text-field", default="text", metavar="NAME", help=text)
+    text = "the name of the messages, each with role and content; the assistant's alone count (default: messages)"
+    tokenize.add_argument("--messages-field", default="messages", metavar="NAME", help=text)
+    text = (
+        "how messages are written: Jinja, or JSON with chat_template (default: that beside the tokenizer, else ChatML)"
+    )
+    tokenize.add_argument("--template", metavar="FILE", help=text)
+    tokenize.add_argument("--workers", type=int, metavar="INT", help="processes (default: one for each CPU)")
+
+    tokenizer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer on texts")
+    tokenizer.add_argument("text", nargs="+", metavar="PATH", help="files and folders, as of tokenize")
+    tokenizer.add_argument("--out", required=True, metavar="FILE", help="the tokenizers file (JSON) to be written")
+    tokenizer.add_argument("--vocabulary", type=int, default=16384, metavar="INT", help="tokens (default: 16384)")
+    text = "bytes of text to train on, from evenly spaced documents (default: 50000000)"
+    tokenizer.add_argument("--bytes", type=int, default=50_000_000, metavar="INT", help=text)
+    text = "a token of its own that no word is part of, as chat templates have (give it once for each)"
+    tokenizer.add_argument("--special", action="append", default=[], metavar="TEXT", help=text)

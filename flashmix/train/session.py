@@ -13,7 +13,8 @@ import torch
 import flashmix
 from flashmix.models import Decoder, DecoderConfig
 from flashmix.train import checkpoint, data, shards
-from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json, written_whole
+from flashmix.train.dataset import Dataset, open_dataset
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, write_json, written_whole
 from flashmix.train.loop import Trainer
 from flashmix.train.ranks import Ranks
 from flashmix.train.sizes import initial_model
@@ -37,30 +38,39 @@ def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) ->
     if config.init_from and not (config.tokenizer or config.data):
         its = RunFolder(config.init_from).tokenizer
         config = replace(config, tokenizer=str(its) if its.exists() else None)
-    tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
+    dataset: Dataset | None = None
+    if config.data is None:
+        tokens = Tokens.from_file(config.tokenizer) if config.tokenizer else Tokens()
+    else:
+        config = replace(config, data=str(Path(config.data).absolute()))
+        dataset, tokens, _ = open_dataset(str(config.data), config.held_out)
     model = initial_model(config, tokens.vocabulary)
     if config.dtype == "float64":
         model.double()
     written = ranks.on_first(lambda: _write(config, folder, tokens, model))
     ranks.together(lambda: _check_seen(folder))
-    corpus = ranks.together(lambda: written or data.open_corpus(folder, tokens))
+    corpus = dataset or ranks.together(lambda: written or data.open_corpus(folder, tokens))
     return Trainer(config, folder, model, corpus, ranks)
 
 
-def _write(config: TrainConfig, folder: RunFolder, tokens: Tokens, model: Decoder) -> data.Corpus:
-    """Writes the texts and the settings of a new run into its folder."""
+def _write(config: TrainConfig, folder: RunFolder, tokens: Tokens, model: Decoder) -> data.Corpus | None:
+    """Writes the texts and the settings of a new run into its folder; of tokens elsewhere only what they are."""
     folder.create()
     try:
-        if config.tokenizer:
-            _copy(Path(config.tokenizer), folder.tokenizer)
-        corpus = data.prepare(config.text, config.held_out, tokens, folder)
+        if tokens.definition is not None:
+            with written_whole(folder.tokenizer) as file:
+                file.write(tokens.definition.encode())
+        corpus = None if config.data else data.prepare(config.text, config.held_out, tokens, folder)
     except RunError:
         folder.release()
         with contextlib.suppress(OSError):
             folder.path.rmdir()  # only if nothing is in it
         raise
     versions = {"flashmix": flashmix.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-    write_json(folder.config, {"versions": versions, "train": config.to_dict(), "model": model.config.to_dict()})
+    settings: dict[str, Any] = {"versions": versions, "train": config.to_dict(), "model": model.config.to_dict()}
+    if config.data is not None:
+        settings["data"] = open_dataset(config.data, config.held_out)[2]
+    write_json(folder.config, settings)
     return corpus
 
 
@@ -94,8 +104,13 @@ def resume(folder: RunFolder, changes: dict[str, Any], ranks: Ranks | None = Non
     ranks.check(config)
     ranks.start(config)
     _set_up(config)
-    ranks.on_first(lambda: data.verify(folder))
-    corpus = ranks.together(lambda: data.open_corpus(folder, _tokens_of(folder)))
+    corpus: data.Corpus | Dataset
+    if config.data is not None:
+        path, plan = config.data, settings.get("data")
+        corpus = ranks.together(lambda: open_dataset(path, config.held_out, plan)[0])
+    else:
+        ranks.on_first(lambda: data.verify(folder))
+        corpus = ranks.together(lambda: data.open_corpus(folder, _tokens_of(folder)))
     model = _model_of(folder, settings)
     model.checkpoint_activations = config.checkpoint_activations
     trainer = Trainer(config, folder, model.double() if config.dtype == "float64" else model, corpus, ranks)
@@ -158,12 +173,3 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise RunError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        contents = source.read_bytes()
-    except OSError as error:
-        raise RunError(f"cannot read {source}: {reason(error)}") from error
-    with written_whole(target) as file:
-        file.write(contents)

@@ -29,20 +29,27 @@ class Tokens:
     def from_file(cls, path: Path | str) -> Tokens:
         """Reads a tokenizer in the JSON format of the `tokenizers` package."""
         try:
+            definition = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = reason(error) if isinstance(error, OSError) else "it is not a text file"
+            raise RunError(f"cannot read the tokenizer {path}: {why}") from error
+        return cls.from_definition(definition, path)
+
+    @classmethod
+    def from_definition(cls, definition: str | None, name: Path | str = "the tokenizer") -> Tokens:
+        """The tokens of a tokenizer's JSON, bytes if it is None; `name` is said in errors."""
+        if definition is None:
+            return cls()
+        try:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise RunError(
                 "--tokenizer must come with the package tokenizers, got none: pip install 'flashmix[train]'"
             ) from error
         try:
-            definition = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            why = reason(error) if isinstance(error, OSError) else "it is not a text file"
-            raise RunError(f"cannot read the tokenizer {path}: {why}") from error
-        try:
             return cls(Tokenizer.from_str(definition))
         except Exception as error:  # the package raises plain Exception for any fault in the file
-            raise RunError(f"{path} is not a tokenizers file: {error}") from error
+            raise RunError(f"{name} is not a tokenizers file: {error}") from error
 
     def encode(self, text: bytes) -> Sequence[int]:
         if self.tokenizer is None:

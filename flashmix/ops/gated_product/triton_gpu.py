@@ -44,6 +44,7 @@ class GatedSpec(NamedTuple):
     OUTER: int
     ROWS: int  # r
     BLOCK: int  # c
+    STRIDE: int = 0  # of the rows of both gradients, where rows are not contiguous
 
 
 @triton.jit
@@ -91,24 +92,30 @@ def gated_forward_kernel(inputs, y, n, S: tl.constexpr):
 
 
 @triton.jit
-def multiply_backward(pointers, gradients, packed, mask, S: tl.constexpr):
-    """The gradients of a tile [r, c], stored at `packed`; `pointers`: those of the tile in gate, up and dy."""
+def multiply_backward(pointers, gradients, packed, rows, mask, S: tl.constexpr):
+    """The gradients of a tile [r, c], stored at `rows`, and `y` at `packed`; `pointers`: those of the tile in gate, up and dy."""
     ACTIVATION: tl.constexpr = S.ACTIVATION
     gate_ptr, up_ptr, dy_ptr = pointers
     kind: tl.constexpr = gate_ptr.dtype.element_ty
     gate, dy = load(gate_ptr, mask), load(dy_ptr, mask)  # [r, c]
+    if gradients.y is not None:
+        y = activation(gate, ACTIVATION, kind == tl.float32) * load(up_ptr, mask)  # [r, c]
+        tl.store(gradients.y + packed, y.to(kind), mask=mask)
     if gradients.gate is not None:
         dgate = dy * load(up_ptr, mask) * activation_slope(gate, ACTIVATION, kind == tl.float32)
     if gradients.up is not None:
         dup = dy * activation(gate, ACTIVATION, kind == tl.float32)
-        tl.store(gradients.up + packed, dup.to(kind), mask=mask)
+        tl.store(gradients.up + rows, dup.to(kind), mask=mask)
     if gradients.gate is not None:
-        tl.store(gradients.gate + packed, dgate.to(kind), mask=mask)
+        tl.store(gradients.gate + rows, dgate.to(kind), mask=mask)
 
 
 class GatedGradients(NamedTuple):
+    """The gradients, and `y` where it is made again."""
+
     gate: Any
     up: Any
+    y: Any = None
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -119,14 +126,15 @@ def gated_backward_kernel(inputs, gradients, n, S: tl.constexpr):
         up = row_starts(row, n.count, inputs.up.at, inputs.sizes, S)[:, None] + column
         dy = row_starts(row, n.count, inputs.dy.at, inputs.sizes, S)[:, None] + column
         pointers = inputs.gate.data + gate, inputs.up.data + up, inputs.dy.data + dy
-        multiply_backward(pointers, gradients, row[:, None] * S.WIDTH + column, mask, S)
+        packed, rows = row[:, None] * S.WIDTH + column, row[:, None] * S.STRIDE + column
+        multiply_backward(pointers, gradients, packed, rows, mask, S)
     else:
         column = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)[None, :]
         pointers = inputs.gate.data + column, inputs.up.data + column, inputs.dy.data + column
         if (tl.program_id(0).to(tl.int64) + 1) * S.BLOCK > n.width:
-            multiply_backward(pointers, gradients, column, column < n.width, S)
+            multiply_backward(pointers, gradients, column, column, column < n.width, S)
         else:
-            multiply_backward(pointers, gradients, column, None, S)
+            multiply_backward(pointers, gradients, column, column, None, S)
 
 
 def forward(call: GatedCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -150,13 +158,28 @@ def backward(call: GatedCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     return found
 
 
+def backward_of_halves(gate_up: Tensor, dy: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The gradient of `gate_up` `[..., 2 D]`, whose halves are gate and up, and `y` `[..., D]` made again, in one pass."""
+    found = torch.empty(size=gate_up.shape, dtype=gate_up.dtype, device=dy.device)
+    y = torch.empty(size=dy.shape, dtype=gate_up.dtype, device=dy.device)
+    if y.numel():
+        (gate, up), (dgate, dup) = gate_up.chunk(2, dim=-1), found.chunk(2, dim=-1)
+        rows = as_rows(gate, up, dy)
+        its_gate, its_up, its_dy = rows.rows
+        kernel, grid, numbers = _launch(gated_backward_kernel, GatedCall(gate, up, activation), rows, 2 * y.shape[-1])
+        kernel(grid, GatedInputs(its_gate, its_up, its_dy, rows.sizes), GatedGradients(dgate, dup, y), numbers)
+    return found, y
+
+
 def _with_axes(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, single numbers as one row of one."""
     return [t if t is None or t.dim() else t.unsqueeze(0) for t in tensors]
 
 
-def _launch(kernel: Any, call: GatedCall, rows: RowLayout) -> tuple[Kernel, int, GatedNumbers]:
-    """The kernel for tensors that lie so, its programs, and its numbers."""
+def _launch(
+    kernel: Any, call: GatedCall, rows: RowLayout, stride: int | None = None
+) -> tuple[Kernel, int, GatedNumbers]:
+    """The kernel for tensors that lie so, its programs, and its numbers; `stride`: of the rows of gradients, None of contiguous ones."""
     elements = call.gate.numel()
     if rows.outer == 0:
         spec = GatedSpec(call.activation, 1, 0, ROWS=1, BLOCK=TILE)
@@ -165,5 +188,6 @@ def _launch(kernel: Any, call: GatedCall, rows: RowLayout) -> tuple[Kernel, int,
         width = call.gate.shape[-1]
         block = min(power_of_two(width), WIDEST_BLOCK)
         spec = GatedSpec(call.activation, width, rows.outer, ROWS=TILE // block, BLOCK=block)
+        spec = spec._replace(STRIDE=width if stride is None else stride)
         grid = cdiv(width, block) * cdiv(rows.total, TILE // block)
     return bound(kernel, spec, num_warps=WARPS), grid, GatedNumbers(rows.total, elements)

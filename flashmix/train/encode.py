@@ -1,0 +1,123 @@
+"""Fast encoding of text for byte-level BPE tokenizers: words are cut by Python's `re` and looked up; only new ones are encoded.
+
+It is exact: text outside ASCII, text with added tokens, and tokenizers whose words cannot be cut so are encoded by the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+
+from flashmix.train.tokens import Tokens
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MOST = 1 << 20  # words that are remembered
+LINE = re.compile(r"(?<=\S)(?=\n)")  # always the end of a word: no word has a newline after something else
+SAMPLE = "It's 1234 of them,\n\n  don't we'll  say;\tx_y = f(a[0])  # note\r\n\n   end ABC DEF'S 12 345\n" * 2
+
+
+def ascii_pattern(pattern: str) -> re.Pattern[str] | None:
+    """A tokenizer's pattern for ASCII text; None where Python's `re` does not know it.
+
+    Example:
+        >>> ascii_pattern(GPT2).findall("we've 12 x")
+        ['we', "'ve", ' 12', ' x']
+    """
+    found, inside = [], False
+    for part in re.split(r"(\\p\{L\}|\\p\{N\}|\\.|\[|\])", pattern):
+        if part in ("[", "]"):
+            inside = part == "["
+        letters = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9"}.get(part)
+        found.append(part if letters is None else letters if inside else f"[{letters}]")
+    try:
+        return re.compile("".join(found), re.ASCII)
+    except re.error:
+        return None
+
+
+def words_of(definition: str) -> re.Pattern[str] | None:
+    """How a tokenizer (its JSON) cuts ASCII text into words that it encodes one by one; None where that is not known."""
+    parts: dict[str, Any] = json.loads(definition)
+    before, model = parts.get("pre_tokenizer") or {}, parts["model"]
+    if model["type"] != "BPE" or model.get("dropout") or parts.get("normalizer") is not None:
+        return None
+    steps = before.get("pretokenizers", [before])
+    kinds = [step.get("type") for step in steps]
+    if any(step.get("add_prefix_space") for step in steps):
+        return None
+    if kinds == ["ByteLevel"] and steps[-1].get("use_regex", True):
+        return ascii_pattern(GPT2)
+    if kinds == ["Split", "ByteLevel"] and not steps[-1].get("use_regex", True):
+        split, *_ = steps
+        pattern = split["pattern"].get("Regex")
+        if pattern is not None and split["behavior"] == "Isolated" and not split.get("invert"):
+            return ascii_pattern(pattern)
+    return None
+
+
+class Encoder:
+    """Encodes texts to arrays of token numbers, as `Tokens.encode` does.
+
+    Args:
+        tokens: the tokenizer of a run.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.words = None if tokens.definition is None else words_of(tokens.definition)
+        self.known: dict[str, list[int]] = {}
+        self.added: list[str] = []
+        if tokens.definition is not None:
+            self.added = [token["content"] for token in json.loads(tokens.definition).get("added_tokens", ())]
+        if self.words is not None and self._looked_up(SAMPLE) != self._exact(SAMPLE):
+            self.words = None
+
+    def encode(self, text: bytes) -> np.ndarray:
+        if self.tokens.definition is None:
+            return np.frombuffer(text, dtype=np.uint8).astype(self.tokens.dtype)
+        return self.encode_text(text.decode(errors="replace"))
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The same of a string."""
+        if self.tokens.definition is None:
+            return self.encode(text.encode())
+        if self.words is None or any(token in text for token in self.added):
+            return np.asarray(self._exact(text), dtype=self.tokens.dtype)
+        ids = self._looked_up(text) if text.isascii() else list(chain.from_iterable(self._by_lines(text)))
+        return np.fromiter(ids, dtype=self.tokens.dtype, count=len(ids))
+
+    def _by_lines(self, text: str) -> Iterator[list[int]]:
+        """Runs of lines, ASCII ones looked up."""
+        for plain, lines in groupby(LINE.split(text), str.isascii):
+            run = "".join(lines)
+            yield self._looked_up(run) if plain else self._exact(run)
+
+    def _looked_up(self, text: str) -> list[int]:
+        assert self.words is not None
+        words = self.words.findall(text)
+        known = self.known
+        different = set(words)
+        if not different <= known.keys():
+            if len(known) > MOST:
+                known.clear()
+            new = [word for word in different if word not in known]
+            known.update(zip(new, map(self._ids, self._batch(new)), strict=True))
+        return list(chain.from_iterable(map(known.__getitem__, words)))
+
+    def _batch(self, texts: list[str]) -> list[Any]:
+        tokenizer: Any = self.tokens.tokenizer
+        found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return found
+
+    @staticmethod
+    def _ids(encoding: Any) -> list[int]:
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _exact(self, text: str) -> list[int]:
+        return self._ids(self.tokens.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[union-attr]
