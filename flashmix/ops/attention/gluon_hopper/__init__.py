@@ -14,14 +14,11 @@ from flashmix.ops.attention.gluon_hopper.backward_host import MOST_CHANNELS_TOGE
 from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward, memory_of, row_statistics
 
 MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
-LEAST_CHANNELS_BACKWARD = 81  # of the larger head dim: below, Triton's backward is as fast
 
 
 def backward_supports(call: AttentionCall) -> str | None:
     """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
     channels = max(call.q.shape[3], call.v.shape[3])
-    if channels < LEAST_CHANNELS_BACKWARD:
-        return f"its backward takes head dims from {LEAST_CHANNELS_BACKWARD}"
     if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_TOGETHER:
         return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_TOGETHER} channels"
     if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
