@@ -8,27 +8,27 @@ Triton specialises code for integers that are 1 or multiples of 16, and for poin
 the kernel says `do_not_specialize` or `do_not_specialize_on_alignment`; this launcher holds to both, for all of the parameter.
 
 A tensor that TMA moves is an argument of its own, `Tiles`: Triton takes no descriptors in structs, and makes them anew at each launch.
+
+Calls of one kind that make the same launches again do so by a `LaunchSeries` (flashmix/gpu/series.py), which notes them here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
 
-from flashmix.gpu import device as gpu
-from flashmix.gpu.tma import KEPT, Maps, Tiles, without_descriptors
+from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
 ORDINARY = 3  # an integer for which Triton does not specialise
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
-SERIES = 512  # of launches that are kept; some kilobytes each
 
 
 class Address:
@@ -81,18 +81,12 @@ class Kernel:
                 values = made.maps.place(values)
             arguments = (*code, *values, None)
             launch(grid, 1, 1, stream, *arguments)
-            _noted((launch, grid, arguments))
+            if noting.launches is not None:
+                noting.launches.append(Launched(made, grid, structs, arguments))
         else:
             _noted(None)
             made.launch(grid, stream, structs, (*values, None))
         return made
-
-    def prepare(
-        self, grid: int, structs: Sequence[Any], *numbers: Any, tiles: Sequence[Tiles | None] = ()
-    ) -> PreparedLaunch:
-        """A launch with this grid and these last structs, to be made again and again with other tensors for its first `structs`, and
-        for the `tiles` that follow them."""
-        return PreparedLaunch(self, grid, structs, tiles, numbers)
 
     def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
@@ -124,114 +118,27 @@ class Code:
         made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
 
 
-class PreparedLaunch:
-    """A launch whose grid and numbers stay; a call hands over the tensors, one tuple for each of its first `structs`, and launches.
+class Launched(NamedTuple):
+    """A launch as it was made: what makes it again, with other tensors in place of those in `structs`."""
 
-    A struct whose last fields are numbers comes as a `partial` with those. With tiles a call hands over as `moved` a tensor for each,
-    whatever for those that are None. The tensors of later calls must be like those of the first: the same dtypes, the same ones None, and
-    where the kernel is specialised for their alignment, aligned as they were. The first call is an ordinary launch, later ones hand its
-    code new addresses.
-    """
-
-    def __init__(
-        self, kernel: Kernel, grid: int, structs: Sequence[Any], tiles: Sequence[Tiles | None], numbers: Sequence[Any]
-    ) -> None:
-        self.kernel, self.grid, self.structs, self.numbers = kernel, grid, structs, numbers
-        self._tiles = [None if x is None else (x.shape, x.strides, x.block, x.swizzle) for x in tiles]
-        self._ends = [tuple(_constants(s.keywords.values())) if isinstance(s, partial) else () for s in structs]
-        self._maps: Any = None
-        self._placed: dict[tuple[int, int], tuple[Any, ...]] = {}  # of the tiles, by number and address
-        self._rest = (*_constants(numbers), None)
-        self._launch: Any = None
-
-    def __call__(
-        self, device: torch.device, *tensors: tuple[Tensor | None, ...], moved: Sequence[Tensor | None] = ()
-    ) -> None:
-        if self._launch is None or device.index != torch._C._cuda_getDevice() or hooked():
-            with gpu.on(device):
-                named = [struct(*given) for struct, given in zip(self.structs, tensors, strict=True)]
-                for x, t in zip(self._tiles, moved, strict=True):
-                    named.append(None if x is None or t is None else Tiles(t, *x))
-                made = self.kernel(self.grid, *named, *self.numbers)
-            if made is not None and made.direct is not None:
-                launch, self._code = made.direct
-                self._maps = made.maps
-                self._launch = launch  # last: another thread may be looking
-            return
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        addresses: list[Any] = []
-        for given, end in zip(tensors, self._ends, strict=True):  # at every call: a nested comprehension takes longer
-            addresses.append((*[None if t is None else t.data_ptr() for t in given], *end))
-        if moved:
-            self._place(addresses, moved)
-        self._launch(self.grid, 1, 1, stream, *self._code, *addresses, *self._rest)
-
-    def _place(self, arguments: list[Any], tensors: Sequence[Tensor | None]) -> None:
-        """Appends the tiles as the code takes them: map, shape and strides of each."""
-        number = 0
-        for x, t in zip(self._tiles, tensors, strict=True):
-            if x is None or t is None:
-                arguments.append(None)
-                continue
-            address = t.data_ptr()
-            found = self._placed.get((number, address))
-            if found is None:
-                if len(self._placed) >= KEPT:
-                    self._placed.clear()
-                shape, strides, *_ = x
-                found = self._placed[number, address] = self._maps.at(number, address, shape, strides)
-            arguments.extend(found)
-            number += 1
+    code: Code
+    grid: int
+    structs: Sequence[Any]
+    arguments: tuple[Any, ...]
 
 
-def _constants(numbers: Iterable[Any]) -> list[Any]:
-    """Structs of numbers as the driver takes them."""
-    return [_lowered((x,), (True, True), [])[0] for x in numbers]
+class Noting(threading.local):
+    """The launches of the series that is being made on this thread; None among them: one that cannot be made again."""
+
+    launches: list[Launched | None] | None = None
 
 
-class LaunchSeries:
-    """Launches that calls make one after the other, made again with the same arguments, to the last address, at little cost to the host.
-
-    An allocator hands out the same addresses again and again where calls repeat; then nothing of a launch has to be found out anew.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, list[tuple[Any, int, tuple[Any, ...]]]] = {}
-
-    def __call__(self, device: torch.device, key: Hashable, make: Callable[[], None]) -> None:
-        """Does what `make()` does, which launches kernels on `device`, the current one, and nothing else; all their arguments follow from
-        `key`, which holds the addresses of all tensors.
-        """
-        known = self._kept.get(key)
-        if known is not None and not hooked():
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            for launch, grid, arguments in known:
-                launch(grid, 1, 1, stream, *arguments)
-            return
-        launches: list[Any] = []
-        _noting.launches = launches
-        try:
-            make()
-        finally:
-            _noting.launches = None
-        if None not in launches:
-            if len(self._kept) >= SERIES:
-                self._kept.clear()
-            self._kept[key] = launches
+noting = Noting()
 
 
-class _Noting(threading.local):
-    launches: list[Any] | None = (
-        None  # of the series that is being made; None in it: a launch that cannot be made again
-    )
-
-
-_noting = _Noting()
-
-
-def _noted(launch: tuple[Any, int, tuple[Any, ...]] | None) -> None:
-    if _noting.launches is not None:
-        _noting.launches.append(launch)
+def _noted(launched: Launched | None) -> None:
+    if noting.launches is not None:
+        noting.launches.append(launched)
 
 
 def hooked() -> bool:

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv, power_of_two
-from flashmix.gpu.launch import PreparedLaunch, bound
+from flashmix.gpu.launch import bound
+from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Outputs
 from flashmix.op.remember import Again, Tensors, by_signature
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
@@ -270,17 +271,20 @@ def prepare(call: DeltaNetStepCall) -> Again | None:
 
 
 def _prepared(call: DeltaNetStepCall) -> Again:
-    advance, finish = _advance(call), _finish(call)
-    shape, dtype, device = (call.qkv.shape[0], call.state.shape[1], call.state.shape[3]), call.dtype, call.device
+    series, device, names = LaunchSeries(), call.device, call.names
+    options = {name: getattr(call, name) for name in call.options}
+    shape, dtype = (call.qkv.shape[0], call.state.shape[1], call.state.shape[3]), call.dtype
 
     def run(x: Tensors) -> Tensor:
         o = torch.empty(size=shape, dtype=torch.float32, device=device)
         y = torch.empty(size=shape, dtype=dtype, device=device)
-        qkv, past, slots = x["qkv"], x["conv_state"], x["state_indices"]
-        weight, bias, strength, decay = x["conv_weight"], x["conv_bias"], x["strength"], x["decay"]
-        inputs = (qkv, past, weight, bias, strength, decay, x["A_log"], x["dt_bias"], slots, o)
-        advance(device, inputs, (x["state"],))
-        finish(device, (qkv, past, x["norm_weight"], x["gate"], slots, o, y))
+
+        def make() -> None:
+            given = DeltaNetStepCall.make({**x, **options})
+            _advance(given, o)
+            _finish(given, o, y)
+
+        series(device, (*[x[name] for name in names], o, y), make)
         return y
 
     return run
@@ -303,8 +307,8 @@ def _copies(call: DeltaNetStepCall) -> dict[str, Tensor]:
     return found
 
 
-def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
-    """The launch of the first kernel for tensors of these sizes."""
+def _advance(call: DeltaNetStepCall, o: Tensor) -> None:
+    """Launches the first kernel."""
     (B, _), (P, HV, K, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
     BK, BV, warps = tile(K, V, call.state.element_size())
     numbers = AdvanceNumbers(
@@ -333,11 +337,23 @@ def _advance(call: DeltaNetStepCall) -> PreparedLaunch:
     )
     strides = AdvanceStrides(call.state.stride()[:2], call.conv_weight.stride())
     kernel = bound(delta_net_kernel, spec, num_warps=warps, num_stages=1)
-    return kernel.prepare(B * HV * cdiv(V, BV), (AdvanceInputs, StatePool), numbers, strides)
+    inputs = AdvanceInputs(
+        call.qkv,
+        call.conv_state,
+        call.conv_weight,
+        call.conv_bias,
+        call.strength,
+        call.decay,
+        call.A_log,
+        call.dt_bias,
+        slots=call.state_indices,
+        o=o,
+    )
+    kernel(B * HV * cdiv(V, BV), inputs, StatePool(call.state), numbers, strides)
 
 
-def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
-    """The launch of the second kernel."""
+def _finish(call: DeltaNetStepCall, o: Tensor, y: Tensor) -> None:
+    """Launches the second kernel."""
     (B, C), (P, HV, _, V), W = call.qkv.shape, call.state.shape, call.conv_weight.shape[1]
     spec = FinishSpec(
         HV=HV,
@@ -353,7 +369,8 @@ def _finish(call: DeltaNetStepCall) -> PreparedLaunch:
     numbers = FinishNumbers(
         P, call.qkv.stride(0), past_strides(call), _strides(call.gate), _slot_stride(call), call.eps
     )
-    return bound(finish_kernel, spec, num_warps=4, num_stages=1).prepare(B * HV, (FinishInputs,), numbers)
+    inputs = FinishInputs(call.qkv, call.conv_state, call.norm_weight, call.gate, call.state_indices, o, y)
+    bound(finish_kernel, spec, num_warps=4, num_stages=1)(B * HV, inputs, numbers)
 
 
 def by_channel(call: DeltaNetStepCall) -> bool:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention import triton_gpu
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.backward_host import MOST_CHANNELS_TOGETHER, attention_backward
-from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward
+from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward, memory_of, row_statistics
 
 MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
-LEAST_CHANNELS_BACKWARD = 81  # of the larger head dim: below, Triton's backward is as fast
 
 
 def backward_supports(call: AttentionCall) -> str | None:
     """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
     channels = max(call.q.shape[3], call.v.shape[3])
-    if channels < LEAST_CHANNELS_BACKWARD:
-        return f"its backward takes head dims from {LEAST_CHANNELS_BACKWARD}"
     if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_TOGETHER:
         return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_TOGETHER} channels"
     if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
@@ -29,18 +27,20 @@ def backward_supports(call: AttentionCall) -> str | None:
 
 
 def keeps(call: AttentionCall) -> Outputs:
-    return call.row_statistics()
+    return (torch.empty(memory_of(call), dtype=torch.float32, device=call.device),)
 
 
 def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
     """`o`, with `return_lse` lse, and for backward m and l."""
-    o, lse, kept = attention_forward(call)
-    return (o, lse) if call.return_lse else (o,), kept if save else ()
+    outputs, kept = attention_forward(call)
+    return outputs, kept if save else ()
 
 
 def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     """The gradients of q, k, v and of each of sink, slopes and decay that is given."""
+    o, memory = kept
     if backward_supports(call) is not None:
-        return triton_gpu.backward(call, kept, grads, wanted)
+        m, l, _ = row_statistics(call, memory)
+        return triton_gpu.backward(call, (o, m, l), grads, wanted)
     d_o, d_lse = grads if call.return_lse else (*grads, None)
-    return attention_backward(call, kept, d_o, d_lse)
+    return attention_backward(call, o, memory, d_o, d_lse)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
+from flashmix.gpu.memory import MemoryPart, views
+from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
-from flashmix.op.call import Gradients, Outputs
+from flashmix.op.call import Gradients
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.backward import (
     PIECE,
@@ -24,10 +27,11 @@ from flashmix.ops.attention.gluon_hopper.backward import (
 from flashmix.ops.attention.gluon_hopper.backward_queries import QueryWork, hopper_backward_queries_kernel
 from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork
 from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wide_kernel
+from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
 from flashmix.ops.attention.gluon_hopper.plan import Plans
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
 from flashmix.ops.attention.gluon_hopper.table import ROWS
-from flashmix.ops.attention.triton_gpu.backward import RowInputs, RowResults, empty_rows, row_launch, summed_over_rows
+from flashmix.ops.attention.triton_gpu.backward import RowInputs, RowResults, row_launch, summed_over_rows
 from flashmix.ops.attention.triton_gpu.decay import running_sums, sums_of_gradients
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
@@ -47,100 +51,123 @@ def _both_sides(call: AttentionCall, d_o: Tensor, S: AttentionSpec, rows: int, k
     )
 
 
-def _by_query_head(call: AttentionCall, x: Tensor) -> Tensor:
-    return torch.empty(*x.shape[:2], call.heads_q, x.shape[3], dtype=torch.float32, device=x.device)
+class Flow(NamedTuple):
+    """What a backward reads besides its call."""
+
+    o: Tensor
+    kept: Tensor  # see `row_statistics`
+    d_lse: Tensor | None
+    d_o: Tensor  # contiguous
+    d_o_tiled: Tensor | None  # as TMA reads it, where that is another tensor
+
+    @property
+    def tiled(self) -> Tensor:
+        return self.d_o if self.d_o_tiled is None else self.d_o_tiled
+
+
+class Sums(NamedTuple):
+    """What gates and slopes have besides: the gates' running sums, and sums of dS; tables of packed queries and keys. Absent ones None."""
+
+    decay: Tensor | None = None
+    decay_tiles: Tensor | None = None
+    d_slopes: Tensor | None = None
+    at_rows: Tensor | None = None
+    at_keys: Tensor | None = None
+    table: Tensor | None = None
+    table_k: Tensor | None = None
 
 
 class Together:
     """dQ, dK and dV by one pass over the keys."""
 
-    def __init__(self, call: AttentionCall, d_o: Tensor) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         self.spec, options = hopper_spec(call, "backward")
         spec = self.spec
         count = 0 if call.packing is None else call.packing.count + 1
-        blocks_q, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-        self.blocks = (call.tokens_q // spec.BM + count if call.packed else blocks_q) * call.batch * call.heads_q
-        blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
-        of_rows = [tiles(x, spec, spec.BM, width)[0] for x, width in ((call.q, spec.QK), (d_o, spec.V))]
-        of_keys = [tiles(x, spec, ROWS, width)[0] for x, width in ((call.k, spec.QK), (call.v, spec.V))]
-        sums, _ = self.scratch(call)
-        n = numbers_of(call, spec, blocks_k)  # heads in turns share the cache with their dQ, those of a group too
-        self.keys = bound(hopper_backward_kernel, spec, **options).prepare(
-            blocks_k * call.batch * call.heads_q,
-            (partial(BackwardWork, n=n._replace(at_once=max(1, n.at_once // call.group))),),
-            tiles=(*of_rows, *of_keys, Tiles(sums, (sums.numel() // PIECE, PIECE), (PIECE, 1), (16, PIECE), swizzle=0)),
-        )
-        self.queries = bound(query_gradient_kernel, spec, num_warps=4).prepare(
-            blocks_q * call.batch * call.heads_q, (QuerySums,), numbers_of(call, spec, blocks_q)
-        )
+        self.blocks_q, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+        self.sums = (call.tokens_q // spec.BM + count if call.packed else self.blocks_q) * call.batch * call.heads_q
+        self.blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
+        self.keys = bound(hopper_backward_kernel, spec, **options)
+        self.queries = bound(query_gradient_kernel, spec, num_warps=4)
+        # sums of dQ's blocks; dK and dV by query head; counters
+        by_head = [(*x.shape[:2], call.heads_q, x.shape[3]) for x in (call.k, call.v) if spec.BY_HEAD]
+        self.memory = [MemoryPart(torch.float32, (self.sums * 2 * HALF // PIECE, PIECE))]
+        self.memory += [MemoryPart(torch.float32, shape) for shape in by_head]
+        self.counters = self.sums + 1
+        self.tables = (spec.BM, spec.BN)
 
-    def scratch(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Sums of dQ's blocks, and counters: 0."""
-        device = call.q.device
-        sums = torch.empty(self.blocks * 2 * HALF, dtype=torch.float32, device=device)
-        return sums, torch.zeros(self.blocks + 1, dtype=torch.int32, device=device)
-
-    def __call__(self, call: AttentionCall, d_o: Tensor, rows: RowResults, found: Gradients) -> None:
-        sums, counters = self.scratch(call)
-        device, table_q, table_k = call.q.device, None, None
-        if call.packing is not None:
-            _, table_k = blocks_of(call.packing_k, call.tokens_k, self.spec.BN, call.packing)
-            _, table_q = blocks_of(call.packing, call.tokens_q, self.spec.BM, call.packing_k)
-        d_k, d_v = found["k"], found["v"]
-        if self.spec.BY_HEAD:
-            d_k, d_v = (_by_query_head(call, x) for x in (d_k, d_v))
-        work = (table_k, rows.level, rows.delta, d_k, d_v, counters, None, None, None)
-        self.keys(device, work, moved=(call.q, d_o, call.k, call.v, sums))
-        self.queries(device, (found["q"], sums, counters, table_q))
-        if self.spec.BY_HEAD:
-            for parts, result in ((d_k, found["k"]), (d_v, found["v"])):
-                n = GroupNumbers(result.numel(), call.group)
-                kernel = bound(group_sums_kernel, GroupSpec(result.shape[3], SUMMED), num_warps=4)
-                kernel(cdiv(n.size, SUMMED), parts, result, n)
+    def launch(
+        self, call: AttentionCall, flow: Flow, rows: RowResults, more: Sums, memory: list[Tensor], found: Gradients
+    ) -> None:
+        spec, (sums, *by_head) = self.spec, memory
+        d_k, d_v = by_head or (found["k"], found["v"])
+        n = numbers_of(call, spec, self.blocks_k)  # heads in turns share the cache with their dQ, those of a group too
+        n = n._replace(at_once=max(1, n.at_once // call.group))
+        self.keys(
+            self.blocks_k * call.batch * call.heads_q,
+            BackwardWork(
+                *(more.table_k, rows.level, rows.delta, d_k, d_v, rows.counters),
+                alibi_slopes=None,
+                decay=None,
+                at_keys=None,
+                n=n,
+            ),
+            *[tiles(x, spec, spec.BM, width)[0] for x, width in ((call.q, spec.QK), (flow.tiled, spec.V))],
+            *[tiles(x, spec, ROWS, width)[0] for x, width in ((call.k, spec.QK), (call.v, spec.V))],
+            Tiles(sums, sums.shape, (PIECE, 1), (16, PIECE), swizzle=0),
+        )
+        self.queries(
+            self.blocks_q * call.batch * call.heads_q,
+            QuerySums(found["q"], sums, rows.counters, more.table),
+            numbers_of(call, spec, self.blocks_q),
+        )
+        for parts, result in zip(by_head, (found["k"], found["v"]), strict=False):
+            numbers = GroupNumbers(result.numel(), call.group)
+            kernel = bound(group_sums_kernel, GroupSpec(result.shape[3], SUMMED), num_warps=4)
+            kernel(cdiv(numbers.size, SUMMED), parts, result, numbers)
 
 
 class Apart:
     """dK and dV by a pass over the keys, dQ by one over the queries, and with them the gradients of slopes and gates."""
 
-    def __init__(self, call: AttentionCall, d_o: Tensor) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         self.spec, options = hopper_spec(call, "queries")
-        spec = self.spec
-        blocks, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-        self.queries = bound(hopper_backward_queries_kernel, spec, **options).prepare(
-            blocks * call.batch * call.heads_q,
-            (partial(QueryWork, n=numbers_of(call, spec, blocks)),),
-            tiles=_both_sides(call, d_o, spec, ROWS, spec.BN),
-        )
+        self.queries = bound(hopper_backward_queries_kernel, self.spec, **options)
         self.spec_k, options = hopper_spec(call, "wide")
-        spec = self.spec_k
-        blocks, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
-        self.keys = bound(hopper_backward_wide_kernel, spec, **options).prepare(
-            blocks * call.batch * call.heads,
-            (partial(BackwardWork, n=numbers_of(call, spec, blocks)),),
-            tiles=_both_sides(call, d_o, spec, spec.BM, ROWS),
-        )
+        self.keys = bound(hopper_backward_wide_kernel, self.spec_k, **options)
+        self.blocks_q, _ = blocks_of(call.packing, call.tokens_q, self.spec.BM, call.packing_k)
+        self.blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, self.spec_k.BN, call.packing)
+        self.memory: list[MemoryPart] = []
+        self.counters = 0
+        self.tables = (self.spec.BM, self.spec_k.BN)
 
-    def __call__(self, call: AttentionCall, d_o: Tensor, rows: RowResults, found: Gradients) -> None:
-        q, k, v, device = call.q, call.k, call.v, call.q.device
-        d_slopes, at_rows, at_keys, decay, decay_tiles, table, table_k = (None,) * 7
-        if call.alibi_slopes is not None:
-            d_slopes = torch.empty(size=call.rows, dtype=torch.float32, device=device)
-        if call.log_decay is not None:
-            decay, decay_tiles = running_sums(call, self.spec._replace(SCALED=False))
-            at_rows = torch.empty(size=call.rows, dtype=torch.float32, device=device)
-            at_keys = torch.zeros(call.batch, call.heads_q, call.tokens_k, dtype=torch.float32, device=device)
-        if call.packing is not None:
-            _, table = blocks_of(call.packing, call.tokens_q, self.spec.BM, call.packing_k)
-            _, table_k = blocks_of(call.packing_k, call.tokens_k, self.spec_k.BN, call.packing)
-        moved = (q, q, d_o, d_o, k, k, v, v)
-        biases = call.alibi_slopes, decay, decay_tiles
-        self.queries(device, (table, *biases, rows.level, rows.delta, found["q"], d_slopes, at_rows), moved=moved)
-        work = (table_k, rows.level, rows.delta, found["k"], found["v"], None, call.alibi_slopes, decay, at_keys)
-        self.keys(device, work, moved=moved)
-        if d_slopes is not None and call.alibi_slopes is not None:
-            found["alibi_slopes"] = summed_over_rows(d_slopes, call.alibi_slopes)
-        if at_rows is not None and at_keys is not None:
-            found["log_decay"] = sums_of_gradients(call, at_rows, at_keys)
+    def launch(
+        self, call: AttentionCall, flow: Flow, rows: RowResults, more: Sums, memory: list[Tensor], found: Gradients
+    ) -> None:
+        spec, biases = self.spec, (call.alibi_slopes, more.decay)
+        n = numbers_of(call, spec, self.blocks_q)
+        self.queries(
+            self.blocks_q * call.batch * call.heads_q,
+            QueryWork(
+                more.table,
+                *biases,
+                more.decay_tiles,
+                rows.level,
+                rows.delta,
+                found["q"],
+                more.d_slopes,
+                more.at_rows,
+                n,
+            ),
+            *_both_sides(call, flow.tiled, spec, ROWS, spec.BN),
+        )
+        spec = self.spec_k
+        n = numbers_of(call, spec, self.blocks_k)
+        self.keys(
+            self.blocks_k * call.batch * call.heads,
+            BackwardWork(more.table_k, rows.level, rows.delta, found["k"], found["v"], None, *biases, more.at_keys, n),
+            *_both_sides(call, flow.tiled, spec, spec.BM, ROWS),
+        )
 
 
 def one_pass(call: AttentionCall) -> bool:
@@ -152,28 +179,79 @@ def one_pass(call: AttentionCall) -> bool:
 class BackwardPlan:
     """The launches for calls of one kind."""
 
-    def __init__(self, call: AttentionCall, d_o: Tensor) -> None:
-        kernel, programs, n = row_launch(call, False)
-        self.rows = kernel.prepare(programs, (RowInputs, RowResults), n)
-        self.gradients = (Together if one_pass(call) else Apart)(call, d_o)
+    def __init__(self, call: AttentionCall) -> None:
+        self.gradients = (Together if one_pass(call) else Apart)(call)
+        self.series = LaunchSeries()
+        self.row_parts = row_parts(call, self.gradients.counters)
+        parts = (*self.gradients.memory, *self.row_parts)
+        self.bytes = sum(part.bytes for part in parts)
+
+    def sums(self, call: AttentionCall) -> Sums:
+        """What the passes read and write besides, allocated."""
+        found, device = Sums(), call.q.device
+        if call.packing is not None:
+            own, other = self.gradients.tables
+            _, table = blocks_of(call.packing, call.tokens_q, own, call.packing_k)
+            _, table_k = blocks_of(call.packing_k, call.tokens_k, other, call.packing)
+            found = found._replace(table=table, table_k=table_k)
+        if call.alibi_slopes is not None:
+            found = found._replace(d_slopes=torch.empty(size=call.rows, dtype=torch.float32, device=device))
+        if call.log_decay is not None:
+            decay, decay_tiles = running_sums(call, self.gradients.spec._replace(SCALED=False))
+            at_rows = torch.empty(size=call.rows, dtype=torch.float32, device=device)
+            at_keys = torch.zeros(call.batch, call.heads_q, call.tokens_k, dtype=torch.float32, device=device)
+            found = found._replace(decay=decay, decay_tiles=decay_tiles, at_rows=at_rows, at_keys=at_keys)
+        return found
+
+    def launch(self, call: AttentionCall, flow: Flow, memory: Tensor, more: Sums, found: Gradients) -> None:
+        """All launches of a call, which work in `memory`."""
+        own = len(self.gradients.memory)
+        parts = views(memory, (*self.gradients.memory, *self.row_parts))
+        rows = rows_in(call, parts[own:])
+        top, total, _ = row_statistics(call, flow.kept)
+        kernel, programs, n = row_launch(call, False, self.gradients.counters)
+        kernel(programs, RowInputs(flow.o, flow.d_o, flow.d_lse, top, total, call.sink), rows, n)
+        self.gradients.launch(call, flow, rows, more, parts[:own], found)
+
+
+def row_parts(call: AttentionCall, counters: int) -> tuple[MemoryPart, ...]:
+    """The memory of `rows_in`."""
+    rows = MemoryPart(torch.float32, (*call.rows[:2], cdiv(call.tokens_q, 4) * 4))
+    d_sink = MemoryPart(torch.float32, call.rows if call.sink is not None else (0,))
+    return rows, rows, d_sink, MemoryPart(torch.int32, (counters,))
+
+
+def rows_in(call: AttentionCall, parts: Sequence[Tensor]) -> RowResults:
+    """What the rows of scores need, in memory of `row_parts`."""
+    level, delta, d_sink, counters = parts
+    return RowResults(level, None, delta, *[x if x.numel() else None for x in (d_sink, counters)])
 
 
 PLANS = Plans(BackwardPlan)
 
 
-def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d_lse: Tensor | None) -> Gradients:
+def attention_backward(
+    call: AttentionCall, o: Tensor, kept: Tensor, d_o: Tensor | None, d_lse: Tensor | None
+) -> Gradients:
     """The gradients of q, k, v, and of sink, slopes and decay where given."""
-    o, top, total = kept
     d_o = torch.zeros_like(o) if d_o is None else d_o.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
-    plan, call, flow = PLANS.of(call, d_o, d_lse, *kept)
-    rows, device = empty_rows(call, False), call.q.device
-    plan.rows(device, (o, d_o, d_lse, top, total, call.sink), rows)
+    plan, call, tiled = PLANS.of(call, d_o)
+    q, k, v, device = call.q, call.k, call.v, call.q.device
     found = {
-        name: torch.empty(x.shape, dtype=x.dtype, device=device)
-        for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
+        "q": torch.empty(q.shape, dtype=q.dtype, device=device),
+        "k": torch.empty(k.shape, dtype=k.dtype, device=device),
+        "v": torch.empty(v.shape, dtype=v.dtype, device=device),
     }
-    plan.gradients(call, flow, rows, found)
-    if call.sink is not None and rows.d_sink is not None:
-        found["sink"] = summed_over_rows(rows.d_sink, call.sink)
+    memory = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
+    more, flow = plan.sums(call), Flow(o, kept, d_lse, d_o, None if tiled is d_o else tiled)
+    given = q, k, v, call.sink, call.alibi_slopes, *flow, memory, *more, found["q"], found["k"], found["v"]
+    plan.series(device, given, lambda: plan.launch(call, flow, memory, more, found))
+    if call.sink is not None:
+        parts = views(memory, (*plan.gradients.memory, *plan.row_parts))
+        found["sink"] = summed_over_rows(rows_in(call, parts[len(plan.gradients.memory) :]).d_sink, call.sink)
+    if more.d_slopes is not None and call.alibi_slopes is not None:
+        found["alibi_slopes"] = summed_over_rows(more.d_slopes, call.alibi_slopes)
+    if more.at_rows is not None and more.at_keys is not None:
+        found["log_decay"] = sums_of_gradients(call, more.at_rows, more.at_keys)
     return found

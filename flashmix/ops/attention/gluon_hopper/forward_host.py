@@ -1,12 +1,16 @@
-"""The host's side of the forward on Hopper: a launch for each kind of call, and the tensors that it writes."""
+"""The host's side of the forward on Hopper: the launch for each kind of call, and the tensors that it writes."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
+from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Outputs
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.forward import HopperResults, hopper_forward_kernel
@@ -18,6 +22,25 @@ from flashmix.ops.attention.triton_gpu.forward import ForwardInputs
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.spec import numbers_of
 
+STATISTICS = 3  # numbers that a row of scores leaves: m, l, and lse where it is not asked for
+COUNTER = 4  # numbers behind them, of which the first counts blocks
+
+
+def memory_of(call: AttentionCall) -> int:
+    """How many float32 numbers a forward keeps."""
+    return STATISTICS * padded(math.prod(call.rows)) + COUNTER
+
+
+def row_statistics(call: AttentionCall, kept: Tensor) -> list[Tensor]:
+    """m, l and the third number of each row, `[B, HQ, Tq]`, of what a forward kept."""
+    rows = math.prod(call.rows)
+    return [part[:rows].view(call.rows) for part in kept[:-COUNTER].view(STATISTICS, padded(rows))]
+
+
+def padded(numbers: int) -> int:
+    """As many numbers in float32 as whole pieces of 16 bytes have: code is compiled for what lies at such."""
+    return cdiv(numbers, 4) * 4
+
 
 class ForwardPlan:
     """The launch for calls of one kind."""
@@ -25,39 +48,51 @@ class ForwardPlan:
     def __init__(self, call: AttentionCall) -> None:
         self.spec, options = hopper_spec(call, "forward")
         spec = self.spec
-        self.blocks, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-        programs, at_once = self.blocks * call.batch * call.heads_q, gpu.target(call.device).multiprocessors
-        self.counts = spec.OWN_RESULTS and programs > at_once
-        self.launch = bound(hopper_forward_kernel, spec, **options).prepare(
-            min(programs, at_once) if spec.OWN_RESULTS else programs,
-            (ForwardInputs, HopperResults),
-            numbers_of(call, spec, self.blocks),
-            tiles=(
-                *tiles(call.q, spec, ROWS, spec.QK),
-                *tiles(call.k, spec, spec.BN, spec.QK),
-                *tiles(call.v, spec, spec.BN, spec.V),
-            ),
+        blocks, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
+        programs, at_once = blocks * call.batch * call.heads_q, gpu.target(call.device).multiprocessors
+        self.allocate = torch.zeros if spec.OWN_RESULTS and programs > at_once else torch.empty  # for the counter
+        self.grid = min(programs, at_once) if spec.OWN_RESULTS else programs
+        self.n, self.kernel = numbers_of(call, spec, blocks), bound(hopper_forward_kernel, spec, **options)
+        self.o = (*call.q.shape[:3], call.v.shape[3])
+        self.lse = call.rows[1:] if call.packed else call.rows
+        self.memory, self.series = memory_of(call), LaunchSeries()
+
+    def launch(
+        self,
+        call: AttentionCall,
+        results: tuple[Tensor, Tensor | None, Tensor],
+        biases: tuple[Tensor | None, Tensor | None],
+        table: Tensor | None,
+    ) -> None:
+        spec, (o, lse, kept) = self.spec, results
+        top, total, spare = row_statistics(call, kept)
+        self.kernel(
+            self.grid,
+            ForwardInputs(call.q, call.k, call.v, call.sink, call.alibi_slopes, *biases, None, table),
+            HopperResults(o, spare if lse is None else lse, top, total, kept[-COUNTER:].view(torch.int32)),
+            *tiles(call.q, spec, ROWS, spec.QK),
+            *tiles(call.k, spec, spec.BN, spec.QK),
+            *tiles(call.v, spec, spec.BN, spec.V),
+            self.n,
         )
 
 
 PLANS = Plans(ForwardPlan)
 
 
-def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Outputs]:
-    """`o [B,Tq,HQ,V]`, `lse [B,HQ,Tq]` (packed `[HQ,Tq]`), and m and l, `[B,HQ,Tq]` each."""
+def attention_forward(call: AttentionCall) -> tuple[Outputs, Outputs]:
+    """`o [B,Tq,HQ,V]`, with `return_lse` `lse [B,HQ,Tq]` (packed `[HQ,Tq]`); and the memory of `row_statistics`."""
     plan, call, _ = PLANS.of(call)
-    q, k, v, device = call.q, call.k, call.v, call.q.device
-    table, decay, decay_tiles = None, None, None
+    device, table, decay, decay_tiles, lse = call.q.device, None, None, None, None
     if call.packing is not None:
         _, table = blocks_of(call.packing, call.tokens_q, plan.spec.BM, call.packing_k)
     if call.log_decay is not None:
         decay, decay_tiles = running_sums(call, plan.spec._replace(SCALED=False))
-    rows = q.shape[0], q.shape[2], q.shape[1]
-    o = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=device)
-    lse = torch.empty(rows[1:] if call.packed else rows, dtype=torch.float32, device=device)
-    top = torch.empty(rows, dtype=torch.float32, device=device)
-    total = torch.empty(rows, dtype=torch.float32, device=device)
-    counter = (torch.zeros if plan.counts else torch.empty)(1, dtype=torch.int32, device=device)
-    inputs = (q, k, v, call.sink, call.alibi_slopes, decay, decay_tiles, None, table)
-    plan.launch(device, inputs, (o, lse, top, total, counter), moved=(q, q, k, k, v, v))
-    return o, lse, (top, total)
+    o = torch.empty(plan.o, dtype=call.q.dtype, device=device)
+    kept = plan.allocate(plan.memory, dtype=torch.float32, device=device)
+    if call.return_lse:
+        lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
+    results, biases = (o, lse, kept), (decay, decay_tiles)
+    given = call.q, call.k, call.v, call.sink, call.alibi_slopes, *biases, table, *results
+    plan.series(device, given, lambda: plan.launch(call, results, biases, table))
+    return (o,) if lse is None else (o, lse), (kept,)

@@ -48,12 +48,15 @@ class RowResults(NamedTuple):
     share: Any  # float32: 1 / l and dlse
     delta: Any
     d_sink: Any
+    counters: Any  # of the kernels that follow, set to 0; or None
 
 
 class RowNumbers(NamedTuple):
     tokens: Any
     heads: Any
     rows: Any  # B Tq HQ
+    counters: Any
+    programs: Any
 
 
 class RowSpec(NamedTuple):
@@ -66,6 +69,10 @@ class RowSpec(NamedTuple):
 def attention_backward_rows_kernel(x, out, n, S: tl.constexpr):
     """delta, what is taken off a row's scores, 1 / l and the sink's gradient of ROWS rows."""
     V: tl.constexpr = S.V
+    if out.counters is not None:
+        for some in range(tl.program_id(0) * S.ROWS, n.counters, n.programs * S.ROWS):
+            counter = some + tl.arange(0, S.ROWS)
+            tl.store(out.counters + counter, tl.full([S.ROWS], 0, tl.int32), mask=counter < n.counters)
     row = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
     head, token = row % n.heads, row // n.heads
     batch, token = token // n.tokens, token % n.tokens
@@ -164,15 +171,16 @@ def empty_rows(call: AttentionCall, exact: bool) -> RowResults:
     level, delta = (_float32(call, padded) for _ in range(2))
     share = _float32(call, (2, *padded)) if exact else None
     d_sink = _float32(call, call.rows) if call.sink is not None and not exact else None
-    return RowResults(level, share, delta, d_sink)
+    return RowResults(level, share, delta, d_sink, None)
 
 
-def row_launch(call: AttentionCall, exact: bool) -> tuple[Kernel, int, RowNumbers]:
+def row_launch(call: AttentionCall, exact: bool, counters: int = 0) -> tuple[Kernel, int, RowNumbers]:
     """The kernel behind `row_statistics`, its programs and numbers."""
-    n = RowNumbers(call.tokens_q, call.heads_q, call.batch * call.heads_q * call.tokens_q)
-    dim_v = call.v.shape[3]
+    rows, dim_v = call.batch * call.heads_q * call.tokens_q, call.v.shape[3]
     spec = RowSpec(channels(dim_v), max(1, 4096 // power_of_two(dim_v)), exact)
-    return bound(attention_backward_rows_kernel, spec, num_warps=4), cdiv(n.rows, spec.ROWS), n
+    programs = cdiv(rows, spec.ROWS)
+    n = RowNumbers(call.tokens_q, call.heads_q, rows, counters, programs)
+    return bound(attention_backward_rows_kernel, spec, num_warps=4), programs, n
 
 
 def _float32(call: AttentionCall, shape: tuple[int, ...]) -> Tensor:

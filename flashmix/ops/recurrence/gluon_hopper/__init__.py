@@ -8,29 +8,22 @@ channel the state passes alone are those here; they read decayed keys, and `outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.gpu.launch import LaunchSeries
+from flashmix.gpu.memory import allocate, views
+from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
+from flashmix.op.remember import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
-from flashmix.ops.recurrence.gluon_hopper.memory import (
-    OPERANDS,
-    aligned,
-    allocate,
-    kind_of,
-    ready,
-    sizes_of,
-    symbolic_sizes_of,
-    views,
-)
+from flashmix.ops.recurrence.gluon_hopper.memory import OPERANDS, aligned, kind_of, ready, sizes_of, symbolic_sizes_of
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
@@ -40,7 +33,8 @@ from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
 
-FORWARD, BACKWARD = LaunchSeries(), LaunchSeries()
+FORWARD: dict[Hashable, LaunchSeries] = {}
+BACKWARD: dict[Hashable, LaunchSeries] = {}  # by the kind of a call
 
 
 class HopperRun:
@@ -105,18 +99,21 @@ def halves(call: RecurrenceCall) -> Halves | None:
 
 
 def launch(
-    series: LaunchSeries,
+    known: dict[Hashable, LaunchSeries],
     device: torch.device,
     kind: Hashable,
-    addresses: list[int],
-    touched: Iterable[Tensor | None],
+    tensors: Sequence[Tensor | None],
     make: Callable[[], None],
 ) -> None:
-    """Makes the launches of a call; those of before where its kind, the addresses of its operands and what it touches are the same."""
+    """Makes the launches of a call, which touch these tensors; as the series of its kind, if it has one."""
     if kind is None:
         make()
         return
-    series(device, (kind, *addresses, *[t.data_ptr() for t in touched if t is not None]), make)
+    series = known.get(kind)
+    if series is None:
+        series = LaunchSeries()
+        keep(known, kind, series)
+    series(device, tensors, make)
 
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -125,7 +122,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         return step(call), ()
     if call.tokens == 0 or call.batch == 0:
         return empty(call), ()
-    call, addresses = ready(call)
+    call, operands = ready(call)
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
     o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
@@ -142,7 +139,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
             join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
         state_output(run, reads, joined, o, state)
 
-    launch(FORWARD, device, kind, addresses, (o, state, kept, decayed), make)
+    launch(FORWARD, device, kind, (*operands, o, state, kept, decayed), make)
     return (o, state), (kept,) if save and kept is not None else ()
 
 
@@ -165,7 +162,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     if call.tokens == 0 or call.batch == 0:
         found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
         return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
-    call, addresses = ready(call)
+    call, operands = ready(call)
     assert call.k is not None and call.beta is not None
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
@@ -185,8 +182,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
             write_ends(run, scored[0], do, parts[3])
         gradients(run, scored, (do, dstate), parts, found)
 
-    addresses.append(0 if dstate is None else dstate.data_ptr())
-    launch(BACKWARD, device, kind, addresses, (memory, decayed, work, do, *found.values()), make)
+    launch(BACKWARD, device, kind, (*operands, dstate, memory, decayed, work, do, *found.values()), make)
     return finished(call, found, wanted)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv
+from flashmix.gpu.memory import MemoryPart
 from flashmix.op.remember import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
@@ -17,17 +17,6 @@ from flashmix.ops.recurrence.triton_gpu.plan import plan
 
 TILED = ("q", "k", "v")  # operands that TMA reads
 OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
-
-
-class MemoryPart(NamedTuple):
-    """A tensor within an allocation; its bytes are a multiple of 16, but of the last."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CallMemory(NamedTuple):
@@ -91,36 +80,18 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])
 
 
-def allocate(size: int, device: torch.device) -> Tensor | None:
-    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
-
-
-def views(memory: Tensor | None, parts: Iterable[MemoryPart]) -> list[Tensor]:
-    """The tensors of an allocation, one after the other."""
-    found, begin = [], 0
-    for piece in parts:
-        end = begin + piece.bytes
-        assert memory is not None
-        found.append(memory[begin:end].view(piece.dtype).view(piece.shape))
-        begin = end
-    return found
-
-
 def aligned(x: Tensor) -> Tensor:
     """The tensor contiguous and at an address that TMA can read from."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def ready(call: RecurrenceCall) -> tuple[RecurrenceCall, list[int]]:
-    """The call with contiguous operands, those of TMA at addresses that it can read from; and the addresses of all, 0 of absent ones."""
-    changed, addresses = {}, []
+def ready(call: RecurrenceCall) -> tuple[RecurrenceCall, list[Tensor | None]]:
+    """The call with contiguous operands, those of TMA at addresses that it can read from; and these operands."""
+    changed, operands = {}, []
     for name in OPERANDS:
         t = getattr(call, name)
-        if t is None:
-            addresses.append(0)
-            continue
-        if not t.is_contiguous() or (t.data_ptr() & 15 and name in TILED):
+        if t is not None and (not t.is_contiguous() or (t.data_ptr() & 15 and name in TILED)):
             t = changed[name] = aligned(t)
-        addresses.append(t.data_ptr())
-    return call.but(**changed) if changed else call, addresses
+        operands.append(t)
+    return call.but(**changed) if changed else call, operands

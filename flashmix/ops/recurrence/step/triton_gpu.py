@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv, power_of_two
-from flashmix.gpu.launch import PreparedLaunch, bound
+from flashmix.gpu.launch import bound
+from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Outputs
 from flashmix.op.remember import Again, Tensors, by_signature
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -209,7 +210,7 @@ def step(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     own = {"state": old, "history": None, "state_indices": None, "minus_a": False}
     made = StepCall.make({name: getattr(call, name) for name in same} | own)
     if o.numel():
-        _run(made, o, new, call.value_decay)
+        _launch(made, o, new, call.value_decay)
     return o, new
 
 
@@ -224,7 +225,7 @@ def forward(call: StepCall, save: bool) -> tuple[Outputs, Outputs]:
             n: t.contiguous() for n in ("state", "history") if (t := getattr(call, n)) is not None and not _is_packed(t)
         }
         changed = call.but(**copies)
-        _run(changed, o, changed.state)
+        _launch(changed, o, changed.state)
         for name, copy in copies.items():
             getattr(call, name).copy_(copy)
     return (o,), ()
@@ -237,28 +238,21 @@ def prepare(call: StepCall) -> Again | None:
         return None
     if _with_unit_strides(call) is not call:
         return None
-    launch = _launch(call, call.state)
-    shape, dtype, device = call.v.shape, call.dtype, call.device
+    series, shape, dtype, device = LaunchSeries(), call.v.shape, call.dtype, call.device
+    names, options = call.names, {name: getattr(call, name) for name in call.options}
 
     def run(x: Tensors) -> Tensor:
         o = torch.empty(size=shape, dtype=dtype, device=device)
-        state = x["state"]
-        vectors = (x["q"], x["k"], x["v"], x["a"], x["b"], x["beta"], x["log_decay"], x["state_indices"], o)
-        launch(device, vectors, (state, state, x["history"]))
+        tensors = (*[x[name] for name in names], o)
+        series(device, tensors, lambda: _launch(StepCall.make({**x, **options}), o, x["state"]))
         return o
 
     return run
 
 
-def _run(call: StepCall, o: Tensor, new: Tensor, value_decay: bool = False) -> None:
+def _launch(call: StepCall, o: Tensor, new: Tensor, value_decay: bool = False) -> None:
     """Fills `o` and `new`, and the history."""
     call = _with_unit_strides(call)
-    vectors = (call.q, call.k, call.v, call.a, call.b, call.beta, call.log_decay, call.state_indices, o)
-    _launch(call, new, value_decay)(o.device, vectors, (call.state, new, call.history))
-
-
-def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedLaunch:
-    """The launch for tensors of these sizes."""
     q, k, a, b, beta, g, old = call.q, call.k, call.a, call.b, call.beta, call.log_decay, call.state
     (B, T, HV, V), (H, K) = call.v.shape, q.shape[2:]
     BK, BV, warps = tile(K, V, new.element_size())
@@ -294,7 +288,8 @@ def _launch(call: StepCall, new: Tensor, value_decay: bool = False) -> PreparedL
         ONE=T == 1,
     )
     kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
-    return kernel.prepare(B * HV * cdiv(V, BV), (StepVectors, StepStates), numbers, strides)
+    vectors = StepVectors(q, k, call.v, a, b, beta, g, call.state_indices, o)
+    kernel(B * HV * cdiv(V, BV), vectors, StepStates(old, new, call.history), numbers, strides)
 
 
 def _strides(t: Tensor | None) -> tuple[int, ...]:

@@ -1,0 +1,37 @@
+"""Memory that a call works on: one allocation, whose parts are tensors; an allocation costs the host as much as a launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MemoryPart(NamedTuple):
+    """A tensor within an allocation."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes of the allocation, in which every tensor begins at a multiple of 16 bytes."""
+        return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 16
+
+
+def allocate(size: int, device: torch.device) -> Tensor | None:
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
+def views(memory: Tensor | None, parts: Iterable[MemoryPart]) -> list[Tensor]:
+    """The tensors of an allocation, one after the other."""
+    found, begin = [], 0
+    for piece in parts:
+        assert memory is not None
+        end = begin + math.prod(piece.shape) * piece.dtype.itemsize
+        found.append(memory[begin:end].view(piece.dtype).view(piece.shape))
+        begin += piece.bytes
+    return found
