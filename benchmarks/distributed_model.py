@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from flashmix import Packing
 from flashmix.models import Decoder, DecoderConfig, LayerConfig
+from flashmix.train.ranks import shard_parameters
 
 STEPS = 4  # the first two are not timed
 
@@ -42,11 +42,7 @@ def trained(bench: Any, way: str, tokens: int, window: int | None, steps: int = 
     mesh, context, ranks = meshes(bench, way)
     model = decoder(bench, window)
     size = sum(p.numel() for p in model.parameters())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bench.cuda else None
-    options: dict[str, Any] = {"mesh": mesh, **({} if policy is None else {"mp_policy": policy})}
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    shard_parameters(model, mesh, bench.cuda)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=bench.cuda)
     total = tokens * (ranks if context is not None else 1)
     packing: Any = None

@@ -52,7 +52,9 @@ def check(call: AttentionCall) -> Shard:
     """The shard of a call. Raises ValueError for what has no exchange."""
     shard, causal = call.packing, call.right == 0
     if not isinstance(shard, Shard) or call.packing_k is not shard:
-        raise ValueError("cu_seqlens_k must be the Shard of cu_seqlens, or None, got another packing")
+        other = isinstance(shard, Shard) and isinstance(call.packing_k, Shard) and call.packing_k.group != shard.group
+        of = "a Shard of another group" if other else "another packing"
+        raise ValueError(f"cu_seqlens_k must be the Shard of cu_seqlens, or None, got {of}")
     if not causal and (call.left is not None or call.right is not None):
         raise ValueError(f"window must come with causal=True over a Shard, got {(call.left, call.right)}")
     if not causal and call.alibi_slopes is not None:
