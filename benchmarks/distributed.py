@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_cases import KINDS, LAYOUTS, ROWS, Operands, operands_of, outputs, taken, with_gradients
+from distributed_fla import fill_cache as compile_fla
+from distributed_fla import fla
 from distributed_model import bits, fill_cache, million, model, own_mesh
 from torch import Tensor
 
@@ -314,6 +316,8 @@ def warm(options: argparse.Namespace) -> None:
         f"{kind}:check" for kind in options.kinds or KINDS
     ]
     jobs = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + jobs
+    if "fla" in options.parts:
+        jobs = [f"{kind}:fla {part} 8" for kind in ("gated delta rule", "KDA") for part in range(8)] + jobs
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
     running = []
     for number, job in enumerate(jobs):
@@ -332,6 +336,8 @@ def warm_one(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if what == "model":
         return fill_cache(kind, options.device, gpu_exchange)
+    if what.startswith("fla"):
+        return compile_fla(kind, *map(int, what.split()[1:]))
     heads, T = (4, 1536) if what == "check" else (int(what), 8192 if what == "64" else 65536)
     heads, T, D = (heads, T, 128) if cuda else (2, 256, 16)
     whole = Packing.from_lengths([T], device=options.device)
@@ -380,8 +386,6 @@ def main() -> None:
         return warm_one(options)
     if options.warm:
         return warm(options)
-    from distributed_fla import fla
-
     parts = {"check": check, "collectives": collectives, "exchange": exchange, "ops": ops, "model": model}
     parts |= {"million": million, "bits": bits, "fla": fla}
     with environment(options) as bench:
