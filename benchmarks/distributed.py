@@ -1,7 +1,8 @@
 """Ops, collectives and a model over several GPUs: `torchrun --nproc-per-node 2 benchmarks/distributed.py --out FILE.json [--parts ...]`.
 
-`--parts` are of check, collectives, exchange, ops, model, million (default: all but the last). Each row is written to the file as it is
-done and printed by rank 0; a failure of a row prints its traceback and the next row follows, and a row that stands still for
+`--parts` are of check, collectives, exchange, ops, model, million, bits, fla (default: the first five). `fla` compares with
+flash-linear-attention's context parallelism, where that is installed; `--kinds` leaves rows of ops out. Each row is written to the file
+as it is done and printed by rank 0; a failure of a row prints its traceback and the next row follows, and a row that stands still for
 `--patience` seconds ends the process. `python benchmarks/distributed.py --warm` first fills Triton's cache, with as many processes as
 there are rows: then no row waits for a compiler.
 
@@ -28,6 +29,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed_cases import KINDS, LAYOUTS, ROWS, Operands, operands_of, outputs, taken, with_gradients
+from distributed_fla import fill_cache as compile_fla
+from distributed_fla import fla
+from distributed_model import bits, fill_cache, million, model, own_mesh
 from torch import Tensor
 
 from flashmix import Packing
@@ -35,7 +39,7 @@ from flashmix.parallel.join import join, join_backward
 from flashmix.parallel.shard import Link
 from flashmix.selftest.budget import spend
 
-PARTS = ("check", "collectives", "exchange", "ops", "model", "million")
+PARTS = ("check", "collectives", "exchange", "ops", "model", "million", "bits", "fla")
 NODE = (42e9, 35e-6)  # assumed between nodes: bytes a second and GPU, seconds a collective
 
 
@@ -53,6 +57,7 @@ class Bench:
         self.group: Any = dist.group.WORLD
         self.device = f"cuda:{torch.cuda.current_device()}" if self.cuda else "cpu"
         self.token = torch.zeros(1, device=self.device)
+        self.alone = own_mesh(self)
         self.rows: dict[str, Any] = {}
         self.deadline = time.monotonic() + options.patience
         threading.Thread(target=self._watch, daemon=True).start()
@@ -103,9 +108,10 @@ class Bench:
         """The median of the slowest rank."""
         times = []
         for turn in range(warmup + repeats):
-            dist.all_reduce(self.token)
             if self.cuda:
                 torch.cuda._sleep(8_000_000)  # the host is ahead
+            dist.all_reduce(self.token)  # after which all ranks begin
+            if self.cuda:
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 events[0].record()
                 run()
@@ -146,7 +152,7 @@ def layout(name: str, total: int, ranks: int) -> dict[str, Any]:
 def check(bench: Bench) -> None:
     """Every kind of op over the ranks within the budget of one GPU: outputs and gradients of bfloat16, against float64."""
     dtype = torch.bfloat16
-    for kind in KINDS:
+    for kind in bench.options.kinds or KINDS:
         for order, lengths in LAYOUTS:
             bench.row(
                 f"check {kind}, {order}",
@@ -226,8 +232,12 @@ def joins(bench: Bench, heads: int, D: int = 128) -> dict[str, Any]:
 def ops(bench: Bench) -> None:
     """The table: one GPU, its half of the tokens, and all GPUs."""
     T, D = (bench.options.tokens, 128) if bench.cuda else (512, 16)
-    for kind, heads in ROWS:
+    for kind, heads in rows_of(bench.options):
         bench.row(f"{kind}, {heads} heads", lambda kind=kind, heads=heads: efficiency(bench, kind, heads, T, D))
+
+
+def rows_of(options: argparse.Namespace) -> list[tuple[str, int]]:
+    return [row for row in ROWS if options.kinds is None or row[0] in options.kinds]
 
 
 def efficiency(bench: Bench, kind: str, heads: int, T: int, D: int) -> dict[str, Any]:
@@ -286,6 +296,10 @@ def predict(rows: dict[str, Any], ranks: int) -> None:
 @contextmanager
 def environment(options: argparse.Namespace) -> Iterator[Bench]:
     bench = Bench(options)
+    dist.all_reduce(bench.token)
+    while options.after is not None and not os.path.exists(options.after):
+        bench.deadline = time.monotonic() + options.patience
+        time.sleep(0.1)
     try:
         yield bench
     finally:
@@ -298,7 +312,12 @@ def environment(options: argparse.Namespace) -> Iterator[Bench]:
 
 def warm(options: argparse.Namespace) -> None:
     """One process for each row, all at once, so that the kernels of all rows are compiled before any is timed."""
-    jobs = [f"{kind}:{heads}" for kind, heads in ROWS] + [f"{kind}:check" for kind in KINDS]
+    jobs = [f"{kind}:{heads}" for kind, heads in rows_of(options)] + [
+        f"{kind}:check" for kind in options.kinds or KINDS
+    ]
+    jobs = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + jobs
+    if "fla" in options.parts:
+        jobs = [f"{kind}:fla {part} 8" for kind in ("gated delta rule", "KDA") for part in range(8)] + jobs
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
     running = []
     for number, job in enumerate(jobs):
@@ -315,6 +334,10 @@ def warm_one(options: argparse.Namespace) -> None:
     kind, _, what = options.warm_one.partition(":")
     cuda = options.device == "cuda"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if what == "model":
+        return fill_cache(kind, options.device, gpu_exchange)
+    if what.startswith("fla"):
+        return compile_fla(kind, *map(int, what.split()[1:]))
     heads, T = (4, 1536) if what == "check" else (int(what), 8192 if what == "64" else 65536)
     heads, T, D = (heads, T, 128) if cuda else (2, 256, 16)
     whole = Packing.from_lengths([T], device=options.device)
@@ -337,7 +360,7 @@ def gpu_exchange() -> Iterator[None]:
     """Of one rank an exchange is a copy: gloo has no tensors of a GPU."""
     plain = dist.all_to_all_single
 
-    def copied(output: Tensor, rows: Tensor, *sizes: Any, group: Any) -> None:
+    def copied(output: Tensor, rows: Tensor, *sizes: Any, group: Any, async_op: bool = False) -> None:
         output.copy_(rows)
 
     dist.all_to_all_single = copied  # type: ignore[assignment]
@@ -350,10 +373,12 @@ def gpu_exchange() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="distributed.json")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:5]))
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of ops, default: all")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tokens", type=int, default=65536, help="of a row of the table")
     parser.add_argument("--patience", type=float, default=60, help="seconds for one row")
+    parser.add_argument("--after", help="a file: nothing is measured before it is there")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--warm-one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -361,12 +386,11 @@ def main() -> None:
         return warm_one(options)
     if options.warm:
         return warm(options)
-    from distributed_model import million, model
-
     parts = {"check": check, "collectives": collectives, "exchange": exchange, "ops": ops, "model": model}
+    parts |= {"million": million, "bits": bits, "fla": fla}
     with environment(options) as bench:
         for name in options.parts:
-            {**parts, "million": million}[name](bench)
+            parts[name](bench)
         if bench.rank == 0:
             predict(bench.rows, bench.ranks)
 

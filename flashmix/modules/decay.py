@@ -27,7 +27,13 @@ def draw_step_bias(bias: Tensor, step_range: tuple[float, float] = (1e-3, 0.1)) 
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
-class MambaDecay(nn.Module):
+class ExactParameters(nn.Module):
+    """A module whose parameters stay float32 where those of others are cast to 16 bits: rates of decays, which add up over tokens."""
+
+    reads: tuple[str, ...] = ()  # methods that read them, besides `forward`
+
+
+class MambaDecay(ExactParameters):
     """The decay of Mamba-2, Gated DeltaNet and (per channel) KDA: `g = -exp(A_log) softplus(x + dt_bias)`.
 
     Args:
@@ -43,6 +49,8 @@ class MambaDecay(nn.Module):
         >>> MambaDecay(4)(torch.randn(2, 5, 4)).shape, MambaDecay(4, 8)(torch.randn(2, 5, 4, 8)).shape
         (torch.Size([2, 5, 4]), torch.Size([2, 5, 4, 8]))
     """
+
+    reads = ("step_size", "rate")
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class MambaDecay(nn.Module):
         return softplus_decay(x, self.A_log, self.dt_bias)
 
 
-class BoundedDecay(nn.Module):
+class BoundedDecay(ExactParameters):
     """A decay with a floor, per channel: `g = lower * sigmoid(exp(A_log) (x + dt_bias))`.
 
     Args:

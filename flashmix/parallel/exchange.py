@@ -109,7 +109,7 @@ def blocks(
     shard: Shard, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[torch.Size]], like: Tensor
 ) -> list[list[Tensor]]:
     """The blocks of each rank, of the shapes `incoming`, from those that go out to each; all in the dtype of `like`."""
-    flat = torch.cat([like.new_empty(0), *(block.flatten() for row in outgoing for block in row)])
+    flat = together([block.reshape(-1) for row in outgoing for block in row], like.new_empty(0))
     sent = [sum(block.numel() for block in row) for row in outgoing]
     sizes = [[shape.numel() for shape in row] for row in incoming]
     received, keep = [sum(row) for row in sizes], getattr(Keep.here, "current", None)

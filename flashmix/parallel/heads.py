@@ -152,12 +152,14 @@ class KeyRows:
 
     def wanted(self, asked: Transfer | None, heads: slice) -> list[Tensor]:
         """The rows of some heads that this rank wants, `[1, rows, h, D]`: views where they are its own."""
-        wanted, total = self.plan.wanted, self.shard.total
+        wanted = self.plan.wanted
         if not self.plan.route.silent:
             assert asked is not None
             found = messages(asked.arrived(), self.plan.route.received, self.shapes(heads))
-        if len(wanted) == 1 and wanted[0] == Interval(0, total, [Source(OWN, 0)]):
-            return [x[:, :, heads] for x in self.tensors]
+        if len(wanted) == 1:  # not copied
+            ((_, n, (source,)),) = wanted
+            its = [x[0, :, heads] for x in self.tensors] if source.rank == OWN else found[source.rank]
+            return [part[None, source.row : source.row + n] for part in its]
         results = []
         for place, x in enumerate(self.tensors):
             result = x.new_empty(1, self.rows, heads.stop - heads.start, x.shape[3])
@@ -187,6 +189,15 @@ class KeyRows:
             found = messages(given.arrived(), self.sent, self.shapes(heads))
         for place, (result, grad) in enumerate(zip(results, grads, strict=True)):
             summed(result[0, :, heads], self.plan.gradients, grad[0], [message[place] for message in found])
+
+    def add_to(self, given: Transfer | None, grads: Sequence[Tensor], heads: slice, results: Sequence[Tensor]) -> None:
+        """Adds the gradients of this rank's rows to some heads of the results, in the order of their sources."""
+        found = [] if given is None else messages(given.arrived(), self.sent, self.shapes(heads))
+        for place, (result, grad) in enumerate(zip(results, grads, strict=True)):
+            for start, stop, sources in self.plan.gradients:
+                for rank, row in sources:
+                    part = grad[0] if rank == OWN else found[rank][place]
+                    result[0, start:stop, heads] += part[row : row + stop - start]
 
 
 def summed(result: Tensor, its: Sequence[Interval], own: Tensor, others: Sequence[Tensor] = ()) -> None:

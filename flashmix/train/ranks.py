@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.models import Decoder, DecoderConfig
+from flashmix.modules.decay import ExactParameters
 from flashmix.train.folder import RunError, TrainConfig
 
 if TYPE_CHECKING:
@@ -160,17 +161,9 @@ class Ranks:
     # ---- the model -------------------------------------------------------------------------------------------------------------------
 
     def shard(self, model: Decoder, config: TrainConfig) -> None:
-        """Shards the parameters of each block and of the rest over all ranks; on a GPU bfloat16 is summed in float32."""
-        if not self.several:
-            return
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        policy = MixedPrecisionPolicy()
-        if config.dtype == "bfloat16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=policy)
-        fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        """Shards the parameters over all ranks."""
+        if self.mesh is not None:
+            shard_parameters(model, self.mesh, config.dtype == "bfloat16")
 
     def backward(self, model: nn.Module, loss: Tensor, last: bool) -> None:
         """The gradients of a share of the loss; they are added between ranks with the `last` row of a step."""
@@ -178,6 +171,27 @@ class Ranks:
             model.set_requires_gradient_sync(last)  # type: ignore[operator]
             loss = loss * self.count  # FSDP2 has the mean over the ranks
         loss.backward()
+
+
+def shard_parameters(model: Decoder, mesh: DeviceMesh, narrow: bool) -> None:
+    """Shards the parameters of each block and of the rest over the ranks of a mesh.
+
+    `narrow`: they are cast to bfloat16 for a step, but for those of `ExactParameters`, and gradients are summed in float32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    policy = MixedPrecisionPolicy()
+    if narrow:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for module in model.modules():
+            if isinstance(module, ExactParameters):  # few numbers, gathered once a step
+                fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
+                for name in module.reads:
+                    register_fsdp_forward_method(module, name)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def order_of(model: DecoderConfig) -> str:

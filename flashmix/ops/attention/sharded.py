@@ -43,8 +43,10 @@ def run(call: AttentionCall, impl: str, asked: str) -> Outputs:
     if call.log_decay is not None:  # of all heads: little beside the keys
         (decay,) = fetch(shard, ("keys", *seen), lambda: wants(shard, *seen), call.log_decay[0])
         call = call.but(log_decay=decay.unsqueeze(0))
-    packing_k = shard.made(("packing of keys", *seen), lambda: packing_of_keys(shard, *seen))
-    local = call.but(packing=shard.local, packing_k=packing_k)
+    packing_k: Packing | None = shard.made(("packing of keys", *seen), lambda: packing_of_keys(shard, *seen))
+    if shard.count == 1 and shard.total:  # its keys end with its queries, as a dense call's do
+        packing_k = None
+    local = call.but(packing=None if packing_k is None else shard.local, packing_k=packing_k)
     return Attended.apply(local, shard, plan, chosen, gradient, *local.tensors())
 
 
@@ -52,7 +54,9 @@ def check(call: AttentionCall) -> Shard:
     """The shard of a call. Raises ValueError for what has no exchange."""
     shard, causal = call.packing, call.right == 0
     if not isinstance(shard, Shard) or call.packing_k is not shard:
-        raise ValueError("cu_seqlens_k must be the Shard of cu_seqlens, or None, got another packing")
+        other = isinstance(shard, Shard) and isinstance(call.packing_k, Shard) and call.packing_k.group != shard.group
+        of = "a Shard of another group" if other else "another packing"
+        raise ValueError(f"cu_seqlens_k must be the Shard of cu_seqlens, or None, got {of}")
     if not causal and (call.left is not None or call.right is not None):
         raise ValueError(f"window must come with causal=True over a Shard, got {(call.left, call.right)}")
     if not causal and call.alibi_slopes is not None:
@@ -127,7 +131,8 @@ class Attended(torch.autograd.Function):
             made.append((*lse, *kept))
         assert o is not None
         rest = [torch.cat(x, -2) if len(x) > 1 else x[0] for x in zip(*made, strict=True)]
-        outputs, statistics = (o, *rest[: call.return_lse]), rest[call.return_lse :]
+        lse, statistics = rest[: call.return_lse], rest[call.return_lse :]
+        outputs = o, *(x.view(x.shape[-2:]) for x in lse)  # [HQ, T], of a dense call [1, HQ, T]
         if gradient:
             ctx.names = [name for name in call.names if getattr(call, name) is not None]
             ctx.call, ctx.shard, ctx.plan, ctx.chosen = call.but(**dict.fromkeys(call.names)), shard, plan, chosen
@@ -152,7 +157,9 @@ class Attended(torch.autograd.Function):
         """The gradients of the call's tensors; those of other ranks' keys go back while the next group computes."""
         rows, parts = KeyRows(ctx.shard, ctx.plan, call.k, call.v), groups_of(call, ctx.shard, BACKWARD)
         o, *statistics = kept
-        flows = [(d_o, 2), (d_lse, 0)][: 1 + call.return_lse]
+        if d_lse is not None and not call.packed:
+            d_lse = d_lse.unsqueeze(0)
+        flows = [(d_o, 2), (d_lse, 0 if call.packed else 1)][: 1 + call.return_lse]
         found = {
             name: torch.empty_like(x, memory_format=torch.contiguous_format)
             for name, x in zip("kv", rows.tensors, strict=True)

@@ -2,7 +2,7 @@
 
 Segments can be worked on apart (on other devices, on idle multiprocessors) and joined by a scan over their `(M, N)`
 (docs/chunk_algorithm.md, section 7). `N` is the state pass from zero, `M` the same pass with the identity as initial state and
-zero values; one pass computes both, side by side.
+zero values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ def transition(call: RecurrenceCall, impl: str = "auto") -> tuple[Tensor, Tensor
     Raises ValueError: the decay is on the value axis, where a segment acts on the state from the right as well.
     """
     if call.value_decay:
-        raise ValueError("transition cannot take value_log_decay: such a segment is no matrix M before the state")
-    v, K, V = call.v, call.K, call.V
-    identity = torch.eye(K, dtype=call.state_dtype, device=call.device)
-    start = torch.cat([identity.new_zeros(K, V), identity], 1).expand(call.sequences, call.value_heads, K, V + K)
-    values = torch.cat([v, v.new_zeros(*v.shape[:3], K)], -1)
-    wide = call.but(v=values, initial_state=start, scale=1.0, read_before=False)
-    _, state = RECURRENCE(wide, impl, "transition")
-    return state[..., V:], state[..., :V]
+        raise ValueError(
+            "transition cannot take value_log_decay: such a segment is no matrix M before the state "
+            "(Packing.shard joins it, by the products of its decays)"
+        )
+    own = call.but(initial_state=None, scale=1.0, read_before=False)
+    start = torch.eye(call.K, dtype=call.state_dtype, device=call.device)
+    start = start.expand(call.sequences, call.value_heads, call.K, call.K)
+    alone = own.but(v=call.v.new_zeros(*call.v.shape[:3], call.K), initial_state=start)
+    _, M = RECURRENCE(alone, impl, "transition")
+    _, N = RECURRENCE(own, impl, "transition")
+    return M, N
 
 
 def scan(M: Tensor, N: Tensor, initial_state: Tensor | None = None) -> Tensor:

@@ -133,12 +133,15 @@ class Joined(torch.autograd.Function):
         run: Any = CallHalves(call, shard, impl, chosen) if halves is None else halves.forward(call)
         found = run.maps(pieces_of_states(shard), sizes)
         own = {name: {Link(rank, i): x for i, x in its.items()} for name, its in zip("NM", found, strict=True)}
-        starts = torch.zeros(shard.count, *sizes["N"], dtype=call.state_dtype, device=call.device)
-        entered, M = join(shard, own, sizes, _dense if call.rule.corrected else torch.mul, gradient, starts)
-        if call.initial_state is not None:
-            starts = torch.where(shard.begins[:, None, None, None], call.initial_state, starts)
-        for link, S in entered.items():
-            starts[link.piece] = S
+        like = torch.empty(0, dtype=call.state_dtype, device=call.device)
+        entered, M = join(shard, own, sizes, _dense if call.rule.corrected else torch.mul, gradient, like)
+        starts = by_piece({link.piece: S for link, S in entered.items()}, shard.count)
+        if starts is None:
+            starts = torch.zeros(shard.count, *sizes["N"], dtype=call.state_dtype, device=call.device)
+            if call.initial_state is not None:
+                starts = torch.where(per_piece(shard.begins), call.initial_state, starts)
+            for link, S in entered.items():
+                starts[link.piece] = S
         outputs, kept = run.outputs(starts, gradient)
         if gradient:
             ctx.links, ctx.shard, ctx.shapes, ctx.kept, ctx.halves = list(M), shard, sizes, len(kept), halves
@@ -162,20 +165,35 @@ class Joined(torch.autograd.Function):
         kept = saved[len(ctx.given) :][: ctx.kept]
         M = dict(zip(ctx.links, saved[len(ctx.given) + ctx.kept :], strict=True))
         run: Any = CallBackward(call, kept, do, ctx.impl) if halves is None else halves.backward(call, kept, do)
-        ends = shard.ends[:, None, None, None]
-        zeros = torch.zeros_like(call.initial_state)
-        dstate = zeros.clone() if dstate is None else torch.where(ends, dstate, zeros)
+        start: Any = call.initial_state
+        dstate = torch.zeros_like(start) if dstate is None else torch.where(per_piece(shard.ends), dstate, 0.0)
         D = run.entering(dstate, pieces_of_states(shard).continued)
         own: Maps = {Link(shard.rank, i): x for i, x in D.items()}
         apply = _dense_transposed if call.rule.corrected else torch.mul
-        found = join_backward(shard, own, M, ctx.shapes, apply, zeros)
-        for link, E in found.items():
-            dstate[link.piece] = E
+        found = join_backward(shard, own, M, ctx.shapes, apply, start)
+        left = by_piece({link.piece: E for link, E in found.items()}, shard.count)
+        if left is None:
+            for link, E in found.items():
+                dstate[link.piece] = E
         wanted = [n for n, needs in zip(ctx.names, ctx.needs_input_grad[6:], strict=True) if needs]
-        grads = {n: g for n, g in run.gradients(dstate, frozenset(wanted)).items() if n in wanted}
+        grads = {
+            n: g for n, g in run.gradients(dstate if left is None else left, frozenset(wanted)).items() if n in wanted
+        }
         if "initial_state" in grads:
-            grads["initial_state"] = torch.where(shard.begins[:, None, None, None], grads["initial_state"], zeros)
+            grads["initial_state"] = torch.where(per_piece(shard.begins), grads["initial_state"], 0.0)
         return None, None, None, None, None, None, *(grads.get(name) for name in ctx.names)
+
+
+def per_piece(flags: Tensor) -> Tensor:
+    """Flags of pieces beside states `[pieces, HV, K, V]`."""
+    return flags[:, None, None, None]
+
+
+def by_piece(states: dict[int, Tensor], count: int) -> Tensor | None:
+    """`[pieces, HV, K, V]` of states of all pieces, not copied where there is one; None if some have none."""
+    if not 0 < count == len(states):
+        return None
+    return states[0].unsqueeze(0) if count == 1 else torch.stack([states[i] for i in range(count)])
 
 
 def pieces_of_states(shard: Shard) -> Pieces:

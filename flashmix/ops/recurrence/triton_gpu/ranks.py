@@ -67,17 +67,26 @@ def of_segments(
         assert starts is not None
         last, S = maps[first:stop, :, -1], starts[first:stop, :, -1]
         own, through = last[..., :V, :], last[..., V:, :]
-        N |= each((torch.addcmul(own, S, through) if diagonal else S @ through + own).mT, first)
+        N |= each(applied(through.mT, S.mT, own.mT, diagonal), first)
     for first, stop in uncut(pieces.through):
         found = from_maps(composed(maps[first:stop], V, diagonal), shape)
         N, M = N | each(found[0], first), M | each(found[1], first)
     return N, M
 
 
+def applied(M: Tensor, S: Tensor, N: Tensor, diagonal: bool) -> Tensor:
+    """`M S + N` of `[n, HV, ., .]`, contiguous; M is a column where it is diagonal."""
+    out = torch.empty(N.shape, dtype=N.dtype, device=N.device)
+    if diagonal:
+        return torch.addcmul(N, M, S, out=out)
+    torch.baddbmm(*(x.flatten(0, 1) for x in (N, M, S)), out=out.view(-1, *N.shape[2:]))
+    return out
+
+
 def back_through(maps: Tensor, gradient: Tensor, own: Tensor, V: int, diagonal: bool) -> Tensor:
-    """The gradient that enters a segment, `[..., V, K]`: `M^T` of the one that leaves it, and its own."""
+    """The gradient that enters a segment, `[..., K, V]`: `M^T` of the one that leaves it, and its own; both are transposed."""
     M = maps[..., V:, :]
-    return torch.addcmul(own, gradient, M) if diagonal else gradient @ M.mT + own
+    return applied(M.mT if diagonal else M, gradient.mT, own.mT, diagonal)
 
 
 def part(run: Run, scores: ChunkScores, first: int, stop: int) -> tuple[Run, ChunkScores]:
@@ -145,7 +154,7 @@ class ChunkBackward:
             if continued:
                 maps, V = self.joined[0], self.run.call.V
                 last = join_backward(self.run, maps, self.ends, dstate)[:, :, 0]
-                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, self.diagonal).mT
+                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, self.diagonal)
                 found = {i: D[i] for i in continued}
             return found
         for first, stop in uncut(continued):
