@@ -4,7 +4,8 @@
 sizes as published but for a dense MLP (experts would be most of the time) and a sixth of the vocabulary, as 8 is a sixth of 48 layers.
 
 - train: forward, loss and backward of one row of 8192 tokens in bfloat16: milliseconds (median), tokens a second, most memory.
-- decode: tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included, for 1 and 64 rows.
+- decode: tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included, for 1 and 64 rows: in the
+  first round, where each length of the keys is new to the process, and the best of all rounds. Rounds of the variants take turns.
 
 Each measurement has a process of its own. All processes warm up (and compile) at once; then they are measured one after the other.
 `--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which its processes alone see. Its backward
@@ -33,6 +34,9 @@ VARIANTS = ("fla", "accelerate", "accelerate and attention", "transformers")  # 
 ORDER = ("accelerate", "fla", "accelerate and attention", "transformers")  # of the measurements
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+ROUNDS = 4  # of decoding
 
 
 class Sizes:
@@ -146,15 +150,26 @@ def decode(model: Any, sizes: Sizes, batch: int, count: int, profile: str | None
 
 
 def measure_decode(model: Any, sizes: Sizes, profile: str | None) -> dict[str, Any]:
-    """Tokens a second and GiB for each batch."""
+    """Tokens a second and GiB for each batch, one round."""
     found: dict[str, Any] = {}
     for batch in sizes.batches:
         if not sizes.tiny:
             torch.cuda.reset_peak_memory_stats()
         where = None if profile is None else f"{profile}_{batch}"
-        seconds = min(decode(model, sizes, batch, sizes.new_tokens, where if turn else None) for turn in range(2))
+        seconds = decode(model, sizes, batch, sizes.new_tokens, where)
         memory = 0.0 if sizes.tiny else torch.cuda.max_memory_allocated() / 2**30
         found[f"B={batch}"] = {"tokens_per_second": batch * sizes.new_tokens / seconds, "GiB": memory}
+    return found
+
+
+def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What a worker measured: its only round, or of several the best of each batch and the first beside it."""
+    if len(rounds) < 2:
+        return rounds[0] if rounds else None
+    found = {}
+    for batch, first in rounds[0].items():
+        best = max((one[batch] for one in rounds), key=lambda one: one["tokens_per_second"])
+        found[batch] = best | {"first_tokens_per_second": first["tokens_per_second"]}
     return found
 
 
@@ -173,7 +188,7 @@ def write_profile(run: Callable[[], Any], path: Path) -> None:
 
 
 def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
-    """One process: warms up, says so, waits for a line, measures, prints one line of JSON."""
+    """One process: warms up, says so, and for each line measures and prints one line of JSON."""
     sizes = Sizes(tiny)
     model = variant_of(variant, sizes)
     if kind == "train":
@@ -188,11 +203,10 @@ def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     if not tiny:
         torch.cuda.empty_cache()
     print("ready", flush=True)
-    if not sys.stdin.readline():
-        return
     measure = measure_train if kind == "train" else measure_decode
     path = None if profile is None or variant == "transformers" else f"{profile}/{kind}_{variant.replace(' ', '_')}"
-    print(json.dumps(measure(model, sizes, path)), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(measure(model, sizes, path if "last" in line else None)), flush=True)
 
 
 class Worker:
@@ -201,7 +215,8 @@ class Worker:
     def __init__(self, variant: str, kind: str, options: argparse.Namespace, path: str | None) -> None:
         self.variant, self.kind = variant, kind
         self.began, self.waited = time.monotonic(), 0.0
-        self.ready, self.done, self.result = threading.Event(), threading.Event(), None
+        self.ready, self.done = threading.Event(), threading.Event()
+        self.results: list[dict[str, Any]] = []
         command = [sys.executable, __file__, "--worker", variant, kind]
         command += (["--tiny"] if options.tiny else []) + (["--profile", options.profile] if options.profile else [])
         places = [place for place in (path, os.environ.get("PYTHONPATH")) if place]
@@ -221,22 +236,24 @@ class Worker:
                 self.waited = time.monotonic() - self.began
                 self.ready.set()
             elif line.startswith("{"):
-                self.result = json.loads(line)
+                self.results.append(json.loads(line))
+                self.done.set()
         self.ready.set()
         self.done.set()
 
-    def measured(self, seconds: float) -> dict[str, Any] | None:
-        """Lets it measure; None if it broke or takes longer."""
+    def measure(self, seconds: float, last: bool) -> None:
+        """Lets it measure one round; it is ended if it takes longer, or it was the last one."""
         if self.process.poll() is None and self.process.stdin is not None:
+            self.done.clear()
             try:
-                self.process.stdin.write("go\n")
+                self.process.stdin.write("last\n" if last else "one\n")
                 self.process.stdin.flush()
+                last |= not self.done.wait(max(seconds, 0))
             except BrokenPipeError:
-                return None
-            self.done.wait(max(seconds, 0))
-        self.process.kill()
-        self.process.wait()
-        return self.result
+                last = True
+        if last:
+            self.process.kill()
+            self.process.wait()
 
 
 def unpacked(wheels: str, into: str) -> str:
@@ -274,17 +291,29 @@ def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     rows = []
     try:
         for worker in workers:
-            worker.ready.wait(max(end - time.monotonic() - 0.4 * options.limit, 0))
+            worker.ready.wait(max(end - time.monotonic() - 0.42 * options.limit, 0))
         late = [w for w in workers if not w.ready.is_set()]
         for worker in late:
             worker.process.kill()
         if options.tuning:
             keep_tuning(Path(options.tuning), folder)
-        for worker in sorted(workers, key=lambda w: ORDER.index(w.variant)):
-            result = None if worker in late else worker.measured(end - time.monotonic())
-            row = {"variant": worker.variant, "kind": worker.kind, "warm_up_seconds": worker.waited, "result": result}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+        ready = sorted((w for w in workers if w not in late), key=lambda w: ORDER.index(w.variant))
+        training, decoding = ([w for w in ready if w.kind == kind] for kind in ("train", "decode"))
+        turns = [(w, True) for w in training if w.variant != "transformers"]
+        turns += [(w, turn == ROUNDS - 1) for turn in range(ROUNDS) for w in decoding]
+        turns += [(w, True) for w in training if w.variant == "transformers"]  # the longest
+        for worker, last in turns:
+            worker.measure(end - time.monotonic(), last)
+            if last:
+                result = best_of(worker.results)
+                row = {
+                    "variant": worker.variant,
+                    "kind": worker.kind,
+                    "warm_up_seconds": worker.waited,
+                    "result": result,
+                }
+                print(json.dumps(row), flush=True)
+                rows.append(row)
     finally:
         for worker in workers:
             worker.process.kill()

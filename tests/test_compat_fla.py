@@ -183,6 +183,35 @@ same(
     lambda x: (loops.product(*grouped(x, "q", "k"), x["v"], None, x["beta"], 2)[0], None),
     steps=2,
 )
+BY_CHANNEL = "fused_recurrent_gated_delta_rule fused_recurrent_kda fused_recurrent_delta_rule fused_recurrent_comba"
+
+
+def test_a_strength_per_channel_of_the_values() -> None:
+    """Each channel is the column of a state of its own, with all forms of states, decays and layouts."""
+    torch.manual_seed(0)
+    q, k, p = torch.nn.functional.normalize(torch.randn(3, 2, 9, 2, 6, dtype=torch.float64), dim=-1)
+    v, beta = torch.randn(2, 9, 4, 5, dtype=torch.float64), torch.rand(2, 9, 4, 5, dtype=torch.float64)
+    g, gk = -torch.rand(2, 9, 4, dtype=torch.float64), -torch.rand(2, 9, 4, 6, dtype=torch.float64)
+    S = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    given = {"fused_recurrent_kda": (q, k, v, gk, beta), "fused_recurrent_delta_rule": (q, k, v, beta)}
+    given |= {
+        "fused_recurrent_gated_delta_rule": (q, k, v, g, None, None, beta),
+        "fused_recurrent_comba": (q, k, p, v, g, beta),
+    }
+    for name in BY_CHANNEL.split():
+        call = getattr(fla, name)
+        o, state = call(*given[name], initial_state=S, output_final_state=True)
+        for j in range(v.shape[3]):
+            one = [x[..., j] if x is beta else x[..., j : j + 1] if x is v else x for x in given[name]]
+            alone, last = call(*one, initial_state=S[..., j : j + 1].contiguous(), output_final_state=True)
+            torch.testing.assert_close(o[..., j : j + 1], alone)
+            torch.testing.assert_close(state[..., j : j + 1], last)
+    call, options = fla.fused_recurrent_kda, {"output_final_state": True, "state_v_first": True}
+    plain = call(q, k, v, gk, beta, initial_state=S, output_final_state=True)
+    o, state = call(q, k, v, gk, beta, initial_state=S.mT.contiguous(), **options)
+    assert torch.equal(o, plain[0]) and torch.equal(state, plain[1].mT)
+
+
 for name, order in (("chunk_comba", ("q", "raw_k", "v", "p")), ("fused_recurrent_comba", ("q", "raw_k", "p", "v"))):
     same(
         name,
@@ -608,7 +637,7 @@ def test_lightnet_and_abc_go_on_from_a_state() -> None:
         (lambda x: fla.chunk_gated_delta_rule(*names(x, "q k v g beta"), g=x["g"]), TypeError, "multiple values"),
         (lambda x: fla.chunk_gated_delta_rule(*names(x, "q k v g beta"), allow_neg_eigval=True), ValueError, "sigmoid"),
         (lambda x: fla.fused_recurrent_gdn(*names(x, "q k v g gk gv beta")), NotImplementedError, "gv"),
-        (lambda x: fla.fused_recurrent_delta_rule(*names(x, "q k v w")), NotImplementedError, "beta of shape"),
+        (lambda x: fla.fused_recurrent_gated_oja_rule(*names(x, "q k v gv w")), NotImplementedError, "beta of shape"),
         (
             lambda x: fla.chunk_kda(*names(x, "q k v gk beta"), return_intermediate_states=True),
             NotImplementedError,

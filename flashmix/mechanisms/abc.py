@@ -12,7 +12,15 @@ from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried, convolved, rotated
 from flashmix.mechanisms.common import check_states, finite, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.mechanisms.slots import SlotMixer, SlotOptions, by_slots, check_slots, slot_states, two_passes
+from flashmix.mechanisms.slots import (
+    SlotMixer,
+    SlotOptions,
+    by_slots,
+    check_slots,
+    shared_slots,
+    slot_states,
+    two_passes,
+)
 from flashmix.modules.norm import GatedRMSNorm
 from flashmix.modules.projection import HeadProjection, repeat_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
@@ -47,7 +55,8 @@ def abc(
     It is `gsa` with `s' = e^{s_t - z_t}` and `g_t = z_{t-1} - z_t`, both computed from the running normaliser `z` without overflow.
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, H, K]`. More heads of queries, a multiple of those of keys, share them, the values and slots:
+            each has states of its own.
         v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
         s: logits `[B, T, HV, M]`.
         initial_state: keys and values of the slots and `z`, `([N, HV, K, M], [N, HV, M, V], [N, HV, M])`, float32 (float64 for
@@ -62,6 +71,7 @@ def abc(
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]))
     """
     check_whole(cu_seqlens, "abc")
+    k, v, s = shared_slots(q, k, v, s)
     packing = check_slots(q, k, v, s, cu_seqlens)
     shapes = slot_states(q, v, s, packing)
     normaliser = (shapes[1][0], *s.shape[2:])

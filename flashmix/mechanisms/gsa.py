@@ -12,7 +12,15 @@ from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried, convolved
 from flashmix.mechanisms.common import check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.mechanisms.slots import SlotMixer, SlotStates, by_slots, check_slots, slot_states, two_passes
+from flashmix.mechanisms.slots import (
+    SlotMixer,
+    SlotStates,
+    by_slots,
+    check_slots,
+    shared_slots,
+    slot_states,
+    two_passes,
+)
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, repeat_heads
@@ -40,7 +48,8 @@ def gsa(
         o_t  = V~_t^T softmax(scale K~_t^T q_t)
 
     Args:
-        q, k: queries and keys `[B, T, H, K]`.
+        q, k: queries and keys `[B, T, H, K]`. More heads of queries, a multiple of those of keys, share them, the values and slots:
+            each has states of its own.
         v: values `[B, T, HV, V]`; `HV` is a multiple of `H`.
         s: the write weight of each slot, `[B, T, HV, M]`; the paper's is `1 - e^g`.
         log_decay: `g`, at most 0, `[B, T, HV, M]`.
@@ -54,6 +63,7 @@ def gsa(
         >>> o.shape, keys.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16, 16]))
     """
+    k, v, s, log_decay = shared_slots(q, k, v, s, log_decay)
     packing = check_slots(q, k, v, s, cu_seqlens)
     check_per_head("log_decay", log_decay, "q", q, *s.shape)
     check_states(initial_state, q, *slot_states(q, v, s, packing))

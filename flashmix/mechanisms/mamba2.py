@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
@@ -32,25 +33,35 @@ from flashmix.ops.recurrence.call import check_operands
 def mamba2(
     x: Tensor,
     dt: Tensor,
-    A_log: Tensor,
+    A_log: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
+    A: Tensor | None = None,
     D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
     scale: float = 1.0,
     **options: Unpack[StateOptions],
 ) -> Result:
     """Mamba-2, the state space dual: a decay and a step size per token.
 
-        S_t = e^{-e^{A_log} dt_t} S_{t-1} + B_t (dt_t x_t)^T;  y_t = scale S_t^T C_t + D x_t
+        S_t = e^{-e^{A_log} dt_t} S_{t-1} + B_t (dt_t x_t)^T;  y_t = (scale S_t^T C_t + D x_t) silu(z_t)
 
     Args:
         x: inputs `[B, T, H, P]`.
-        dt: step sizes, positive, after their softplus, `[B, T, H]`.
-        A_log: logarithm of the decay rate, `[H]`.
+        dt: step sizes, positive, `[B, T, H]`; with `softplus` the logits of `softplus(dt + dt_bias)`.
+        A_log: logarithm of the decay rate, `[H]`; None where `A` is given.
         B: keys `[B, T, G, N]`; `H` is a multiple of the number of groups `G`.
         C: queries `[B, T, G, N]`.
-        D: skip weight `[H]`, or None.
+        A: `-e^{A_log}` `[H]`, at most 0, in its place.
+        D: skip weight `[H]` or `[H, P]`, or None.
+        z: gate `[B, T, H, P]`, or None.
+        dt_bias: added to `dt`, `[H]`; needs `softplus`.
+        softplus: whether `dt` are logits.
+        dt_limit: the least and the largest step size, or None.
 
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7.
 
@@ -59,17 +70,40 @@ def mamba2(
         >>> mamba2(x, dt, torch.zeros(4), keys, keys)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    H = dims("x", x, "B T H P")[2]
-    check_shape("A_log", A_log, H)
-    names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": "A_log"}
-    check_operands(C, x, {"k": B}, dt, A_log, options.get("initial_state"), options.get("cu_seqlens"), names)
+    H, P = dims("x", x, "B T H P")[2:]
+    if (A_log is None) == (A is None):
+        raise ValueError(f"A must be given in place of A_log, got {'neither' if A is None else 'both'}")
+    rate, name = (A_log, "A_log") if A is None else (A, "A")
+    assert rate is not None
+    check_shape(name, rate, H)
+    names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": name}
+    check_operands(C, x, {"k": B}, dt, rate, options.get("initial_state"), options.get("cu_seqlens"), names)
     if D is not None:
-        check_per_head("D", D, "x", x, H)
+        check_per_head("D", D, "x", x, *((H, P) if D.dim() == 2 else (H,)))
+    if z is not None:
+        check_per_head("z", z, "x", x, *x.shape)
     wide = state_dtype(x.dtype)
-    decay = -A_log.to(wide).exp() * dt.to(wide)
+    dt = _step_sizes(dt, dt_bias, softplus, dt_limit, wide)
+    decay = (-rate.to(wide).exp() if A is None else rate.to(wide)) * dt.to(wide)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
     y, state = linear_attention(C, B, v, decay, scale=scale, **options)
-    return (y if D is None else (y + D[:, None] * x).to(y.dtype)), state
+    dtype = y.dtype
+    if D is not None:
+        y = y + (D if D.dim() == 2 else D[:, None]) * x
+    return (y if z is None else y * F.silu(z.to(wide))).to(dtype), state
+
+
+def _step_sizes(
+    dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None, wide: torch.dtype
+) -> Tensor:
+    """The step sizes: `dt` itself, or in float32 (float64) its softplus, within the limits."""
+    if bias is not None:
+        if not softplus:
+            raise ValueError("dt_bias must be given with softplus=True, got softplus=False")
+        check_per_head("dt_bias", bias, "dt", dt, dt.shape[2])
+        dt = dt.to(wide) + bias.to(wide)
+    dt = F.softplus(dt.to(wide)) if softplus else dt
+    return dt if limit is None else dt.clamp(*limit)
 
 
 class Mamba2(Mixer[RecurrentCache]):

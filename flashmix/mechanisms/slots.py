@@ -33,6 +33,14 @@ class SlotCallOptions(TypedDict, total=False):
     impl: str
 
 
+def shared_slots(q: Tensor, k: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """`k` and the others `[B, T, H, ...]`, each head for as many neighbouring heads of queries as read it."""
+    heads = dims("q", q, "B T H K")[2], dims("k", k, "B T H K")[2]
+    if heads[0] <= heads[1] or heads[0] % heads[1] or any(x.dim() != 4 for x in others):
+        return k, *others
+    return tuple([x.repeat_interleave(heads[0] // heads[1], 2) for x in (k, *others)])
+
+
 def check_slots(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, cu_seqlens: Tensor | Packing | None, name: str = "s"
 ) -> Packing | None:

@@ -116,3 +116,25 @@ def run(
     if reverse:
         o, final = o.flip(1), final.flip(0) if packed and final is not None else final
     return o, final.mT if state_v_first and final is not None else final
+
+
+def run_delta(
+    rule: Callable[..., Any], keys: tuple[Tensor, ...], v: Tensor, beta: Tensor | None, *decays: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`run` of a delta rule with these queries and keys; a strength per channel of the values, `[B, T, HV, V]`, makes each a head.
+
+    The columns of a state know nothing of each other, so that is exact; it repeats what they share.
+    """
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
+    if beta.dim() == 3:
+        return run(rule, *keys, v, beta, *decays, **options)
+    count, state = v.shape[3], options.pop("initial_state")
+    first = options.get("state_v_first") or options.get("transpose_state_layout")
+    if state is not None:  # [N, HV V, K, 1], with values first [N, HV V, 1, K]
+        state = state.flatten(1, 2).unsqueeze(2) if first else state.mT.flatten(1, 2).unsqueeze(3)
+    decays = tuple(g.repeat_interleave(count, 2) for g in decays)
+    o, final = run(rule, *keys, v.flatten(2)[..., None], beta.flatten(2), *decays, initial_state=state, **options)
+    if final is not None:
+        final = final.squeeze(2 if first else 3).unflatten(1, v.shape[2:])  # [N, HV, V, K]
+        final = final if first else final.mT
+    return o.squeeze(3).unflatten(2, v.shape[2:]), final

@@ -17,6 +17,7 @@ from flashmix.compat.fla.common import (
     decay,
     per_head,
     run,
+    run_delta,
     strength,
     unit,
 )
@@ -41,12 +42,10 @@ GATE = "use_gate_in_kernel=False A_log=None dt_bias=None"
 @FLA.function(
     "chunk_gated_delta_rule chunk_gdn",
     f"q k v g beta {KERNEL_STATE} {BETA_FLAGS} state_v_first=False {PACKED} ~chunk_indices=None !cp_context=None {V_FIRST} {GATE}",
-    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_gated_delta_rule fused_recurrent_gdn",
     f"q k v g=None gk=None !gv=None beta=None {KERNEL_STATE} {GATE} {BETA_FLAGS} state_v_first=False cu_seqlens=None {V_FIRST}",
-    "`beta` `[B, T, HV, V]`",
 )
 def gated_delta_rule(
     q: Tensor,
@@ -64,15 +63,18 @@ def gated_delta_rule(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`flashmix.gated_deltanet` with `g` before `beta`; with the per-channel `gk` `flashmix.kda`; without both `flashmix.deltanet`."""
-    beta = strength(per_head("gated_delta_rule", beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
+    beta = strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     q, k = unit(use_qk_l2norm_in_kernel, q, k)
     if g is not None:
         g = decay(g, use_gate_in_kernel, A_log, dt_bias)
     elif use_gate_in_kernel:
         raise ValueError("g must be given with use_gate_in_kernel=True")
     if gk is not None:
-        return run(kda, q, k, v, beta, gk if g is None else gk + g[..., None], **options)
-    return run(deltanet, q, k, v, beta, **options) if g is None else run(gated_deltanet, q, k, v, beta, g, **options)
+        return run_delta(kda, (q, k), v, beta, gk if g is None else gk + g[..., None], **options)
+    if g is None:
+        return run_delta(deltanet, (q, k), v, beta, **options)
+    return run_delta(gated_deltanet, (q, k), v, beta, g, **options)
 
 
 @FLA.function(
@@ -80,13 +82,11 @@ def gated_delta_rule(
     f"q k v g beta {KERNEL_STATE} use_gate_in_kernel=False {BETA_FLAGS} ~safe_gate=False lower_bound=None ~disable_recompute=False "
     f"!return_intermediate_states=False state_v_first=False {PACKED} !cp_context=None ~use_graph=False ~max_num_seqs=None "
     f"{V_FIRST} A_log=None dt_bias=None",
-    "`beta` `[B, T, HV, V]`",
 )
 @FLA.function(
     "fused_recurrent_kda",
     f"q k v g beta A_log=None dt_bias=None {KERNEL_STATE} use_gate_in_kernel=False {BETA_FLAGS} lower_bound=None "
     f"state_v_first=False cu_seqlens=None {V_FIRST}",
-    "`beta` `[B, T, HV, V]`",
 )
 def kimi_delta_attention(
     q: Tensor,
@@ -104,18 +104,18 @@ def kimi_delta_attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`flashmix.kda` with `g` before `beta`; the gate in the kernel is `softplus_decay`, with `lower_bound` `bounded_decay`."""
-    beta = strength(per_head("kda", beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    beta = strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     g = decay(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    return run(kda, *unit(use_qk_l2norm_in_kernel, q, k), v, beta, g, **options)
+    return run_delta(kda, unit(use_qk_l2norm_in_kernel, q, k), v, beta, g, **options)
 
 
-@FLA.function("chunk_delta_rule", f"q k v beta {KERNEL_STATE} {PACKED} {HINTS}", "`beta` `[B, T, HV, V]`")
-@FLA.function("fused_recurrent_delta_rule", f"q k v beta=None {KERNEL_STATE} cu_seqlens=None", "`beta` `[B, T, HV, V]`")
+@FLA.function("chunk_delta_rule", f"q k v beta {KERNEL_STATE} {PACKED} {HINTS}")
+@FLA.function("fused_recurrent_delta_rule", f"q k v beta=None {KERNEL_STATE} cu_seqlens=None")
 def delta_net(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, use_qk_l2norm_in_kernel: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`flashmix.deltanet`; `beta` of None is 1."""
-    return run(deltanet, *unit(use_qk_l2norm_in_kernel, q, k), v, per_head("delta_rule", beta, v), **options)
+    return run_delta(deltanet, unit(use_qk_l2norm_in_kernel, q, k), v, beta, **options)
 
 
 @FLA.function(
@@ -164,8 +164,8 @@ def gated_delta_product(
     return run(deltaproduct, q, k, v, beta, log_decay=g, **options)
 
 
-@FLA.function("chunk_comba", f"q k v p g beta=None {KERNEL_STATE} {PACKED}", "`beta` `[B, T, HV, V]`")
-@FLA.function("fused_recurrent_comba", f"q k p v g beta=None {KERNEL_STATE} cu_seqlens=None", "`beta` `[B, T, HV, V]`")
+@FLA.function("chunk_comba", f"q k v p g beta=None {KERNEL_STATE} {PACKED}")
+@FLA.function("fused_recurrent_comba", f"q k p v g beta=None {KERNEL_STATE} cu_seqlens=None")
 def comba_rule(
     q: Tensor,
     k: Tensor,
@@ -178,7 +178,7 @@ def comba_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`flashmix.comba`; `p` of None is `k`, and the norm in the kernel is of `p` too."""
     q, k, p = unit(use_qk_l2norm_in_kernel, q, k, k if p is None else p)
-    return run(comba, q, k, p, v, per_head("comba", beta, v), g, **options)
+    return run_delta(comba, (q, k, p), v, beta, g, **options)
 
 
 _OJA = "use_q_l2norm=False use_k_l2norm=False cu_seqlens=None"

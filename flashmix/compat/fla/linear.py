@@ -198,8 +198,6 @@ def gated_slots(
     states = initial_state
     if states is not None:
         states = tuple(x.to(state_dtype(q.dtype)).repeat_interleave(group, 1) for x in states)  # type: ignore[assignment]
-    if group > 1:
-        k, v, s, g = (x.repeat_interleave(group, 2) for x in (k, v, s, g))
     o, final = gsa(
         *(q, k, v, s, g),
         scale=scale,
