@@ -20,6 +20,8 @@ SCANS = (
     "selective_scan/native/selective",
     "slstm/native/call",
     "slstm/native/slstm",
+    "wkv/native/call",
+    "wkv/native/wkv",
 )
 HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
 STRIPPED = ["-s"] if sys.platform == "linux" else []

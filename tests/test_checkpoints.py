@@ -49,6 +49,20 @@ DENSE: dict[str, tuple[str, str, dict[str, Any], int]] = {
         FAMILIES["kimi_linear"][2] | {"q_lora_rank": 12, "n_group": 2, "topk_group": 1, "num_experts_per_token": 1},
         2,
     ),
+    "mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 3, "conv_kernel": 3},
+        2,
+    ),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"num_hidden_layers": 2, "mixer_rms_eps": 1e-4}, 2),
+    "xlstm": (
+        "xLSTMConfig",
+        "xLSTMForCausalLM",
+        {"num_hidden_layers": 2, "num_heads": 2, "qk_dim_factor": 2.0, "v_dim_factor": 4.0}
+        | {"ffn_proj_factor": 2.0, "ffn_round_up_to_multiple_of": 1},
+        2,
+    ),
 }
 KNOWN = [*DENSE, "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "bamba"]
 

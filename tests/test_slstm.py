@@ -121,3 +121,16 @@ def test_other_sequences_change_no_bit() -> None:
     whole = ours(given, "auto")[:5]
     alone = ours([t[1:2] if t.shape[0] == 3 else t for t in given], "auto")[:5]
     assert all(torch.equal(every[1:2], one) for every, one in zip(whole, alone, strict=True))
+
+
+@needs_library
+def test_without_recurrent_weights_in_c(level: int) -> None:
+    given = inputs(2, 33, 2, 2, 20)
+    given[4] = torch.zeros_like(given[4])
+    given = [t.float() for t in given]
+    exact, plain = defined([t.double() for t in given]), defined(given)
+    gates, (c, n, m, y) = given[:4], given[5:]
+    out, state = slstm(*gates, initial_state=(c, n, m, y), return_state=True, impl="native")
+    assert state is not None
+    for got, want, baseline in zip((out, *state), exact, plain, strict=False):
+        assert_within_budget("without", got, want, baseline, steps=4)

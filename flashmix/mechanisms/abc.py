@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried, convolved, rotated
-from flashmix.mechanisms.common import check_states, finite, scan_beside, softplus, unrounded
+from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import (
     SlotMixer,
@@ -28,7 +28,7 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
-from flashmix.ops.scan import scan_max
+from flashmix.ops.scan.op import finite, scan_max
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
 

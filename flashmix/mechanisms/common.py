@@ -117,11 +117,6 @@ def positive_candidate(c: Tensor) -> Tensor:
     return torch.where(c >= 0, c + 0.5, below)
 
 
-def finite(x: Tensor) -> Tensor:
-    """`x` with the lowest number for -inf, for a term that is subtracted in an exponent."""
-    return x.clamp(min=torch.finfo(x.dtype).min)
-
-
 def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...], like_name: str = "q") -> None:
     """Raises unless `states`, an `initial_state`, is None or a tuple of tensors of these shapes in the state's dtype.
 

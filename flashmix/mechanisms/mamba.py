@@ -18,6 +18,7 @@ from flashmix.op.checks import FLOATING, check_dtype, check_like, check_range, c
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
+from flashmix.ops.norm.op import rms_norm
 from flashmix.ops.selective_scan import selective_scan
 from flashmix.ops.selective_scan.step import selective_scan_step
 
@@ -94,7 +95,8 @@ class Mamba(Mixer[RecurrentCache]):
         rank: of the projection to the step sizes; default `width / 16`, rounded up.
         conv_width: tokens that the short convolution sees.
         conv_bias: whether that convolution has a bias.
-        norms: whether step sizes, `B` and `C` are normalised (Jamba; with weights of one Falcon-Mamba).
+        norms: whether step sizes, `B` and `C` are normalised (Jamba, Falcon-Mamba).
+        norm_weights: whether these norms have weights (Falcon-Mamba's have none).
         eps: of these norms.
 
     Source: Gu and Dao, arXiv:2312.00752, section 3.4.
@@ -115,6 +117,7 @@ class Mamba(Mixer[RecurrentCache]):
         conv_width: int = 4,
         conv_bias: bool = True,
         norms: bool = False,
+        norm_weights: bool = True,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -129,7 +132,9 @@ class Mamba(Mixer[RecurrentCache]):
         self.convolution = ShortConvolution(inner, conv_width, bias=conv_bias, **placement)
         self.selection = nn.Linear(inner, sum(self.parts), bias=False, **placement)
         self.step = nn.Linear(rank, inner, **placement)
-        self.norms = nn.ModuleList(RMSNorm(part, eps, **placement) for part in self.parts) if norms else None
+        self.eps = eps if norms else None
+        weighted = norms and norm_weights
+        self.norms = nn.ModuleList(RMSNorm(part, eps, **placement) for part in self.parts) if weighted else None
         rates = torch.arange(1, state_dim + 1, dtype=torch.float32, device=device).log()
         self.A_log = nn.Parameter(rates.repeat(inner, 1).to(dtype or torch.get_default_dtype()))
         self.skip = nn.Parameter(torch.ones(inner, **placement))
@@ -143,6 +148,8 @@ class Mamba(Mixer[RecurrentCache]):
         dt, B, C = self.selection(u).split(self.parts, dim=-1)
         if self.norms is not None:
             dt, B, C = (norm(part) for norm, part in zip(self.norms, (dt, B, C), strict=True))
+        elif self.eps is not None:
+            dt, B, C = (rms_norm(part, eps=self.eps) for part in (dt, B, C))
         dt = nn.functional.linear(dt, self.step.weight)
         A = -self.A_log.to(state_dtype(u.dtype)).exp()
         options: dict[str, Any] = {"D": self.skip, "z": z, "dt_bias": self.step.bias, "softplus": True}

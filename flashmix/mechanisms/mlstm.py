@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_states, finite, normaliser, scan_beside, unrounded
+from flashmix.mechanisms.common import check_states, normaliser, scan_beside, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_choice, check_floating, check_like, check_range, check_shape
@@ -21,7 +21,7 @@ from flashmix.op.public import public
 from flashmix.ops.norm.op import group_norm
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.scan.op import scan_max
+from flashmix.ops.scan.op import finite, scan_max
 
 LARGEST_HEAD = 256  # channels of a value that kernels hold; larger values are several heads on one key
 MemoryStates = tuple[Tensor, Tensor, Tensor]

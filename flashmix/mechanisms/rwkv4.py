@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states, finite, scan_beside
+from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
-from flashmix.ops.scan.op import scan, scan_max
+from flashmix.ops.scan.call import check_decays
 from flashmix.ops.token_shift.op import token_shift
+from flashmix.ops.wkv.call import WkvCall
+from flashmix.ops.wkv.op import wkv
 
 AverageStates = tuple[Tensor, Tensor, Tensor]
 
@@ -63,32 +65,14 @@ def rwkv4(
     check_per_head("bonus", bonus, "k", k, *k.shape[2:])
     shape = (k.shape[0] if packing is None else packing.count, *k.shape[2:])
     check_states(initial_state, k, shape, shape, shape, like_name="k")
+    check_decays(log_decay)
     wide = state_dtype(k.dtype)
-    key, value, decay = k.to(wide), v.to(wide), log_decay.to(wide)
-    a, b, m = None, None, torch.full(shape, -torch.inf, dtype=wide, device=k.device)
-    if initial_state is not None:
-        a, b, m = initial_state
-        past = torch.exp(m - finite(m.detach()))  # 1, through which the gradient of m_0 passes
-        a, b, m = a * past, b * past, m.detach()
-    given: dict[str, Any] = {"packing": packing, "read_before": True, "impl": impl}
-    before, m = scan_beside(key.detach(), decay.detach(), op=scan_max, initial_state=m, **given)
-    base = finite(torch.maximum(before + decay.detach(), key.detach()))
-    weight, ages = torch.exp(key - base), decay + before - base
-    b_before, b = scan_beside(weight, ages, initial_state=b, **given)
-    a_before, a = scan(
-        weight * value,
-        ages,
-        initial_state=a,
-        return_state=return_state,
-        cu_seqlens=packing,
-        read_before=True,
-        impl=impl,
-    )
-    own = key + bonus.to(wide)
-    largest = torch.maximum(own.detach(), before)
-    past, own = torch.exp(before - largest), torch.exp(own - largest)
-    o = (past * a_before + own * value) / (past * b_before + own)
-    return o.to(k.dtype), None if a is None else (a, b, m)
+    if initial_state is None:
+        zeros = torch.zeros(shape, dtype=wide, device=k.device)
+        initial_state = zeros, zeros, torch.full_like(zeros, -torch.inf)
+    key, value, w, u = (t.to(wide) for t in (k, v, log_decay, bonus))
+    o, a, b, m = wkv(WkvCall(key, value, w, u, *initial_state, packing=packing), impl)
+    return o.to(k.dtype), (a, b, m.detach()) if return_state else None
 
 
 class RWKV4(Mixer[RecurrentCache]):

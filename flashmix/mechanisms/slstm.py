@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states, finite, scan_beside, softplus
+from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
-from flashmix.ops.scan.op import scan, scan_max
 from flashmix.ops.slstm.call import SlstmCall
 from flashmix.ops.slstm.op import slstm_cell
 
@@ -67,60 +66,10 @@ def slstm(
         zeros = torch.zeros(shape, dtype=wide, device=write.device)
         initial_state = zeros, zeros, torch.full_like(zeros, -torch.inf), zeros
     i, f, z, o = (gate.to(wide) for gate in (write, forget, candidate, output))
-    if recurrent is None:
-        y, state = _scans(i, f, z, o, initial_state, packing=packing, impl=impl)
-    else:
-        y, *after = slstm_cell(SlstmCall(i, f, z, o, recurrent.to(wide), *initial_state, packing=packing), impl)
-        state = after[0], after[1], after[2].detach(), after[3]
+    weights = None if recurrent is None else recurrent.to(wide)
+    y, *after = slstm_cell(SlstmCall(i, f, z, o, weights, *initial_state, packing=packing), impl)
+    state = after[0], after[1], after[2].detach(), after[3]
     return y.to(write.dtype), state if return_state else None
-
-
-def _scans(
-    write: Tensor,
-    forget: Tensor,
-    candidate: Tensor,
-    output: Tensor,
-    start: CellStates,
-    packing: Packing | None,
-    impl: str,
-) -> tuple[Tensor, CellStates]:
-    """Without recurrent weights: `m` and two scans."""
-    c, n, m, y = start
-    past = torch.exp(m - finite(m.detach()))  # 1, through which the gradient of m_0 passes
-    decay = -softplus(-forget)
-    before, m = scan_beside(
-        write.detach(),
-        decay.detach(),
-        op=scan_max,
-        initial_state=m.detach(),
-        packing=packing,
-        read_before=True,
-        impl=impl,
-    )
-    base = finite(torch.maximum(before + decay.detach(), write.detach()))
-    weight, log_keep = torch.exp(write - base), decay + before - base
-    n_t, n = scan_beside(weight, log_keep, initial_state=n * past, packing=packing, impl=impl)
-    c_t, last = scan(
-        weight * torch.tanh(candidate),
-        log_keep,
-        initial_state=c * past,
-        return_state=True,
-        cu_seqlens=packing,
-        impl=impl,
-    )
-    assert last is not None
-    outputs = torch.sigmoid(output) * c_t / n_t
-    return outputs, (last, n, m, _last_output(outputs, y, packing))
-
-
-def _last_output(outputs: Tensor, start: Tensor, packing: Packing | None) -> Tensor:
-    """The last output of each sequence `[N, H, D]`; of one without tokens that before."""
-    if not outputs.shape[1]:
-        return start
-    if packing is None:
-        return outputs[:, -1]
-    ends = (packing.cu_seqlens[1:] - 1).clamp(min=0).long()
-    return torch.where((packing.lengths == 0).view(-1, 1, 1), start, outputs[0, ends])
 
 
 register(

@@ -136,3 +136,8 @@ def scan_max(
         raise RuntimeError("scan_max has no gradient, it is to cancel: call it under torch.no_grad(), or on x.detach()")
     m, state = SCAN(call, impl, "scan_max")
     return m, state if return_state else None
+
+
+def finite(x: Tensor) -> Tensor:
+    """`x` with the lowest number for -inf, for a running maximum that is subtracted in an exponent."""
+    return x.clamp(min=torch.finfo(x.dtype).min)

@@ -1,4 +1,4 @@
-"""The sLSTM with recurrent weights: gates that see the output before, so that one token follows the other."""
+"""The sLSTM, whose gates may see the output before, so that one token follows the other."""
 
 from flashmix.ops.slstm.op import slstm_cell
 

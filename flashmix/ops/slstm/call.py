@@ -1,4 +1,4 @@
-"""One call of the sLSTM with recurrent weights."""
+"""One call of the sLSTM."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ GATES = ("write", "forget", "candidate", "output")
 
 @dataclass(frozen=True)
 class SlstmCall(Call):
-    """Logits of the four gates `[B, T, H, D]` without what the output before adds, which is `recurrent` `[4, H, D, D]` (gate, head, to,
-    from) times it, and the state `c, n, m, y` before the first token, each `[N, H, D]`. All have one dtype, float32 or float64.
+    """Logits of the four gates `[B, T, H, D]`, to which `recurrent` `[4, H, D, D]` (gate, head, to, from) times the output before is added,
+    and the state `c, n, m, y` before the first token, each `[N, H, D]`. All have one dtype, float32 or float64.
 
     The outputs are `y` `[B, T, H, D]` and the last `c, n, m, y`; `m` is a constant in gradients.
     """
@@ -25,7 +25,7 @@ class SlstmCall(Call):
     forget: Tensor
     candidate: Tensor
     output: Tensor
-    recurrent: Tensor
+    recurrent: Tensor | None
     c: Tensor
     n: Tensor
     m: Tensor

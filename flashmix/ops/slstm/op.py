@@ -1,13 +1,16 @@
-"""The sLSTM with recurrent weights, an op of the mechanism `slstm`, which checks its arguments."""
+"""The sLSTM, an op of the mechanism `slstm`, which checks its arguments."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from flashmix.op.call import Op, Outputs, always
+from flashmix.op.call import Op, Outputs, always, triton_refuses_first
 from flashmix.op.choose import Implementation
 from flashmix.ops.slstm.call import SlstmCall
 from flashmix.ops.slstm.native.binding import missing
+from flashmix.ops.slstm.portable import formula
 
 
 def _native_supports(call: SlstmCall) -> str | None:
@@ -18,9 +21,16 @@ def _native_supports(call: SlstmCall) -> str | None:
     return missing()
 
 
+def _triton_supports(call: SlstmCall) -> str | None:
+    if call.recurrent is not None:
+        return "its kernels are scans, which have no recurrent weights"
+    return triton_refuses_first(call)
+
+
 IMPLEMENTATIONS: tuple[Implementation[SlstmCall], ...] = (
+    Implementation("triton", "flashmix.ops.slstm.portable", _triton_supports, partial(formula, impl="triton")),
     Implementation("native", "flashmix.ops.slstm.native", _native_supports),
-    Implementation("portable", "flashmix.ops.slstm.portable", always),
+    Implementation("portable", "flashmix.ops.slstm.portable", always, partial(formula, impl="portable")),
 )
 SLSTM = Op("slstm_cell", SlstmCall, IMPLEMENTATIONS, keeps_outputs=(0,))
 

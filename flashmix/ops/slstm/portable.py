@@ -1,14 +1,18 @@
-"""The sLSTM in plain PyTorch: a token after the other, of all sequences of a batch or along a packed row, and back."""
+"""The sLSTM in plain PyTorch: with recurrent weights token after token, for all sequences of a batch or along a packed row; without them
+as three scans, which autograd differentiates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.scan.op import finite, scan, scan_max
 from flashmix.ops.slstm.call import GATES, SlstmCall, recurrent_gradient
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -126,3 +130,33 @@ def _before(call: SlstmCall, states: Tensor) -> Tensor:
         return torch.cat([start.unsqueeze(2), states[:, :, :-1]], 2)
     first, sequence, _ = _starts(call)
     return torch.where(first.view(1, 1, -1, 1, 1), start[:, sequence[:, 0]].unsqueeze(1), states.roll(1, 2))
+
+
+def formula(call: SlstmCall, impl: str) -> Outputs | None:
+    """`m`, and two scans with its weights; None of a call with recurrent weights, which is no scan."""
+    if call.recurrent is not None:
+        return None
+    write, m = call.write, call.m.detach()
+    decay, past = (
+        logsigmoid(call.forget),
+        torch.exp(call.m - finite(m)),
+    )  # past: 1, through which the gradient of m_0 passes
+    given: dict[str, Any] = {"return_state": True, "cu_seqlens": call.packing, "impl": impl}
+    before, last = scan_max(write.detach(), decay.detach(), initial_state=m, read_before=True, **given)
+    base = finite(torch.maximum(before + decay.detach(), write.detach()))
+    weight, log_keep = torch.exp(write - base), decay + before - base
+    n_t, n = scan(weight, log_keep, initial_state=call.n * past, **given)
+    c_t, c = scan(weight * torch.tanh(call.candidate), log_keep, initial_state=call.c * past, **given)
+    assert c is not None and n is not None and last is not None
+    y = torch.sigmoid(call.output) * c_t / n_t
+    return y, c, n, last, last_output(call, y)
+
+
+def last_output(call: SlstmCall, y: Tensor) -> Tensor:
+    """The last output of each sequence `[N, H, D]`; of one without tokens that before."""
+    if not call.tokens:
+        return call.y.clone()
+    if call.packing is None:
+        return y[:, -1]
+    ends = (call.packing.cu_seqlens[1:] - 1).clamp(min=0).long()
+    return torch.where((call.packing.lengths == 0).view(-1, 1, 1), call.y, y[0, ends])

@@ -1,5 +1,5 @@
 /* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
- * chunk's tiles in cache; the scans of ../../scan and ../../selective_scan, by sequence and block of channels; and ../../slstm. The functions at the end are called from outside.
+ * chunk's tiles in cache; the scans of ../../scan and ../../selective_scan, by sequence and block of channels; and ../../slstm, ../../wkv. The functions at the end are called from outside.
  */
 
 #include <math.h>
@@ -51,6 +51,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/call.h"
 #include "../../selective_scan/native/call.h"
 #include "../../slstm/native/call.h"
+#include "../../wkv/native/call.h"
 
 #if defined(__x86_64__)
 #define NAME(x) x##_avx512
@@ -71,6 +72,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
+#include "../../wkv/native/wkv.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -98,6 +100,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
+#include "../../wkv/native/wkv.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -120,6 +123,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../scan/native/complex.h"
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
+#include "../../wkv/native/wkv.h"
 #undef NAME
 
 typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
@@ -198,6 +202,12 @@ static void run_slstm(const Slstm *call, Pass pass) {
     run(&w);
 }
 
+static void run_wkv(const Wkv *call, Pass pass) {
+    long blocks = (call->channels + call->block - 1) / call->block;
+    Work w = {.call = call, .pass = pass, .items = call->sequences * blocks, .parts = blocks, .threads = call->threads};
+    run(&w);
+}
+
 void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
@@ -208,6 +218,8 @@ void flashmix_scan_complex(const Scan *call) { run_scan(call, PASS_OF(scan_compl
 void flashmix_scan_complex_backward(const Scan *call) { run_scan(call, PASS_OF(scan_complex_backward)); }
 void flashmix_slstm(const Slstm *call) { run_slstm(call, PASS_OF(slstm)); }
 void flashmix_slstm_backward(const Slstm *call) { run_slstm(call, PASS_OF(slstm_backward)); }
+void flashmix_wkv(const Wkv *call) { run_wkv(call, PASS_OF(wkv)); }
+void flashmix_wkv_backward(const Wkv *call) { run_wkv(call, PASS_OF(wkv_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {

@@ -27,9 +27,8 @@ def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
     outputs, kept = call.results(), call.kept() if save else ()
     results = dict(zip(("out", *(f"last_{name}" for name in STATE)), outputs, strict=True))
     results |= dict(zip(("logits", "states"), kept, strict=False))
-    matrices = _in_vectors(call.recurrent.permute(1, 3, 0, 2)).flatten(2)  # [H, from, gates x to]
-    gates = {name: getattr(call, name) for name in GATES}
-    _run("", call, results, recurrent=_panels(matrices), **gates)
+    matrices = None if call.recurrent is None else _panels(_matrices(call.recurrent))
+    _run("", call, results, recurrent=matrices, **{name: getattr(call, name) for name in GATES})
     return outputs, kept
 
 
@@ -44,9 +43,9 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     found = {"d_logits": torch.empty_like(logits)} | {
         f"d_start_{name}": torch.empty_like(call.c, memory_format=torch.contiguous_format) for name in ("c", "n", "y")
     }
-    matrices = _in_vectors(call.recurrent.permute(1, 3, 0, 2)).flatten(2).mT  # [H, gates x to, from]
+    matrices = None if call.recurrent is None else _panels(_matrices(call.recurrent).mT)
     given = {"d_out": d_out, "d_c": d_c, "d_n": d_n, "d_y": d_y, "logits": logits, "states": states}
-    _run("_backward", call, found, recurrent=_panels(matrices), **given)
+    _run("_backward", call, found, recurrent=matrices, **given)
     d_c, d_n = found["d_start_c"], found["d_start_n"]
     gradients = {"c": d_c, "n": d_n, "m": d_c * call.c + d_n * call.n, "y": found["d_start_y"]}
     gradients |= dict(zip(GATES, found["d_logits"].unbind(0), strict=True))
@@ -55,9 +54,9 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     return gradients
 
 
-def _in_vectors(x: Tensor) -> Tensor:
-    """With zeros up to a whole number of vectors in the last axis."""
-    return pad(x, (0, -x.shape[-1] % LANES))
+def _matrices(recurrent: Tensor) -> Tensor:
+    """The weights of a head side by side, each with zeros up to a whole number of vectors, `[H, from, gates x to]`."""
+    return pad(recurrent.permute(1, 3, 0, 2), (0, -recurrent.shape[-1] % LANES)).flatten(2)
 
 
 def _panels(matrices: Tensor) -> Tensor:

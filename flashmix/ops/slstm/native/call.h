@@ -1,4 +1,4 @@
-/* One sLSTM with recurrent weights: its sizes, its operands, its results. Tensors are contiguous: gates and `out` [tokens, heads,
+/* One sLSTM: its sizes, its operands, its results. Tensors are contiguous: gates and `out` [tokens, heads,
  * channels], states [sequences, heads, channels]. `recurrent` holds the matrices of a head in panels of PANEL columns, each row by row:
  * forward the rows are channels of y and the columns the logits, 4 gates of whole vectors; backward the other way round. Absent ones are null.
  */

@@ -76,9 +76,10 @@ static void NAME(slstm)(const void *given, int64_t sequence, int64_t head, float
     NAME(read_state)(call->n, place, D, n);
     NAME(read_state)(call->m, place, D, m);
     NAME(read_state)(call->y, place, D, y);
+    memset(a, 0, sizeof a);
     for (long t = call->starts[sequence]; t < call->starts[sequence + 1]; t++) {
         long at = t * row + head * D;
-        NAME(times_matrix)(D, 4 * Dp, y, matrix, a);
+        if (call->recurrent) NAME(times_matrix)(D, 4 * Dp, y, matrix, a);
         for (int j = 0; j < D; j += LANES) {
             int left = D - j;
             vector i = NAME(read)(call->write + at + j, left) + *(vector *)(a + j);
@@ -150,7 +151,8 @@ static void NAME(slstm_backward)(const void *given, int64_t sequence, int64_t he
                 *(vector *)(da + k * Dp + j) = back[k];
             }
         }
-        NAME(times_matrix)(4 * Dp, wide, da, matrix, dy);
+        memset(dy, 0, sizeof dy);
+        if (call->recurrent) NAME(times_matrix)(4 * Dp, wide, da, matrix, dy);
     }
     NAME(write_state)(call->d_start_c, place, D, dc);
     NAME(write_state)(call->d_start_n, place, D, dn);
