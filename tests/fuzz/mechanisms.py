@@ -22,6 +22,7 @@ SCANNING = (
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
 )  # heads of one channel
+COUNTED = 20  # the most tokens that a state has counted
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
 
@@ -32,11 +33,13 @@ def drawn(draw: Draw, op: str) -> Sample:
     tokens = draw.tokens(70)
     lengths = draw.lengths(tokens) if packed else None
     H, group = draw.heads()
-    K = min(draw.channels(), 128)
+    K = min(draw.channels(), 16 if "F" in " ".join(mechanism.states) else 128)
     V = K if draw.chance(0.4) else min(draw.channels(), 128)
     size = {"B": 1 if packed else draw.batch(), "T": tokens, "n": draw.pick((1, 2, 3)), "H": H, "K": K, "V": V}
     size |= {"HV": H * group if mechanism.grouped else H, "M": draw.pick((1, 4, 7, 16, 32))}
     size["N"] = size["B"] if lengths is None else len(lengths)
+    size |= {"n": min(size["n"], size["M"]), "R": min(K // 2, 4), "F": mechanism.features(K), "one": 1}
+    size["L"] = 1 + (tokens + COUNTED).bit_length()
     if op.startswith("preconditioned") and draw.on_gpu:
         size["V"] = V
     x: Tensors = {}
@@ -47,10 +50,14 @@ def drawn(draw: Draw, op: str) -> Sample:
     if stated:
         for name, axes in zip(state_names(op), mechanism.states, strict=True):
             state = draw.normal(*(size[axis] for axis in axes.split()))
-            x[name] = state.abs() + 0.1 if axes == "N H K" else state
+            if axes == "N one":  # a number of tokens
+                state = (state.abs() * 3).floor().clamp(max=COUNTED)
+            elif axes == "N HV K K":  # a sum of outer products
+                state = state @ state.mT
+            x[name] = state.abs() + 0.1 if axes in ("N H K", "N H F") else state
     x = {n: t.to(wide(dtype) if n in WIDE or n.startswith("initial_state") else dtype) for n, t in x.items()}
     per_token = frozenset(name for name, axes in mechanism.shapes.items() if axes.startswith("B T") and name in x)
-    options = dict(mechanism.options)
+    options = dict(mechanism.options) | ({"steps": 16 + 2 * K} if op == "mesa_net" else {})
     takes_scale = "scale" in inspect.signature(OPS[op]).parameters and not mechanism.positive
     scale = draw.scale() if takes_scale else None
     options |= {} if scale is None else {"scale": scale}
@@ -81,9 +88,13 @@ def _argument(draw: Draw, mechanism: Mechanism, name: str, shape: tuple[int, ...
         return mechanism.draw[name] * draw.unit(*shape)
     if name in mechanism.positive:
         return 0.05 + 0.95 * draw.uniform(*shape)
-    if name in ("log_decay", "log_forget", "curvature_log_decay"):
+    if name in mechanism.routing:
+        return (draw.uniform(*shape) - 0.5).clamp(min=0)
+    if name == "ridge":
+        return 0.5 + draw.uniform(*shape)
+    if name in ("log_decay", "log_forget", "curvature_log_decay", "momentum_log_decay"):
         return draw.decay(*shape)
-    if name in ("beta", "dt", "a", "curvature_beta") or name.endswith("_gate"):
+    if name in ("beta", "dt", "a", "curvature_beta", "gradient_beta") or name.endswith("_gate"):
         return draw.strength(*shape, most=2.0 if name == "beta" and not mechanism.weak else 1.0)
     if name == "kk" or name in unit:
         return draw.unit(*shape)
