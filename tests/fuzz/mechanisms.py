@@ -22,6 +22,7 @@ SCANNING = (
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
 )  # heads of one channel
+DENSE = ("s5", "lru")  # products with whole matrices, whose bits depend on how many rows there are
 COUNTED = 20  # the most tokens that a state has counted
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
@@ -38,7 +39,13 @@ def drawn(draw: Draw, op: str) -> Sample:
     size = {"B": 1 if packed else draw.batch(), "T": tokens, "n": draw.pick((1, 2, 3)), "H": H, "K": K, "V": V}
     size |= {"HV": H * group if mechanism.grouped else H, "M": draw.pick((1, 4, 7, 16, 32))}
     size["N"] = size["B"] if lengths is None else len(lengths)
-    size |= {"n": min(size["n"], size["M"]), "R": min(K // 2, 4), "F": mechanism.features(K), "one": 1}
+    size |= {"R": min(K // 2, 4), "F": mechanism.features(K), "one": 1}
+    if any(axes.endswith("M n") for axes in mechanism.states):
+        size["n"] = 2  # real and imaginary parts
+    elif op == "slstm":
+        size["M"] = 4  # gates
+    elif op == "mom":
+        size["M"] = max(size["M"], size["n"])  # no more visits than memories
     size["L"] = 1 + (tokens + COUNTED).bit_length()
     if op.startswith("preconditioned") and draw.on_gpu:
         size["V"] = V
@@ -77,7 +84,7 @@ def drawn(draw: Draw, op: str) -> Sample:
         plain_dtype=torch.float32,
         steps=STAGES,
         bound=bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
-        laws=LAWS,
+        laws=LAWS - {"batch", "prefix", "packed"} if op in DENSE else LAWS,
         loose=loose(1 if op in SCANNING else K, V),
     )
 
