@@ -133,6 +133,8 @@ def _checked(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | P
 def _angles(angles: Tensor, dt: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
     """The angle of each token `[B, T, H, M]` and after the last one, within a turn; summed in float64, for the sum may be long."""
     turns = angles.double() * dt.double().unsqueeze(-1)
+    if angles.shape[3] == 0:
+        return turns, turns.new_empty(angles.shape[0] if packing is None else packing.count, *angles.shape[2:])
     none = torch.zeros(angles.shape[2], device=angles.device)
     first = None if start is None else start.double()
     theta, last = scan_beside(turns, none, initial_state=first, packing=packing)

@@ -101,7 +101,7 @@ def _chunks(tokens: list[Tensor], S: Tensor, M: Tensor) -> tuple[Tensor, Tensor,
     T = tokens[0].shape[1]
     if T == 0 or not tokens[0].shape[0]:
         return tokens[3], S, M
-    C = min(CHUNK, T)
+    C = CHUNK if T > 1 else 1  # of one size, so that later tokens do not change the order of sums
     q, k, p, v, log_decay, momentum_log_decay, beta, rate = (_tiles(x, C) for x in tokens)
     a, m = _products(log_decay), _products(momentum_log_decay)  # [B, HV, n, C + 1, C + 1]
     c = a[..., 1:, 1:] @ (beta.unsqueeze(-1) * m[..., 1:, :])  # [B, HV, n, C, C + 1]

@@ -60,7 +60,7 @@ def drawn(draw: Draw, op: str) -> Sample:
     kept = (*WIDE, *REGISTERED[op].wide)
     x = {n: t.to(wide(dtype) if n in kept or n.startswith("initial_state") else dtype) for n, t in x.items()}
     per_token = frozenset(name for name, axes in mechanism.shapes.items() if axes.startswith("B T") and name in x)
-    options = dict(mechanism.options)
+    options = dict(mechanism.options) | ({"steps": 16 + 2 * K} if op == "mesa_net" else {})
     takes_scale = "scale" in inspect.signature(OPS[op]).parameters and not mechanism.positive
     scale = draw.scale() if takes_scale else None
     options |= {} if scale is None else {"scale": scale}
