@@ -58,11 +58,9 @@ COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
 PAIR_ROWS = gl.constexpr(4)  # of beta W
 STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
 WRITTEN = gl.constexpr(7)  # wr, of each consumer
-CARRIED = gl.constexpr(9)  # <S, dS'>, 16 numbers a consumer
-DIAGONAL = gl.constexpr(10)  # of W of the queries, left out of the sums above where there is a decay
-STATE_PARTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+CARRIED = gl.constexpr(9)  # <S, dS'> of each channel of keys, of each consumer
+DIAGONAL = gl.constexpr(11)  # of W of the queries, left out of the sums above where there is a decay
 LANES_2 = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-LANES_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
@@ -123,7 +121,10 @@ def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexp
 
 @gluon.jit
 def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
-    """scale q k^T and -k k^T without its diagonal, kept in the tiles of pairs: each thread reads its own elements again."""
+    """scale q k^T and -k k^T, below the diagonal, kept in the tiles of pairs: each thread reads its own elements again.
+
+    The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
+    """
     wait_full(bars.keys.full, i)
     q = tiles.q.index(i % 2)  # [C, 128]
     k = tiles.k.index(i % 2)  # [C, 128]
@@ -132,11 +133,16 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
     kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
     wait_empty(bars.pairs.empty, i)
-    qk = products_done(1, deps=[qk])
-    tiles.pairs.index(0).store((qk * scale).to(tiles.q.dtype))
+    qk = products_done(1, deps=[qk]) * scale
+    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
+    if S.DECAY:
+        tiles.pairs.index(0).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
+    else:
+        tiles.pairs.index(0).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
     kk = products_done(0, deps=[kk])
     release(bars.keys.empty, i)
-    tiles.pairs.index(1).store(gl.where(row == column, 0.0, 0.0 - kk).to(tiles.q.dtype))
+    tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
+    return diagonal
 
 
 @gluon.jit
@@ -161,7 +167,7 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
-        begin_pairs(tiles, bars, i, numbers.scale, S)
+        qk_diagonal = begin_pairs(tiles, bars, i, numbers.scale, S)  # [C]
         N_q = gl.zeros([64, 64], gl.float32, ACC_64)
         N_a = gl.zeros([64, 64], gl.float32, ACC_64)
         for r in range(S.GROUP):
@@ -178,15 +184,14 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             mbarrier.wait(bars.slots.full.index(DO), it & 1)
             wait_full(bars.nu.full, it)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
+            E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))  # above the diagonal 1: the tiles have zeros there
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
             mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
-                diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
-                W = gl.where(here == column[None, :], 0.0, W)
+                diagonal = qk_diagonal * gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
+            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             rows, columns = row_and_column_sums(W, beta)
             dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
             dA = products_done(0, deps=[dA])
@@ -203,20 +208,10 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             if S.DECAY:
                 tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
             signal(bars.sums.full, it)
-        tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
-        tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
+        tiles.pairs.index(0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
+        tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
         fence_async_shared()
         signal(bars.pairs.full, i)
-
-
-@gluon.jit
-def carried_sums(state, dstate):
-    """<S, dS'> of half the channels of keys: 16 sums."""
-    total = gl.zeros([16, 64], gl.float32, STATE_PARTS)
-    for m in gl.static_range(8):
-        part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
-        total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
-    return total
 
 
 @gluon.jit
@@ -227,6 +222,8 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
     states = tiles.slots._reinterpret(DT, [S.SLOTS, 128, 64], TILE)
     q_halves = tiles.q._reinterpret(DT, [4, 64, 64], TILE)
     k_halves = tiles.k._reinterpret(DT, [4, 64, 64], TILE)
+    here = gl.arange(0, 64, ROWS_64)
+    there = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         q = q_halves.index((i % 2) * 2 + w)  # [C, K]
@@ -249,22 +246,31 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
             if r == 0:
                 wait_full(bars.keys.full, i)
-            d = products_done(0, deps=[d])
+            mbarrier.wait(bars.slots.full.index(DR), it & 1)
+            d_a = product(dR, state, ACC_64, 64, 64)
+            d = products_done(1, deps=[d])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+            if r == 0:  # the copies of the item before have left: its keys' stage is free
+                stores_done(0)
+                release(bars.keys.empty, i + 1, i > 0)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]
-            mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            d = product(dR, state, ACC_64, 64, 64)
-            d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
-            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
-            dk -= d * row[:, None]
             wait_full(bars.nu.full, it)
             mbarrier.wait(bars.slots.full.index(DSTATE + w), it & 1)
+            if S.DECAY:
+                inner = product(state.permute((1, 0)), dstate, ACC_64, 64, 64)  # [K, K]
+                d_a, dq = products_done(1, deps=[d_a, dq])  # dq: lest its sum sink below
+            else:
+                d_a, dq = products_done(0, deps=[d_a, dq])
+                mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
+            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d_a, 1)  # [C, K]
+            dk -= d_a * row[:, None]
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
-                carried = carried_sums(state, dstate)
-            mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
+                inner, dk = products_done(1, deps=[inner, dk])
+                mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
+                carried = gl.sum(gl.where((here + z)[:, None] == there[None, :], inner, 0.0), 1)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
             beta = vector(tiles.vectors, stage + BETA, ROWS_64)
             d, dk = products_done(0, deps=[d, dk])
@@ -278,12 +284,8 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             tiles.sums.index(sums + STATE_ROWS + w).store(rows * row)
             tiles.sums.index(sums + WRITTEN + w).store(written)
             if S.DECAY:
-                parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
-                parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
+                tiles.sums.index(sums + CARRIED + w).store(carried)
             signal(bars.sums.full, it)
-            if r == 0:  # the copies of the item before have left: its keys' stage is free
-                stores_done(0)
-                release(bars.keys.empty, i + 1, i > 0)
         wait_full(bars.pairs.full, i)
         N_q = tiles.pairs.index(0)  # [C, C]
         N_a = tiles.pairs.index(1)  # [C, C]
@@ -334,9 +336,7 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             own = written
             if S.DECAY:
                 own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
-                parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
-                both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)  # [32]
-                carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
+                carried = gl.sum(head_sums(tiles.sums, it, CARRIED, 2), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
             release(bars.sums.empty, it)
             release(bars.v.empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
@@ -384,5 +384,5 @@ def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, d
             (finisher, (x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
-        [152, 152, 40, 40],
+        [160, 160, 24, 24],
     )
