@@ -13,15 +13,17 @@ column):
     dg_t = sum_{i >= t} in_i + sum_{j < t} beta_j wr_j + e^{G_C} <S, dS'>                                (2.6)
 
 where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself,
-which no decay lies between, and the rows by way of the state.
+which no decay lies between, and the rows by way of the state. Without corrections nu is V, beta 1, and there are no dR, dA_a and N_a.
 
-Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp.
+Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp,
+which also sends dq and dk to memory, so that no consumer waits for that.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
 """
 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    allocate_barriers,
     ex2,
     expect_bytes,
     fence_async_shared,
@@ -42,7 +44,7 @@ from flashmix.gpu.hopper import (
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
 from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
-from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
+from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
 
 # The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
@@ -108,10 +110,11 @@ def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexp
             bar = expect_bytes(bars.v.full, it, 4 * 64 * 4)
             fetch_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
             for j in gl.static_range(TILES):
-                mbarrier.wait(bars.slots.empty.index(j), (it & 1) ^ 1)
-                bar = bars.slots.full.index(j)
-                mbarrier.expect(bar, 64 * 128 * 2)
-                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(j), S)
+                if S.CORRECTED or j != DR:
+                    mbarrier.wait(bars.slots.empty.index(j), (it & 1) ^ 1)
+                    bar = bars.slots.full.index(j)
+                    mbarrier.expect(bar, 64 * 128 * 2)
+                    fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(j), S)
                 if j == DO:  # nu is needed from the first product to the last: two stages of its own
                     wait_empty(bars.nu.empty, it)
                     bar = expect_bytes(bars.nu.full, it, 64 * 128 * 2)
@@ -131,17 +134,23 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
     row = gl.arange(0, 64, ROWS_64)[:, None]
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
-    kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+    if S.CORRECTED:
+        kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
     wait_empty(bars.pairs.empty, i)
-    qk = products_done(1, deps=[qk]) * scale
+    if S.CORRECTED:
+        qk = products_done(1, deps=[qk])
+    else:
+        qk = products_done(0, deps=[qk])
+    qk = qk * scale
     diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
     if S.DECAY:
         tiles.pairs.index(0).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
     else:
         tiles.pairs.index(0).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
-    kk = products_done(0, deps=[kk])
+    if S.CORRECTED:
+        kk = products_done(0, deps=[kk])
+        tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
     release(bars.keys.empty, i)
-    tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
     return diagonal
 
 
@@ -188,20 +197,24 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
-            mbarrier.wait(bars.slots.full.index(DR), it & 1)
+            if S.CORRECTED:
+                mbarrier.wait(bars.slots.full.index(DR), it & 1)
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
                 diagonal = qk_diagonal * gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
             N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             rows, columns = row_and_column_sums(W, beta)
-            dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
-            dA = products_done(0, deps=[dA])
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            if S.CORRECTED:
+                dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
+                dA = products_done(0, deps=[dA])
+                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
             release(bars.nu.empty, it)
             release(bars.v.empty, it)
-            N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
-            more_rows, more_columns = row_and_column_sums(W, beta)
-            rows += more_rows
-            columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
+            if S.CORRECTED:
+                N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+                more_rows, more_columns = row_and_column_sums(W, beta)
+                rows += more_rows
+                columns += more_columns
+            columns = gl.sum(columns, 1)  # of each warp's rows
             wait_empty(bars.sums.empty, it)
             tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
             tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
@@ -209,14 +222,15 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
                 tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
             signal(bars.sums.full, it)
         tiles.pairs.index(0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
-        tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
+        if S.CORRECTED:
+            tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
         fence_async_shared()
         signal(bars.pairs.full, i)
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """The channels 64 w ... of dq and dk."""
+def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
+    """The channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
     states = tiles.slots._reinterpret(DT, [S.SLOTS, 128, 64], TILE)
@@ -225,7 +239,6 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
     here = gl.arange(0, 64, ROWS_64)
     there = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
-        at = item_chunk(x, numbers, i, S)
         q = q_halves.index((i % 2) * 2 + w)  # [C, K]
         k = k_halves.index((i % 2) * 2 + w)  # [C, K]
         dq = gl.zeros([64, 64], gl.float32, ACC_64)
@@ -244,28 +257,31 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
-            if r == 0:
-                wait_full(bars.keys.full, i)
-            mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            d_a = product(dR, state, ACC_64, 64, 64)
-            d = products_done(1, deps=[d])
+            if S.CORRECTED:
+                mbarrier.wait(bars.slots.full.index(DR), it & 1)
+                d_a = product(dR, state, ACC_64, 64, 64)
+                d = products_done(1, deps=[d])
+            else:
+                d = products_done(0, deps=[d])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
-            if r == 0:  # the copies of the item before have left: its keys' stage is free
-                stores_done(0)
-                release(bars.keys.empty, i + 1, i > 0)
+            if r + z == 0:  # a branch that stays: without one these sums sink below the next product, and registers spill
+                wait_full(bars.keys.full, i)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]
             wait_full(bars.nu.full, it)
             mbarrier.wait(bars.slots.full.index(DSTATE + w), it & 1)
             if S.DECAY:
                 inner = product(state.permute((1, 0)), dstate, ACC_64, 64, 64)  # [K, K]
-                d_a, dq = products_done(1, deps=[d_a, dq])  # dq: lest its sum sink below
-            else:
-                d_a, dq = products_done(0, deps=[d_a, dq])
+            if S.CORRECTED:
+                if S.DECAY:
+                    d_a, dq = products_done(1, deps=[d_a, dq])  # dq: lest its sum sink below
+                else:
+                    d_a, dq = products_done(0, deps=[d_a, dq])
+                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+                rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d_a, 1)  # [C, K]
+                dk -= d_a * row[:, None]
+            if not S.DECAY:
                 mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
-            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d_a, 1)  # [C, K]
-            dk -= d_a * row[:, None]
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
                 inner, dk = products_done(1, deps=[inner, dk])
@@ -293,17 +309,16 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
         d = products_done(0, deps=[d])
         dq += d
         d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
-        d = warpgroup_mma(N_a, k, d, is_async=True)
-        d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
+        if S.CORRECTED:
+            d = warpgroup_mma(N_a, k, d, is_async=True)
+            d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
         d, dq = products_done(0, deps=[d, dq])
         dk += d
         release(bars.pairs.empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))
         fence_async_shared()
-        store_tokens(dq_d, at.span, at.t, at.key_head, w * 64, q, S)
-        store_tokens(dk_d, at.span, at.t, at.key_head, w * 64, k, S)
-    stores_done(0)
+        signal(bars.gradients, i)
 
 
 @gluon.jit
@@ -317,8 +332,8 @@ def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def finisher(x, numbers, tiles, bars, S: gl.constexpr):
-    """dg and dbeta of each (chunk, value head), from the sums that the others leave."""
+def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """dg and dbeta of each (chunk, value head), from the sums that the others leave; sends the gradients of keys of each item."""
     t = gl.arange(0, 64, LANES_2)
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
@@ -341,7 +356,8 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
             release(bars.v.empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
             inside = t < at.span.length
-            gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
+            if S.CORRECTED:
+                gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
             if S.DECAY:
                 inclusive = rows - beta * columns
                 d = inclusive - gl.where(
@@ -350,11 +366,16 @@ def finisher(x, numbers, tiles, bars, S: gl.constexpr):
                 # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
                 dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
                 gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
+        wait_full(bars.gradients, i)
+        store_tokens(dq_d, at.span, at.t, at.key_head, 0, tiles.q.index(i % 2), S)
+        store_tokens(dk_d, at.span, at.t, at.key_head, 0, tiles.k.index(i % 2), S)
+        stores_done(0)
+        release(bars.keys.empty, i, True, 2)
 
 
 @gluon.jit
 def output_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one."""
+    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one, keys by `pairs` and twice in the end."""
     tiles = OutputTiles(
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
@@ -365,7 +386,13 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     bars = OutputBarriers(
-        ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1)
+        ring(S.SLOTS, 1, 3),
+        ring(2, 1, 3),
+        ring(2, 1, 3),
+        ring(VSTAGES, 1, 4),
+        ring(1, 1, 2),
+        ring(2, 3, 1),
+        allocate_barriers(1, 2),
     )
     return tiles, bars
 
@@ -378,10 +405,10 @@ def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, d
     gl.warp_specialize(
         [
             (pairs, (x, n, tiles, bars, S)),
-            (consumer, (0, dq_d, dk_d, x, n, tiles, bars, S)),
-            (consumer, (1, dq_d, dk_d, x, n, tiles, bars, S)),
+            (consumer, (0, n, tiles, bars, S)),
+            (consumer, (1, n, tiles, bars, S)),
             (producer, ((q_d, k_d), (do_d, dr_d, s_d, ds_d), (nu_d, vec_d), x, n, tiles, bars, S)),
-            (finisher, (x, n, tiles, bars, S)),
+            (finisher, (dq_d, dk_d, x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
         [160, 160, 24, 24],

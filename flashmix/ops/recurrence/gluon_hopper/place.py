@@ -28,7 +28,10 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice."""
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice.
+
+    Without corrections M is a diagonal, which the program of N makes.
+    """
     program = gl.program_id(0)
     channel = 0
     if S.WARPGROUPS == 1:
@@ -36,8 +39,9 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
         program = program // 2
     identity = 0
     if MAPS:
-        identity = program % 2
-        program = program // 2
+        if S.CORRECTED:
+            identity = program % 2
+            program = program // 2
     segment = program % n.segments
     row = program // n.segments
     sequence = row // S.HV
