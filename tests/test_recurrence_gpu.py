@@ -37,7 +37,12 @@ HOPPER_CASES = [
     ),
     *(
         Case(f"hopper-linear-{gate}{n}", "linear", gate, **{"K": 128, "V": 128} | more)
-        for gate, names in {"none": ("-T129", "-packed"), "head": ("", "-packed-K96"), "token": WIDE}.items()
+        for gate, names in {
+            "none": ("-T129", "-packed"),
+            "head": ("", "-packed-K96"),
+            "token": WIDE,
+            "channel": WIDE,
+        }.items()
         for n, more in WIDE.items()
         if n in names
     ),
@@ -48,7 +53,12 @@ HOPPER_CASES = [
         for d in DECAYS
         if (gate, d) != ("channel", "-20")
     ),
-    *(Case(f"hopper-linear-decay{d}", "linear", "token", K=128, V=128, decay=d) for d in DECAYS),
+    *(
+        Case(f"hopper-linear-{gate}-decay{d}", "linear", gate, K=128, V=128, decay=d)
+        for gate in ("token", "channel")
+        for d in DECAYS
+        if (gate, d) != ("channel", "-20")
+    ),
     *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
 ]
 INTERPRETED = (

@@ -79,7 +79,8 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     if call.decay is Decay.CHANNEL:
         reach = MemoryPart(torch.int8, (chunks, HV, cdiv(K, tiles.decay.BK), 64))
         sums = MemoryPart(float32, (B, T, HV, K))
-        decayed = [MemoryPart(dtype, (3, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
+        kinds = 3 if call.rule.corrected else 2
+        decayed = [MemoryPart(dtype, (kinds, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
         decayed.append(MemoryPart(torch.int32, (chunks, HV)))
     else:
         kept = [pairs, MemoryPart(float32, (chunks, HV, 4, 64))]

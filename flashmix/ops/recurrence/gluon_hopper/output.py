@@ -193,7 +193,9 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             mbarrier.wait(bars.slots.full.index(DO), it & 1)
             wait_full(bars.nu.full, it)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))  # above the diagonal 1: the tiles have zeros there
+            E = ex2(
+                gl.minimum(G_row[:, None] - G_column[None, :], 0.0)
+            )  # above the diagonal 1: the tiles have zeros there
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
@@ -264,7 +266,9 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
             else:
                 d = products_done(0, deps=[d])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
-            if r + z == 0:  # a branch that stays: without one these sums sink below the next product, and registers spill
+            if (
+                r + z == 0
+            ):  # a branch that stays: without one these sums sink below the next product, and registers spill
                 wait_full(bars.keys.full, i)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]

@@ -77,6 +77,12 @@ def chunk_of_item(item, x, n, S: gl.constexpr):
         return Chunk(index, item % H, Span(sequence, t, count), t, sequence.to(gl.int64) * n.tokens + t)
 
 
+@gluon.jit
+def kind_of_keys(span, number: gl.constexpr, n):
+    """The same tokens of the `number`-th of the decayed keys, which lie behind one another: of queries, a and b, or of queries and b."""
+    return Span(span.sequence + number * n.batch, span.first + number * n.tokens, span.length)
+
+
 @gluon.constexpr_function
 def same_size(block, shape):
     return math.prod(block) == math.prod(shape)

@@ -114,7 +114,9 @@ class HopperBackward:
                 starts = torch.empty_like(self.ends)
                 join(self.run, self.run.plan.triton.join_backward, maps, self.ends, dstate, starts)
                 last = starts[:, :, 0]
-                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal=not self.run.call.rule.corrected).mT
+                D = back_through(
+                    maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal=not self.run.call.rule.corrected
+                ).mT
                 found = {i: D[i] for i in continued}
             return found
         for first, stop in uncut(continued):

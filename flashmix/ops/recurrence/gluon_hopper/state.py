@@ -13,16 +13,7 @@ Without corrections (linear attention) nu is V and beta 1: two products a chunk 
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import (
-    gl,
-    gluon,
-    product,
-    products_done,
-    release,
-    stores_done,
-    wait_full,
-    warpgroup_mma,
-)
+from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, COLUMNS_128, LEFT_64, LEFT_128
 from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program, vector
@@ -156,10 +147,13 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 0)
-        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
-        written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), LEFT_128)
+        if S.CHANNEL:
+            written = gl.convert_layout(v, LEFT_128)
+        else:
+            row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
+            written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), LEFT_128)
         release(bars.v.empty, n)
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale
@@ -167,7 +161,8 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             v_left = gl.convert_layout(v, LEFT_64)
             wait_full(bars.A.full, n)
             o, left = products_done(1, deps=[o, left])
-            o = o * (row * numbers.scale)[None, :]
+            if not S.CHANNEL:
+                o = o * (row * numbers.scale)[None, :]
             o = warpgroup_mma(v_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
             state, written = products_done(1, deps=[state, written])
             release(bars.k.empty, n)

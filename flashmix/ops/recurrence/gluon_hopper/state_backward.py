@@ -47,13 +47,21 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     """The rows 64 w ... of dS^T."""
     s_d, dr_d = d
     DT: gl.constexpr = tiles.k.dtype
+    MAKES_NU: gl.constexpr = S.CORRECTED or S.SAVE  # without corrections dS needs no dnu
     at = segment_of_program(x, numbers, False, S)
     channel = at.channel + w * 64
     dstate = load_state(x, at, w, False, S)  # [v, K]
     wait_full(bars.k.full, 0)  # with those below: a sequence without chunks has its copies waited for
-    y = query_product(tiles, bars, 0, w, S)
-    y = products_done(0, deps=[y])
+    if MAKES_NU:
+        y = query_product(tiles, bars, 0, w, S)
+        y = products_done(0, deps=[y])
+    else:
+        wait_full(bars.v.full, 0)
+        wait_full(bars.A.full, 0)
     for n in range(at.count):
+        if not MAKES_NU:
+            wait_full(bars.v.full, n)
+            wait_full(bars.A.full, n)
         chunk = at.begin + at.count - 1 - n
         stage = (n % S.VALUES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
@@ -64,7 +72,8 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
         left = gl.convert_layout(d16, LEFT_64)
         wait_full(bars.k.full, n)
-        written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
+        if MAKES_NU:
+            written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
         if S.SAVE:
             put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
         z_q = dO.load(ACC_64)  # [v, C]
@@ -75,10 +84,11 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
         z_q = gl.convert_layout(z_q, LEFT_128)
-        written, left = products_done(0, deps=[written, left])
-        if not S.CHANNEL:
-            written = written * column[None, :]
-        dR16 = (y + written).to(DT)  # dnu, (5.4)
+        if MAKES_NU:
+            written, left = products_done(0, deps=[written, left])
+            if not S.CHANNEL:
+                written = written * column[None, :]
+            dR16 = (y + written).to(DT)  # dnu, (5.4)
         if S.CORRECTED:
             T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
             dnu = gl.convert_layout(dR16, LEFT_64)
@@ -94,17 +104,17 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
                 z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
             dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
         release(bars.A.empty, n)
-        y = query_product(
-            tiles, bars, gl.minimum(n + 1, at.count - 1), w, S
-        )  # after the last chunk its own again, for nothing
+        if MAKES_NU:  # after the last chunk its own again, for nothing
+            y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)
         if S.SAVE:
             put_tokens(dR16, dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
         if S.CORRECTED:
             dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
         else:
-            dstate, z_q = products_done(1, deps=[dstate, z_q])
+            dstate, z_q = products_done(1 if MAKES_NU else 0, deps=[dstate, z_q])
         release(bars.k.empty, n)
-        y = products_done(0, deps=[y])
+        if MAKES_NU:
+            y = products_done(0, deps=[y])
     if x.ends is not None:
         store_end(x, at, dstate, w, False, S)
     if x.result is not None:

@@ -23,10 +23,11 @@ from flashmix.ops.recurrence.gluon_hopper.place import (
     OUTSIDE,
     fetch_tile,
     fetch_tokens,
+    kind_of_keys,
     segment_of_program,
     store_tokens,
 )
-from flashmix.ops.recurrence.gluon_hopper.structs import Ring, Span, StateBarriers, StateTiles
+from flashmix.ops.recurrence.gluon_hopper.structs import Ring, StateBarriers, StateTiles
 
 BETA = gl.constexpr(1)  # the vectors of a chunk
 ROW_FACTOR = gl.constexpr(2)
@@ -52,7 +53,7 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
     tokens = v
     if QUERIES:
         q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    if S.CHANNEL:
+    if S.CHANNEL and S.CORRECTED:
         b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     if STATES:
         states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
@@ -72,18 +73,16 @@ def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
-    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL they lie behind one another: queries, a, b."""
+    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL there are a and b, without corrections b alone as k."""
     q_d, k_d = d
     stage = n % S.KEYS
     if S.CHANNEL:
-        bar = expect_bytes(bars.k.full, n, (3 if QUERIES else 2) * 64 * 128 * 2)
+        bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + (2 if S.CORRECTED else 1)) * 64 * 128 * 2)
         if QUERIES:
             fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
-        span = at.span
-        a_span = Span(span.sequence + numbers.batch, span.first + numbers.tokens, span.length)
-        fetch_tokens(k_d, a_span, t, at.head, 0, bar, tiles.k.index(stage), S)
-        b_span = Span(span.sequence + 2 * numbers.batch, span.first + 2 * numbers.tokens, span.length)
-        fetch_tokens(k_d, b_span, t, at.head, 0, bar, tiles.b.index(stage), S)
+        fetch_tokens(k_d, kind_of_keys(at.span, 1, numbers), t, at.head, 0, bar, tiles.k.index(stage), S)
+        if S.CORRECTED:
+            fetch_tokens(k_d, kind_of_keys(at.span, 2, numbers), t, at.head, 0, bar, tiles.b.index(stage), S)
     else:
         bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
         fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
