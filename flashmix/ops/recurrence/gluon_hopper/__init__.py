@@ -271,8 +271,8 @@ def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
     """Writes the map of each segment, or of a whole sequence that is not cut, from nothing."""
     tiles = reads.without(run.tokens(run.call.v, 64))
     x = run.memory(None, None, None, maps)
-    maps = 2 if run.call.rule.corrected else 1
-    run.plan.state_maps(maps * run.state_programs, *tiles, None, None, None, x, run.segmented)
+    each = 2 if run.call.rule.corrected else 1
+    run.plan.state_maps(each * run.state_programs, *tiles, None, None, None, x, run.segmented)
 
 
 def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:

@@ -36,7 +36,7 @@ def store_reach(out, at, S: tl.constexpr):
 @with_sound_ptxas
 @triton.jit(do_not_specialize=["n"])
 def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
-    """Writes the rows of A_qb (and of A_ab, `before` T is made of it) that are out of range for one pass, and of their chunks the reaches."""
+    """Writes the rows of A_qb, and of A_ab as far as there is one, that are out of range for one pass, and of their chunks the reaches."""
     tl.static_assert(S.BK == S.REACH, "a tile's channels have one reach, which is decided for them")
     first = tl.program_id(0) * PROGRAM_CHUNKS
     which = first + tl.arange(0, PROGRAM_CHUNKS)

@@ -379,7 +379,7 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
 
 @gluon.jit
 def output_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one, keys by `pairs` and twice in the end."""
+    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one; keys twice by the finisher."""
     tiles = OutputTiles(
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
