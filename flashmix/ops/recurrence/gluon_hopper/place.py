@@ -83,6 +83,18 @@ def kind_of_keys(span, number: gl.constexpr, n):
     return Span(span.sequence + number * n.batch, span.first + number * n.tokens, span.length)
 
 
+@gluon.jit
+def item_count(n):
+    """Items of this program."""
+    return (n.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def item_chunk(x, n, i, S: gl.constexpr):
+    """The chunk and key head of item i of this program."""
+    return chunk_of_item(gl.program_id(0) + i * gl.num_programs(0), x, n, S)
+
+
 @gluon.constexpr_function
 def same_size(block, shape):
     return math.prod(block) == math.prod(shape)
