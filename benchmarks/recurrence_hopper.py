@@ -6,7 +6,8 @@
 Medians with a cold L2 cache, the host's time hidden behind an idle GPU (`timing.cuda_medians`), after all sides were compared with the
 float32 result. Where the peer refuses its backward on this Triton, because it may be compiled wrong, that is timed with the refusal
 lifted and not compared. `--layer`: a whole Gated DeltaNet layer, forward + backward. `--host`: microseconds of the host for a call.
-`--first`: seconds of the first forward + backward in a fresh process with an empty compile cache.
+`--first`: seconds of the first forward + backward in a fresh process with an empty compile cache. `--tuning 15` lets the peer's autotuner
+measure each candidate for 15 ms.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import timing
 import torch
@@ -115,9 +117,23 @@ def line(found: dict[str, Any]) -> str:
     return " ".join(parts) + (f" WRONG {found['wrong']}" if found["wrong"] else "")
 
 
+def quick_tuning(milliseconds: int) -> None:
+    """Measures each candidate of the peer's autotuner for so long, in place of 100 ms."""
+    from triton.runtime import driver
+    from triton.testing import do_bench
+
+    quick = partial(do_bench, warmup=max(1, milliseconds // 4), rep=milliseconds)
+    mock.patch.object(driver.active, "get_benchmarker", lambda: quick).start()
+
+
 def layers() -> dict[str, torch.nn.Module]:
     """The layer, ours and the peer's, of the same sizes."""
-    sizes: dict[str, Any] = {"heads": KEY_HEADS, "value_heads": VALUE_HEADS, "head_dim": CHANNELS, "value_dim": CHANNELS}
+    sizes: dict[str, Any] = {
+        "heads": KEY_HEADS,
+        "value_heads": VALUE_HEADS,
+        "head_dim": CHANNELS,
+        "value_dim": CHANNELS,
+    }
     found: dict[str, torch.nn.Module] = {"flashmix": GatedDeltaNet(WIDTH, **sizes)}
     try:
         peer: dict[str, Any] = {"expand_v": 1, "head_dim": CHANNELS, "num_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS}
@@ -218,8 +234,8 @@ def compile_rows(rows: list[Row], options: argparse.Namespace) -> None:
     def run(job: tuple[Row, str]) -> str:
         row, side = job
         name = f"{row.rule}:{[r for r in ROWS if r.rule == row.rule].index(row)}"
-        command = [sys.executable, __file__, "--only", name, "--compile", side]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, __file__, "--only", name, "--compile", side, "--tuning", str(options.tuning or 100)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "FLA_CACHE_RESULTS": "0"})
         return f"{row.name} {side} {done.stdout.strip() or done.stderr[-200:]}"
 
     jobs = [(row, side) for row in rows for side in sides(row, options)]
@@ -261,6 +277,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="rows that would start later are skipped")
     parser.add_argument("--warm", type=int, metavar="N", help="first compile in N processes")
     parser.add_argument("--compile", metavar="SIDE", help="only run one side of each row once")
+    parser.add_argument("--tuning", type=int, metavar="MS", help="for each candidate of the peer's autotuner")
     parser.add_argument("--out", type=Path, help="folder of the JSON")
     parser.add_argument("--name", default="recurrence_hopper_h200", help="of the JSON, after the date")
     parser.add_argument("--layer", action="store_true")
@@ -268,7 +285,9 @@ def main() -> None:
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--first-here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    rows = [row for row in chosen(options.only, ROWS) if row in ROWS]
+    rows = chosen(options.only, ROWS)
+    if options.tuning:
+        quick_tuning(options.tuning)
     if options.compile:
         for row in rows:
             compile_side(row, options.compile, options)
