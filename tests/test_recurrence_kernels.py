@@ -164,7 +164,7 @@ HOPPER_REGISTERS = {
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
 }
-HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 192}
+HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 200}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,
