@@ -35,9 +35,26 @@ HOPPER_CASES = [
         for gate in ("none", "head", "token", "channel")
         for n, more in WIDE.items()
     ),
+    *(
+        Case(f"hopper-linear-{gate}{n}", "linear", gate, **{"K": 128, "V": 128} | more)
+        for gate, names in {
+            "none": ("-T129", "-packed"),
+            "head": ("", "-packed-K96"),
+            "token": WIDE,
+            "channel": WIDE,
+        }.items()
+        for n, more in WIDE.items()
+        if n in names
+    ),
     # Between e^-20 and 0 a per-channel decay's gradient is lost in pairs that are added and taken off again (docs/chunk_algorithm.md, 13).
     *(
         Case(f"hopper-{gate}-decay{d}", "delta", gate, K=128, V=128, decay=d)
+        for gate in ("token", "channel")
+        for d in DECAYS
+        if (gate, d) != ("channel", "-20")
+    ),
+    *(
+        Case(f"hopper-linear-{gate}-decay{d}", "linear", gate, K=128, V=128, decay=d)
         for gate in ("token", "channel")
         for d in DECAYS
         if (gate, d) != ("channel", "-20")

@@ -453,7 +453,7 @@ def guarded(found: list[Tensor]) -> Callable[..., Any]:
 @contextmanager
 def parts_apart(allocate: Callable[..., Any]) -> Iterator[None]:
     """The kernels of Hopper cards divide an allocation: within, each part is one of its own."""
-    if card.hopper_refuses(torch.device(DEVICE), BF16) is not None:
+    if card.hopper_refuses(torch.device(DEVICE), BF16, (BF16,)) is not None:
         yield
         return
     made: dict[int, list[Tensor]] = {}

@@ -164,7 +164,7 @@ HOPPER_REGISTERS = {
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
 }
-HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 168}
+HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 200}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,
@@ -176,6 +176,10 @@ HOPPER = {
     "a decay per channel": replace(WIDE, gate="channel"),
     "a decay per channel, many heads": replace(WIDE, gate="channel", H=80, HV=80, lengths=(60, 0, 70)),
     "segments": replace(WIDE, T=8192, states=False),
+    "linear": replace(WIDE, rule="linear"),
+    "linear, no decay, packed": replace(WIDE, rule="linear", gate="none", lengths=(60, 0, 70)),
+    "linear, segments": replace(WIDE, rule="linear", T=8192, states=False),
+    "linear, a decay per channel": replace(WIDE, rule="linear", gate="channel"),
 }
 
 

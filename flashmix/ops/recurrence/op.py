@@ -24,8 +24,10 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
-    if call.rule is not Rule.TIED or call.decay is Decay.VALUE or call.read_before:
-        return "it has the tied delta rule alone, read after the write, without a decay on the value axis"
+    if call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
+        return (
+            "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
+        )
     if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
         return (
             f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"

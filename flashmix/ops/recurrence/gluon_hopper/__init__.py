@@ -1,4 +1,4 @@
-"""The recurrence on Hopper, in Gluon: phases of docs/chunk_algorithm.md for the tied delta rule.
+"""The recurrence on Hopper, in Gluon: phases of docs/chunk_algorithm.md for the tied delta rule and for linear attention.
 
 The phases, what they keep and the tables of a packed batch are those of `triton_gpu`; here are their kernels with warps of different
 roles, copies by TMA and the state in the accumulators of `wgmma`. Forward: `scores`, `state` with the output. Backward: `state` for the
@@ -72,14 +72,15 @@ class ChunkReads(NamedTuple):
 
     q: Tiles | None  # None where decayed queries lie with the keys
     k: Tiles
-    A: Tensor  # A_qb and T, [chunks, HV, 2, 64, 64]
+    A: Tensor  # A_qb and T, [chunks, HV, 2, 64, 64]; without corrections A_qb alone
     vectors: Tiles
 
     def with_queries(self, values: Tiles) -> tuple[Any, ...]:
-        return self.q, self.k, values, descriptors.pairs(self.A, 2), self.vectors
+        return self.q, self.k, values, descriptors.pairs(self.A, self.A.shape[2]), self.vectors
 
     def without(self, values: Tiles) -> tuple[Any, ...]:
-        return None, self.k, values, descriptors.pairs(self.A, 1), self.vectors
+        T = descriptors.pairs(self.A, 1) if self.A.shape[2] == 2 else None
+        return None, self.k, values, T, self.vectors
 
 
 def reads_of(run: HopperRun, A: Tensor, vectors: Tensor) -> ChunkReads:
@@ -163,7 +164,6 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
         return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
     call, operands = ready(call)
-    assert call.k is not None and call.beta is not None
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
     do, dstate = grads
@@ -179,7 +179,8 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
         parts = views(work, sizes.work)
         if scored[1]:
-            write_ends(run, scored[0], do, parts[3])
+            *_, ends, _ = parts
+            write_ends(run, scored[0], do, ends)
         gradients(run, scored, (do, dstate), parts, found)
 
     launch(BACKWARD, device, kind, (*operands, dstate, memory, decayed, work, do, *found.values()), make)
@@ -192,7 +193,8 @@ def results(call: RecurrenceCall) -> Gradients:
     found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
     decay = call.log_decay
     if decay is not None:
-        found["log_decay"] = make_like(decay) if decay.dim() > 1 else make_like(found["beta"], dtype=torch.float32)
+        per_token = call.v[..., 0]
+        found["log_decay"] = make_like(decay) if decay.dim() > 1 else make_like(per_token, dtype=torch.float32)
         if call.decay is Decay.CHANNEL and call.heads != call.value_heads:
             found |= {name: make_like(decay, dtype=call.dtype) for name in ("q", "k")}
     if call.initial_state is not None:
@@ -209,9 +211,10 @@ def gradients(
 ) -> None:
     """Launches what makes the gradients `found`, of what `scores` returns and, in `work`, of what segments send back."""
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate), (states, dstates, nu, *segments) = grads, work
+    (do, dstate), (states, dstates, *others) = grads, work
     x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
-    saved = None, descriptors.states(states, 64, 128), run.tokens(nu, 64)
+    nu, segments = (others[0], others[1:]) if call.rule.corrected else (call.v, others)
+    saved = None, descriptors.states(states, 64, 128), run.tokens(nu, 64) if call.rule.corrected else None
     n = run.segmented if joined else run.n
     run.plan.state_save(run.state_programs, *reads.without(run.tokens(call.v, 64)), *saved, x, n)
     starts = None
@@ -264,7 +267,8 @@ def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
     """Writes the map of each segment, or of a whole sequence that is not cut, from nothing."""
     tiles = reads.without(run.tokens(run.call.v, 64))
     x = run.memory(None, None, None, maps)
-    run.plan.state_maps(2 * run.state_programs, *tiles, None, None, None, x, run.segmented)
+    each = 2 if run.call.rule.corrected else 1
+    run.plan.state_maps(each * run.state_programs, *tiles, None, None, None, x, run.segmented)
 
 
 def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:
@@ -292,6 +296,8 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkRead
     """Makes the gradients of keys, of beta and of the decay."""
     do, dr, nu, states, dstates = values
     programs = min(run.n.items, gpu.target(run.call.device).multiprocessors)
-    read = [run.tokens(x, 128) for x in (do, dr, nu)] + [descriptors.states(x, 128, 64) for x in (states, dstates)]
-    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], 64), run.tokens(found["k"], 64))
-    run.plan.output(programs, *tiles, OutputMemory(run.base.where.spans, found["beta"], found.get("log_decay")), run.n)
+    sent = run.tokens(dr, 128) if run.call.rule.corrected else None
+    read = run.tokens(do, 128), sent, run.tokens(nu, 128), *[descriptors.states(x, 128, 64) for x in (states, dstates)]
+    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], 128), run.tokens(found["k"], 128))
+    x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
+    run.plan.output(programs, *tiles, x, run.n)

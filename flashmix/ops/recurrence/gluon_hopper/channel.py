@@ -30,27 +30,32 @@ class ChannelScores(NamedTuple):
 def decayed_keys(
     run: Run, plan: HopperPlan, numbers: HopperNumbers, memory: Sequence[Tensor], save: bool
 ) -> ChannelScores:
-    """Makes the decayed keys `[3, B, T, HV, K]`, q, a and b, the tiles of pairs, and with `save` the sums of the decay."""
+    """Makes the decayed keys `[3, B, T, HV, K]`, q, a and b (without corrections q and b), the tiles of pairs, and with `save` the sums of
+    the decay.
+    """
     keys, A, total, G, reach, far = memory
-    call, where, before = run.call, run.where, A.view(torch.float16)
+    call, where = run.call, run.where
+    before = A.view(torch.float16) if call.rule.corrected else None
     assert call.k is not None
     x = ChannelMemory(where.spans, call.beta, call.log_decay, total, G, reach, far, A, before)
     read = [descriptors.tokens(t, 128, call.packed) for t in (call.q, call.k, keys.flatten(0, 1))]
     kernel = plan.channel_scores_save if save else plan.channel_scores
-    kernel(run.chunk_programs, *read, descriptors.pairs(A, 2), x._replace(A=None, before=None), numbers)
+    kernel(run.chunk_programs, *read, descriptors.pairs(A, A.shape[2]), x._replace(A=None, before=None), numbers)
     inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, G, reach)
     n = FarNumbers(run.n.scale, run.n.tokens, run.n.chunks, run.chunk_programs)
     plan.channel_far_rows(cdiv(run.chunk_programs, FAR_CHUNKS), inputs, x._replace(spans=None), where, n)
-    plan.channel_inverse(run.chunk_programs, before, descriptors.pairs(A, 1))
-    q, a, b = keys.unbind(0)
-    return ChannelScores(inputs, ChunkScores((q, a), (b,), A, None, total))
+    if before is not None:
+        plan.channel_inverse(run.chunk_programs, before, descriptors.pairs(A, 1))
+    *rows, b = keys.unbind(0)
+    return ChannelScores(inputs, ChunkScores(tuple(rows), (b,), A, None, total))
 
 
 def output_backward_of_channels(run: Run, made: ChannelScores, values: tuple[Tensor, ...], found: Gradients) -> None:
     """Makes the gradients of keys, by value head, of beta and of the decay."""
     do, dr, nu, states, dstates = values
     inputs, scores = made
-    x = ChunkValues((do, dr), (nu,), states, dstates)
-    out = KeyGradients((found["q"], None), (found["k"],), found["beta"], found["log_decay"], scores.A)
+    rows = len(inputs.rows)
+    x = ChunkValues((do, dr)[:rows], (nu,), states, dstates)
+    out = KeyGradients((found["q"], None)[:rows], (found["k"],), found.get("beta"), found["log_decay"], scores.A)
     run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
     run.plan.pairs(run.chunk_programs, inputs, x, out, run.where, run.n)

@@ -36,7 +36,7 @@ def store_reach(out, at, S: tl.constexpr):
 @with_sound_ptxas
 @triton.jit(do_not_specialize=["n"])
 def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
-    """Writes the rows of A_qb and A_ab that are out of range for one pass, and of their chunks the reaches."""
+    """Writes the rows of A_qb, and of A_ab as far as there is one, that are out of range for one pass, and of their chunks the reaches."""
     tl.static_assert(S.BK == S.REACH, "a tile's channels have one reach, which is decided for them")
     first = tl.program_id(0) * PROGRAM_CHUNKS
     which = first + tl.arange(0, PROGRAM_CHUNKS)
@@ -50,7 +50,7 @@ def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
         if (at.count > 0) & (tl.load(out.far + index) != 0):
             least = store_reach(out, at, S)  # [C]
             tl.debug_barrier()
-            A = zeros(2, S.C, S.C)
+            A = zeros(len(S.ROW), S.C, S.C)
             diagonal = tl.full([S.C], 0.0, tl.float32)
             for k0 in tl.range(0, S.K, S.BK, num_stages=1):
                 d = k0 + tl.arange(0, S.BK)
@@ -64,4 +64,5 @@ def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
             ]  # past the count: NaN from the one pass
             qb = A[0] + tl.where(own, diagonal[:, None], 0.0)
             tl.store(pair_tile(out.A, at, 0, S), qb.to(DT), mask=far)
-            tl.store(pair_tile(out.before, at, 1, S), A[1].to(tl.float16), mask=far)
+            if out.before is not None:
+                tl.store(pair_tile(out.before, at, 1, S), A[1].to(tl.float16), mask=far)

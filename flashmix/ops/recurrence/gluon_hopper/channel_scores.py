@@ -4,7 +4,8 @@
 
 A thread has 32 tokens of two channels, so that sums over tokens are its own. A row that has decayed by more than `2^-LIMIT` in some
 channel since the chunk's start is out of range (its pairs may be NaN): its chunk is marked, and `channel_far_rows.py` makes those rows
-again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes of it.
+again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes of it. Without corrections there are no a, A_ab and
+beta.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR
-from flashmix.ops.recurrence.gluon_hopper.place import block_of, chunk_of_item, fetch_tokens, store_tokens
+from flashmix.ops.recurrence.gluon_hopper.place import block_of, chunk_of_item, fetch_tokens, kind_of_keys, store_tokens
 from flashmix.ops.recurrence.gluon_hopper.scores import LOG2E
-from flashmix.ops.recurrence.gluon_hopper.structs import Span
 
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 2], [2, 16], [1, 4], [1, 0]))  # [64, 128]: few threads share a channel
 TOKENS_4 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -73,6 +73,17 @@ def token_numbers(x, at, head, memory, S: gl.constexpr):
 
 
 @gluon.jit
+def store_query_pairs(qb, pairs, A_d, index):
+    """Writes A_qb."""
+    i = gl.arange(0, 64, ROWS_64)[:, None]
+    j = gl.arange(0, 64, COLUMNS_64)[None, :]
+    tile = pairs.index(0)  # [C, C]
+    tile.store(gl.where(i >= j, qb, 0.0).to(pairs.dtype))
+    fence_async_shared()
+    copy_to_global(A_d, [index * 64, 0], block_of(A_d, tile))
+
+
+@gluon.jit
 def store_pairs(qb, ab, pairs, A_d, index):
     """Writes A_qb, and A_ab in the bits of float16."""
     i = gl.arange(0, 64, ROWS_64)[:, None]
@@ -99,7 +110,8 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     fetch_tokens(q_d, at.span, at.t, at.key_head, 0, bar, keys.index(0), S)
     fetch_tokens(k_d, at.span, at.t, at.key_head, 0, bar, keys.index(1), S)
     channels = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))
-    beta = token_numbers(x, at, head, numbers, S)
+    if S.CORRECTED:
+        beta = token_numbers(x, at, head, numbers, S)
     G, last = load_sums(x, at, head, channels, S)  # [C, K], [K]
     store_chunk(x, gl.program_id(0), last, channels, S)
     wait_full(landed, 0)
@@ -107,22 +119,31 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     q = keys.index(0).load(COLUMNS).to(gl.float32)  # [C, K]
     keys.index(0).store((q * (row * n.scale)).to(DT))
     k = keys.index(1).load(COLUMNS).to(gl.float32)  # [C, K]
-    keys.index(1).store((0.0 - k * row).to(DT))
-    k = k * beta[:, None]
+    if S.CORRECTED:
+        keys.index(1).store((0.0 - k * row).to(DT))
+        k = k * beta[:, None]
     others.index(0).store((k * ex2(0.0 - G)).to(DT))
     others.index(1).store((k * ex2(last[None, :] - G)).to(DT))
     fence_async_shared()
     gl.thread_barrier()
     span = at.span
     store_tokens(keys_d, span, at.t, head, 0, keys.index(0), S)
-    span_a = Span(span.sequence + n.batch, span.first + n.tokens, span.length)
-    store_tokens(keys_d, span_a, at.t, head, 0, keys.index(1), S)
-    span_b = Span(span.sequence + 2 * n.batch, span.first + 2 * n.tokens, span.length)
-    store_tokens(keys_d, span_b, at.t, head, 0, others.index(1), S)
+    if S.CORRECTED:
+        store_tokens(keys_d, kind_of_keys(span, 1, n), at.t, head, 0, keys.index(1), S)
+        store_tokens(keys_d, kind_of_keys(span, 2, n), at.t, head, 0, others.index(1), S)
+    else:
+        store_tokens(keys_d, kind_of_keys(span, 1, n), at.t, head, 0, others.index(1), S)
     y = others.index(0).permute((1, 0))  # [K, C]
     qb = product(keys.index(0), y, ACC_64, 64, 64)
-    ab = product(keys.index(1), y, ACC_64, 64, 64)
-    qb, ab = products_done(0, deps=[qb, ab])
+    if S.CORRECTED:
+        ab = product(keys.index(1), y, ACC_64, 64, 64)
+        qb, ab = products_done(0, deps=[qb, ab])
+    else:
+        qb = products_done(0, deps=[qb])
     gl.thread_barrier()  # all have read e^{-G} b
-    store_pairs(qb, ab, others.index(0)._reinterpret(DT, [2, 64, 64], TILE), A_d, gl.program_id(0))
+    pairs = others.index(0)._reinterpret(DT, [2, 64, 64], TILE)
+    if S.CORRECTED:
+        store_pairs(qb, ab, pairs, A_d, gl.program_id(0))
+    else:
+        store_query_pairs(qb, pairs, A_d, gl.program_id(0))
     stores_done(0)

@@ -23,7 +23,8 @@ class CallMemory(NamedTuple):
     """What calls of one kind allocate."""
 
     # Kept: tiles of pairs, vectors of chunks; of segments the maps and the states that they start from. What the backward works on:
-    # the states that chunks start from, the gradients of those that they leave, nu; of segments what they send back and receive.
+    # the states that chunks start from, the gradients of those that they leave, nu unless it is V; of segments what they send back and
+    # receive.
     # A per-channel decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays,
     # their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
@@ -43,9 +44,9 @@ def kind_of(call: RecurrenceCall) -> Hashable:
     if call.packing is not None:
         return None
     beta, decay = call.beta, call.log_decay
-    assert beta is not None
     gate = None if decay is None else (decay.dtype, decay.dim())
-    return call.q.shape, call.v.shape, beta.dtype, gate, call.scale, call.q.get_device()
+    strength = None if beta is None else beta.dtype
+    return call.q.shape, call.v.shape, strength, gate, call.scale, call.q.get_device()
 
 
 def sizes_of(call: RecurrenceCall, kind: Hashable) -> CallMemory:
@@ -63,18 +64,22 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     N, B, T, HV, K, V = call.sequences, call.batch, call.tokens, call.value_heads, call.K, call.V
     chunks, tiles, dtype = count_chunks(call, 64), plan(call).tiles, call.dtype
     kept, decayed, float32 = [], [], torch.float32
-    pairs = MemoryPart(dtype, (chunks, HV, 2, 64, 64))
+    pairs = MemoryPart(dtype, (chunks, HV, 2 if call.rule.corrected else 1, 64, 64))
     if call.decay is Decay.CHANNEL:
         reach = MemoryPart(torch.int8, (chunks, HV, cdiv(K, tiles.decay.BK), 64))
         sums = MemoryPart(float32, (B, T, HV, K))
-        decayed = [MemoryPart(dtype, (3, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
+        kinds = 3 if call.rule.corrected else 2
+        decayed = [MemoryPart(dtype, (kinds, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
         decayed.append(MemoryPart(torch.int32, (chunks, HV)))
     else:
         kept = [pairs, MemoryPart(float32, (chunks, HV, 4, 64))]
-    work = [*[MemoryPart(dtype, (chunks, HV, V, K))] * 2, MemoryPart(dtype, (B, T, HV, V))]
+    work = [MemoryPart(dtype, (chunks, HV, V, K))] * 2
+    if call.rule.corrected:
+        work.append(MemoryPart(dtype, (B, T, HV, V)))
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
-        kept += [MemoryPart(float32, (N, HV, tiles.segments, V + K, K)), starts]
+        under = K if call.rule.corrected else 1
+        kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
         work += [starts, starts]
     parts = tuple(kept), tuple(decayed), tuple(work)
     return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])

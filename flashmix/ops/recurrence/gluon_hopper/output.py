@@ -13,15 +13,17 @@ column):
     dg_t = sum_{i >= t} in_i + sum_{j < t} beta_j wr_j + e^{G_C} <S, dS'>                                (2.6)
 
 where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself,
-which no decay lies between, and the rows by way of the state.
+which no decay lies between, and the rows by way of the state. Without corrections nu is V, beta 1, and there are no dR, dA_a and N_a.
 
-Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp.
+Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp,
+which also sends dq and dk to memory, so that no consumer waits for that.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
 """
 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    allocate_barriers,
     ex2,
     expect_bytes,
     fence_async_shared,
@@ -29,20 +31,28 @@ from flashmix.gpu.hopper import (
     gluon,
     mbarrier,
     opaque_zero,
-    plus,
     product,
     products_done,
     release,
     signal,
-    stores_done,
     wait_empty,
     wait_full,
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
-from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
-from flashmix.ops.recurrence.gluon_hopper.state import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
+from flashmix.ops.recurrence.gluon_hopper.output_sums import (
+    CARRIED,
+    DIAGONAL,
+    PAIR_ROWS,
+    STATE_ROWS,
+    SUM_STAGE,
+    VSTAGES,
+    WRITTEN,
+    finisher,
+)
+from flashmix.ops.recurrence.gluon_hopper.place import fetch_tile, fetch_tokens, item_chunk, item_count, vector
+from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
 
 # The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
@@ -51,30 +61,6 @@ DO = gl.constexpr(0)
 STATE = gl.constexpr(1)
 DR = gl.constexpr(3)
 DSTATE = gl.constexpr(4)
-VSTAGES = gl.constexpr(3)  # stages of the vectors
-# Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 16.
-SUM_STAGE = gl.constexpr(16)
-COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
-PAIR_ROWS = gl.constexpr(4)  # of beta W
-STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
-WRITTEN = gl.constexpr(7)  # wr, of each consumer
-CARRIED = gl.constexpr(9)  # <S, dS'>, 16 numbers a consumer
-DIAGONAL = gl.constexpr(10)  # of W of the queries, left out of the sums above where there is a decay
-STATE_PARTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LANES_2 = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
-LANES_1 = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-
-
-@gluon.jit
-def item_count(n):
-    """Items of this program."""
-    return (n.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def item_chunk(x, n, i, S: gl.constexpr):
-    """The chunk and key head of item i of this program."""
-    return chunk_of_item(gl.program_id(0) + i * gl.num_programs(0), x, n, S)
 
 
 @gluon.jit
@@ -110,10 +96,11 @@ def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexp
             bar = expect_bytes(bars.v.full, it, 4 * 64 * 4)
             fetch_vectors(vec_d, row, bar, tiles.vectors, it, VSTAGES)
             for j in gl.static_range(TILES):
-                mbarrier.wait(bars.slots.empty.index(j), (it & 1) ^ 1)
-                bar = bars.slots.full.index(j)
-                mbarrier.expect(bar, 64 * 128 * 2)
-                fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(j), S)
+                if S.CORRECTED or j != DR:
+                    mbarrier.wait(bars.slots.empty.index(j), (it & 1) ^ 1)
+                    bar = bars.slots.full.index(j)
+                    mbarrier.expect(bar, 64 * 128 * 2)
+                    fetch_slot(values_d, j, at, head, row, bar, tiles.slots.index(j), S)
                 if j == DO:  # nu is needed from the first product to the last: two stages of its own
                     wait_empty(bars.nu.empty, it)
                     bar = expect_bytes(bars.nu.full, it, 64 * 128 * 2)
@@ -123,20 +110,34 @@ def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexp
 
 @gluon.jit
 def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
-    """scale q k^T and -k k^T without its diagonal, kept in the tiles of pairs: each thread reads its own elements again."""
+    """scale q k^T and -k k^T, below the diagonal, kept in the tiles of pairs: each thread reads its own elements again.
+
+    The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
+    """
     wait_full(bars.keys.full, i)
     q = tiles.q.index(i % 2)  # [C, 128]
     k = tiles.k.index(i % 2)  # [C, 128]
     row = gl.arange(0, 64, ROWS_64)[:, None]
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
-    kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+    if S.CORRECTED:
+        kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
     wait_empty(bars.pairs.empty, i)
-    qk = products_done(1, deps=[qk])
-    tiles.pairs.index(0).store((qk * scale).to(tiles.q.dtype))
-    kk = products_done(0, deps=[kk])
+    if S.CORRECTED:
+        qk = products_done(1, deps=[qk])
+    else:
+        qk = products_done(0, deps=[qk])
+    qk = qk * scale
+    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
+    if S.DECAY:
+        tiles.pairs.index(0).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
+    else:
+        tiles.pairs.index(0).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
+    if S.CORRECTED:
+        kk = products_done(0, deps=[kk])
+        tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
     release(bars.keys.empty, i)
-    tiles.pairs.index(1).store(gl.where(row == column, 0.0, 0.0 - kk).to(tiles.q.dtype))
+    return diagonal
 
 
 @gluon.jit
@@ -161,7 +162,7 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
-        begin_pairs(tiles, bars, i, numbers.scale, S)
+        qk_diagonal = begin_pairs(tiles, bars, i, numbers.scale, S)  # [C]
         N_q = gl.zeros([64, 64], gl.float32, ACC_64)
         N_a = gl.zeros([64, 64], gl.float32, ACC_64)
         for r in range(S.GROUP):
@@ -178,57 +179,54 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
             mbarrier.wait(bars.slots.full.index(DO), it & 1)
             wait_full(bars.nu.full, it)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = ex2(gl.where(here >= column[None, :], gl.minimum(G_row[:, None] - G_column[None, :], 0.0), -1000.0))
+            E = ex2(
+                gl.minimum(G_row[:, None] - G_column[None, :], 0.0)
+            )  # above the diagonal 1: the tiles have zeros there
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
-            mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
+            if S.CORRECTED:
+                mbarrier.wait(bars.slots.full.index(DR), it & 1)
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
-                diagonal = gl.sum(gl.where(here == column[None, :], W, 0.0), 1)
-                W = gl.where(here == column[None, :], 0.0, W)
+                diagonal = qk_diagonal * gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
+            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
             rows, columns = row_and_column_sums(W, beta)
-            dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
-            dA = products_done(0, deps=[dA])
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            if S.CORRECTED:
+                dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
+                dA = products_done(0, deps=[dA])
+                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
             release(bars.nu.empty, it)
             release(bars.v.empty, it)
-            N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
-            more_rows, more_columns = row_and_column_sums(W, beta)
-            rows += more_rows
-            columns = gl.sum(columns + more_columns, 1)  # of each warp's rows
+            if S.CORRECTED:
+                N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+                more_rows, more_columns = row_and_column_sums(W, beta)
+                rows += more_rows
+                columns += more_columns
+            columns = gl.sum(columns, 1)  # of each warp's rows
             wait_empty(bars.sums.empty, it)
             tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
             tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
             if S.DECAY:
                 tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
             signal(bars.sums.full, it)
-        tiles.pairs.index(0).store((N_q * numbers.scale).to(DT))
-        tiles.pairs.index(1).store(gl.where(row[:, None] == column[None, :], 0.0, 0.0 - N_a).to(DT))
+        tiles.pairs.index(0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
+        if S.CORRECTED:
+            tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
         fence_async_shared()
         signal(bars.pairs.full, i)
 
 
 @gluon.jit
-def carried_sums(state, dstate):
-    """<S, dS'> of half the channels of keys: 16 sums."""
-    total = gl.zeros([16, 64], gl.float32, STATE_PARTS)
-    for m in gl.static_range(8):
-        part = state.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
-        total += part * dstate.slice(m * 16, 16, dim=0).load(STATE_PARTS).to(gl.float32)  # [16, K]
-    return total
-
-
-@gluon.jit
-def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """The channels 64 w ... of dq and dk."""
+def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
+    """The channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
     states = tiles.slots._reinterpret(DT, [S.SLOTS, 128, 64], TILE)
     q_halves = tiles.q._reinterpret(DT, [4, 64, 64], TILE)
     k_halves = tiles.k._reinterpret(DT, [4, 64, 64], TILE)
+    here = gl.arange(0, 64, ROWS_64)
+    there = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
-        at = item_chunk(x, numbers, i, S)
         q = q_halves.index((i % 2) * 2 + w)  # [C, K]
         k = k_halves.index((i % 2) * 2 + w)  # [C, K]
         dq = gl.zeros([64, 64], gl.float32, ACC_64)
@@ -247,24 +245,38 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
-            if r == 0:
-                wait_full(bars.keys.full, i)
-            d = products_done(0, deps=[d])
+            if S.CORRECTED:
+                mbarrier.wait(bars.slots.full.index(DR), it & 1)
+                d_a = product(dR, state, ACC_64, 64, 64)
+                d = products_done(1, deps=[d])
+            else:
+                d = products_done(0, deps=[d])
             mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+            if (
+                r + z == 0
+            ):  # a branch that stays: without one these sums sink below the next product, and registers spill
+                wait_full(bars.keys.full, i)
             rows = scale * gl.sum(q.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
             dq += d * (row * scale)[:, None]
-            mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            d = product(dR, state, ACC_64, 64, 64)
-            d, dq = products_done(0, deps=[d, dq])  # dq: lest its sum sink below and both products stay in registers
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
-            rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d, 1)  # [C, K]
-            dk -= d * row[:, None]
             wait_full(bars.nu.full, it)
             mbarrier.wait(bars.slots.full.index(DSTATE + w), it & 1)
+            if S.DECAY:
+                inner = product(state.permute((1, 0)), dstate, ACC_64, 64, 64)  # [K, K]
+            if S.CORRECTED:
+                if S.DECAY:
+                    d_a, dq = products_done(1, deps=[d_a, dq])  # dq: lest its sum sink below
+                else:
+                    d_a, dq = products_done(0, deps=[d_a, dq])
+                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+                rows -= gl.sum(k.load(ACC_64).to(gl.float32) * d_a, 1)  # [C, K]
+                dk -= d_a * row[:, None]
+            if not S.DECAY:
+                mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
             d = product(nu, dstate, ACC_64, 64, 64)
             if S.DECAY:
-                carried = carried_sums(state, dstate)
-            mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
+                inner, dk = products_done(1, deps=[inner, dk])
+                mbarrier.arrive(bars.slots.empty.index(STATE + w), count=3)
+                carried = gl.sum(gl.where((here + z)[:, None] == there[None, :], inner, 0.0), 1)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
             beta = vector(tiles.vectors, stage + BETA, ROWS_64)
             d, dk = products_done(0, deps=[d, dk])
@@ -278,12 +290,8 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
             tiles.sums.index(sums + STATE_ROWS + w).store(rows * row)
             tiles.sums.index(sums + WRITTEN + w).store(written)
             if S.DECAY:
-                parts = tiles.sums._reinterpret(gl.float32, [128, 16], VECTOR)
-                parts.index((it % 2) * 4 * SUM_STAGE + 4 * CARRIED + w).store(gl.sum(carried, 1))
+                tiles.sums.index(sums + CARRIED + w).store(carried)
             signal(bars.sums.full, it)
-            if r == 0:  # the copies of the item before have left: its keys' stage is free
-                stores_done(0)
-                release(bars.keys.empty, i + 1, i > 0)
         wait_full(bars.pairs.full, i)
         N_q = tiles.pairs.index(0)  # [C, C]
         N_a = tiles.pairs.index(1)  # [C, C]
@@ -291,70 +299,21 @@ def consumer(w: gl.constexpr, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constex
         d = products_done(0, deps=[d])
         dq += d
         d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
-        d = warpgroup_mma(N_a, k, d, is_async=True)
-        d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
+        if S.CORRECTED:
+            d = warpgroup_mma(N_a, k, d, is_async=True)
+            d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
         d, dq = products_done(0, deps=[d, dq])
         dk += d
         release(bars.pairs.empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))
         fence_async_shared()
-        store_tokens(dq_d, at.span, at.t, at.key_head, w * 64, q, S)
-        store_tokens(dk_d, at.span, at.t, at.key_head, w * 64, k, S)
-    stores_done(0)
-
-
-@gluon.jit
-def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """The sum of COUNT rows of the sums of a value head."""
-    first = (it % 2) * SUM_STAGE + FIRST
-    total = vector(sums, first, LANES_2)
-    for n in gl.static_range(1, COUNT):
-        total += vector(sums, first + n, LANES_2)
-    return total
-
-
-@gluon.jit
-def finisher(x, numbers, tiles, bars, S: gl.constexpr):
-    """dg and dbeta of each (chunk, value head), from the sums that the others leave."""
-    t = gl.arange(0, 64, LANES_2)
-    for i in range(item_count(numbers)):
-        at = item_chunk(x, numbers, i, S)
-        for r in range(S.GROUP):
-            it = i * S.GROUP + r
-            wait_full(bars.v.full, it)
-            stage = (it % VSTAGES) * 4
-            beta = vector(tiles.vectors, stage + BETA, LANES_2)
-            row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
-            wait_full(bars.sums.full, it)
-            columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
-            rows = head_sums(tiles.sums, it, PAIR_ROWS, 3)
-            written = head_sums(tiles.sums, it, WRITTEN, 2)
-            carried = 0.0
-            own = written
-            if S.DECAY:
-                own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
-                parts = tiles.sums._reinterpret(gl.float32, [64, 32], VECTOR)
-                both = parts.index((it % 2) * 2 * SUM_STAGE + 2 * CARRIED).load(LANES_1)  # [32]
-                carried = gl.sum(both, 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
-            release(bars.sums.empty, it)
-            release(bars.v.empty, it)
-            to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
-            inside = t < at.span.length
-            gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
-            if S.DECAY:
-                inclusive = rows - beta * columns
-                d = inclusive - gl.where(
-                    t < at.span.length - 1, beta * written, 0.0
-                )  # no decay follows the last token's write
-                # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
-                dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
-                gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
+        signal(bars.gradients, i)
 
 
 @gluon.jit
 def output_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one."""
+    """Shared memory, and barriers: a slot is released three times, by all readers or thrice by its one; keys twice by the finisher."""
     tiles = OutputTiles(
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
@@ -365,7 +324,13 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     bars = OutputBarriers(
-        ring(S.SLOTS, 1, 3), ring(2, 1, 3), ring(2, 1, 3), ring(VSTAGES, 1, 4), ring(1, 1, 2), ring(2, 3, 1)
+        ring(S.SLOTS, 1, 3),
+        ring(2, 1, 3),
+        ring(2, 1, 3),
+        ring(VSTAGES, 1, 4),
+        ring(1, 1, 2),
+        ring(2, 3, 1),
+        allocate_barriers(1, 2),
     )
     return tiles, bars
 
@@ -378,11 +343,11 @@ def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, d
     gl.warp_specialize(
         [
             (pairs, (x, n, tiles, bars, S)),
-            (consumer, (0, dq_d, dk_d, x, n, tiles, bars, S)),
-            (consumer, (1, dq_d, dk_d, x, n, tiles, bars, S)),
+            (consumer, (0, n, tiles, bars, S)),
+            (consumer, (1, n, tiles, bars, S)),
             (producer, ((q_d, k_d), (do_d, dr_d, s_d, ds_d), (nu_d, vec_d), x, n, tiles, bars, S)),
-            (finisher, (x, n, tiles, bars, S)),
+            (finisher, (dq_d, dk_d, x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
-        [152, 152, 40, 40],
+        [160, 160, 24, 24],
     )

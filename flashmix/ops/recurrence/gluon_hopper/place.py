@@ -28,7 +28,10 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice."""
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice.
+
+    Without corrections M is a diagonal, which the program of N makes.
+    """
     program = gl.program_id(0)
     channel = 0
     if S.WARPGROUPS == 1:
@@ -36,8 +39,9 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
         program = program // 2
     identity = 0
     if MAPS:
-        identity = program % 2
-        program = program // 2
+        if S.CORRECTED:
+            identity = program % 2
+            program = program // 2
     segment = program % n.segments
     row = program // n.segments
     sequence = row // S.HV
@@ -71,6 +75,24 @@ def chunk_of_item(item, x, n, S: gl.constexpr):
         t = (index % n.chunks) * 64
         count = gl.minimum(n.tokens - t, 64)
         return Chunk(index, item % H, Span(sequence, t, count), t, sequence.to(gl.int64) * n.tokens + t)
+
+
+@gluon.jit
+def kind_of_keys(span, number: gl.constexpr, n):
+    """The same tokens of the `number`-th of the decayed keys, which lie behind one another: of queries, a and b, or of queries and b."""
+    return Span(span.sequence + number * n.batch, span.first + number * n.tokens, span.length)
+
+
+@gluon.jit
+def item_count(n):
+    """Items of this program."""
+    return (n.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def item_chunk(x, n, i, S: gl.constexpr):
+    """The chunk and key head of item i of this program."""
+    return chunk_of_item(gl.program_id(0) + i * gl.num_programs(0), x, n, S)
 
 
 @gluon.constexpr_function

@@ -43,17 +43,19 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
     warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
-    return _cached(own, warpgroups, call.value_heads, call.heads, call.K, call.V, call.packed, call.decay)
+    corrected = call.rule.corrected
+    basic = HopperSpec(
+        call.value_heads, call.value_heads // call.heads, call.K, call.V, call.packed, CORRECTED=corrected
+    )
+    return _cached(own, warpgroups, basic, call.decay)
 
 
 @lru_cache(maxsize=1024)
-def _cached(
-    own: Plan, warpgroups: int, value_heads: int, heads: int, K: int, V: int, packed: bool, decay: Decay
-) -> HopperPlan:
-    basic = HopperSpec(value_heads, value_heads // heads, K, V, packed)
+def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> HopperPlan:
     channel = decay is Decay.CHANNEL
     state = basic._replace(WARPGROUPS=warpgroups, CHANNEL=channel)
-    back = state._replace(VALUES=2, PAIRS=2) if channel else state  # one more ring of keys: fewer stages of the others
+    three = channel and basic.CORRECTED  # queries, a and b: fewer stages of the other rings
+    back = state._replace(VALUES=2, PAIRS=2) if three else state
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(

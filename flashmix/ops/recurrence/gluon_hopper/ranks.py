@@ -114,7 +114,8 @@ class HopperBackward:
                 starts = torch.empty_like(self.ends)
                 join(self.run, self.run.plan.triton.join_backward, maps, self.ends, dstate, starts)
                 last = starts[:, :, 0]
-                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal=False)
+                diagonal = not self.run.call.rule.corrected
+                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal)
                 found = {i: D[i] for i in continued}
             return found
         for first, stop in uncut(continued):
@@ -133,7 +134,7 @@ class HopperBackward:
         parts = symbolic_sizes_of(run.call).work
         work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
         if self.ends is not None:
-            work[3] = self.ends
+            work[-2] = self.ends
         gradients(run, (reads_of(run, A, vectors), joined, None), (self.do, dstate.contiguous()), work, found)
         return finished(run.call, found, wanted)
 

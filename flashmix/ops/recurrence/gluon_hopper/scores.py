@@ -106,18 +106,22 @@ def key_products(q_d, k_d, at, q, k, S: gl.constexpr):
             for j in gl.static_range(i + 1):
                 column = k.slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
                 qk = with_block(qk, i * (i + 1) // 2 + j, mma_v2(q_row, column, qk[i * (i + 1) // 2 + j]))
-                kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
+                if S.CORRECTED:
+                    kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
         gl.thread_barrier()  # before the next half is written here
     return qk, kk
 
 
 @gluon.jit
 def load_numbers(x, at, head, S: gl.constexpr):
-    """beta and the log decay of a chunk's tokens, float32; past them beta 0 and no decay."""
+    """beta (1 where there is none) and the log decay of a chunk's tokens, float32; past them beta 0 and no decay."""
     t = gl.arange(0, 64, TOKENS)
     inside = t < at.span.length
     to = (at.row + t) * S.HV + head
-    beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)  # [C]
+    if x.beta is not None:
+        beta = gl.load(x.beta + to, mask=inside, other=0.0).to(gl.float32)  # [C]
+    else:
+        beta = gl.where(inside, 1.0, 0.0)
     decay = gl.zeros([64], gl.float32, TOKENS)
     if S.DECAY:
         if S.PER_HEAD:
@@ -199,6 +203,24 @@ def decayed_blocks(qk, kk, vectors, out, scale):
 
 
 @gluon.jit
+def store_query_pairs(qk, vectors, out, scale):
+    """Stores A_qb without corrections, where beta is 1."""
+    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
+    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
+    zero = zero_block()
+    for i in gl.static_range(4):
+        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)[:, None]  # [16, 1]
+        found = (zero, zero, zero, zero)
+        for j in gl.static_range(i + 1):
+            difference = G_row - vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)[None, :]  # [16, 16]
+            pairs = qk[i * (i + 1) // 2 + j] * (ex2(gl.minimum(difference, 0.0)) * scale)
+            if i == j:
+                pairs = gl.where(row >= column, pairs, 0.0)
+            found = with_block(found, j, pairs)
+        store_row(out, i, found[0], found[1], found[2], found[3])
+
+
+@gluon.jit
 def diagonal_inverse(a, D_t):
     """(I - a)^-1 of a strictly lower triangular block and its transpose, of which the inverses of 2 x 2 blocks are given."""
     row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
@@ -269,7 +291,7 @@ def store_tile(d, row, out):
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
-    """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, and the vectors of chunks."""
+    """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, without corrections A_qb alone, and the vectors of chunks."""
     DT: gl.constexpr = q_d.dtype
     at = chunk_of_item(gl.program_id(0), x, n, S)
     q = gl.allocate_shared_memory(DT, [64, 64], TILE)
@@ -279,9 +301,10 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
     if S.GROUP > 1:
         qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
-        kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
         keep_blocks(qk, qk_kept)
-        keep_blocks(kk, kk_kept)
+        if S.CORRECTED:
+            kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+            keep_blocks(kk, kk_kept)
     beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)  # [C]
     for r in range(S.GROUP):
         head = at.key_head * S.GROUP + r
@@ -293,12 +316,17 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
         if S.GROUP > 1:
             beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
             qk = kept_blocks(qk_kept)
-            kk = kept_blocks(kk_kept)
+            if S.CORRECTED:
+                kk = kept_blocks(kk_kept)
             stores_done(0)
-        A, first_t = decayed_blocks(qk, kk, vectors, out, n.scale)
-        store_tile(A_d, index * 128, out)
-        diagonal = diagonal_inverses(A, first_t)
-        stores_done(0)
-        store_inverse(A, diagonal, out)
-        store_tile(A_d, index * 128 + 64, out)
+        if S.CORRECTED:
+            A, first_t = decayed_blocks(qk, kk, vectors, out, n.scale)
+            store_tile(A_d, index * 128, out)
+            diagonal = diagonal_inverses(A, first_t)
+            stores_done(0)
+            store_inverse(A, diagonal, out)
+            store_tile(A_d, index * 128 + 64, out)
+        else:
+            store_query_pairs(qk, vectors, out, n.scale)
+            store_tile(A_d, index * 64, out)
     stores_done(0)

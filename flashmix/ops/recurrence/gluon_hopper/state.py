@@ -5,224 +5,32 @@
 
 Everything is transposed: each of two warpgroups holds 64 rows of `S^T` in the accumulators of `wgmma` for the whole sequence, S, R and nu
 are left operands in registers, and factors of tokens multiply columns. A producer warp keeps three rings filled: keys (and queries),
-values with the vectors of the chunk, tiles of pairs. Letters of tiles: `C` = 64 tokens, `K` = 128 channels of keys, `v` = 64 channels of
-values.
+values with the vectors of the chunk, tiles of pairs (`state_parts.py`). Letters of tiles: `C` = 64 tokens, `K` = 128 channels of keys,
+`v` = 64 channels of values.
 
-The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the last two 0-based on tokens that exist (beta is 0 past
-them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
-is 2^(G_C) of each channel.
+Without corrections (linear attention) nu is V and beta 1: two products a chunk are left, or of a pass that only saves states one.
 """
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import (
-    allocate_barriers,
-    copy_to_global,
-    copy_to_shared,
-    expect_bytes,
-    fence_async_shared,
-    gl,
-    gluon,
-    product,
-    products_done,
-    release,
-    stores_done,
-    wait_empty,
-    wait_full,
-    warpgroup_mma,
-)
+from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import (
-    ACC_64,
-    ACC_128,
-    COLUMNS_64,
-    COLUMNS_128,
-    LEFT_64,
-    LEFT_128,
-    ROWS_128,
-    TILE,
-    VECTOR,
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, COLUMNS_128, LEFT_64, LEFT_128
+from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program, vector
+from flashmix.ops.recurrence.gluon_hopper.state_parts import (
+    BETA,
+    COLUMN_FACTOR,
+    ROW_FACTOR,
+    load_state,
+    producer,
+    put_state,
+    put_tokens,
+    state_tiles,
+    store_end,
+    store_result,
+    store_total,
+    total_decay,
 )
-from flashmix.ops.recurrence.gluon_hopper.place import (
-    OUTSIDE,
-    fetch_tile,
-    fetch_tokens,
-    segment_of_program,
-    store_tokens,
-    vector,
-)
-from flashmix.ops.recurrence.gluon_hopper.structs import Ring, Span, StateBarriers, StateTiles
-
-BETA = gl.constexpr(1)  # the vectors of a chunk
-ROW_FACTOR = gl.constexpr(2)
-COLUMN_FACTOR = gl.constexpr(3)
-
-
-@gluon.jit
-def ring(stages: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
-    """Barriers of a ring with so many arrivals of writers and of readers."""
-    return Ring(allocate_barriers(stages, writers), allocate_barriers(stages, readers))
-
-
-@gluon.jit
-def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory of a state pass, as far as it has use for it, and the barriers of its rings."""
-    k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
-    vectors = gl.allocate_shared_memory(gl.float32, [(2 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
-    A = gl.allocate_shared_memory(DT, [S.PAIRS, 128 if QUERIES else 64, 64], TILE)
-    q = k
-    b = k
-    states = k
-    tokens = v
-    if QUERIES:
-        q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    if S.CHANNEL:
-        b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    if STATES:
-        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
-    if TOKENS:
-        tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
-    bars = StateBarriers(ring(S.KEYS, 1, S.WARPGROUPS), ring(S.VALUES, 1, S.WARPGROUPS), ring(S.PAIRS, 1, S.WARPGROUPS))
-    return StateTiles(q, k, b, v, vectors, A, states, tokens), bars
-
-
-@gluon.jit
-def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
-    """Copies the vectors of a chunk and value head into a stage."""
-    WIDTH: gl.constexpr = d.block_type.shape[1]
-    view = vectors._reinterpret(gl.float32, [STAGES, 1, WIDTH], d.layout)
-    copy_to_shared(d, [row, 0], bar, view.index(n % STAGES))
-
-
-@gluon.jit
-def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
-    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL they lie behind one another: queries, a, b."""
-    q_d, k_d = d
-    stage = n % S.KEYS
-    if S.CHANNEL:
-        bar = expect_bytes(bars.k.full, n, (3 if QUERIES else 2) * 64 * 128 * 2)
-        if QUERIES:
-            fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
-        span = at.span
-        a_span = Span(span.sequence + numbers.batch, span.first + numbers.tokens, span.length)
-        fetch_tokens(k_d, a_span, t, at.head, 0, bar, tiles.k.index(stage), S)
-        b_span = Span(span.sequence + 2 * numbers.batch, span.first + 2 * numbers.tokens, span.length)
-        fetch_tokens(k_d, b_span, t, at.head, 0, bar, tiles.b.index(stage), S)
-    else:
-        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
-        fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
-        if QUERIES:
-            fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(stage), S)
-
-
-@gluon.jit
-def producer(
-    d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
-):
-    """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
-    q_d, k_d, v_d, A_d, vec_d = d
-    at = segment_of_program(x, numbers, MAPS, S)
-    WARPGROUPS: gl.constexpr = S.WARPGROUPS
-    count = at.count
-    if BACK:
-        count = gl.maximum(count, 1)
-    for n in range(count):
-        if BACK:
-            chunk = at.begin + count - 1 - n
-        else:
-            chunk = at.begin + n
-        t = chunk * 64
-        row = (at.chunk0 + chunk) * S.HV + at.head
-        wait_empty(bars.v.empty, n)
-        bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
-        if MAPS:
-            t_v = gl.where(at.map == 1, OUTSIDE, t)
-        else:
-            t_v = t
-        for w in gl.static_range(WARPGROUPS):
-            tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
-            fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
-        fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
-        wait_empty(bars.A.empty, n)
-        bar = expect_bytes(bars.A.full, n, (2 if QUERIES else 1) * 64 * 64 * 2)
-        fetch_tile(A_d, [row * 128 + (0 if QUERIES else 64), 0], bar, tiles.A.index(n % S.PAIRS))
-        wait_empty(bars.k.empty, n)
-        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, QUERIES, S)
-
-
-@gluon.jit
-def total_decay(vectors, n, S: gl.constexpr):
-    """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
-    if S.CHANNEL:
-        return vectors._reinterpret(gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
-    else:
-        view = vectors._reinterpret(gl.float32, [S.VALUES * 256, 1], VECTOR)
-        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
-
-
-@gluon.jit
-def state_indices(at, w: gl.constexpr):
-    """Channels of values and of keys of the rows and columns of a warpgroup's accumulators."""
-    return at.channel + w * 64 + gl.arange(0, 64, ROWS_128), gl.arange(0, 128, COLUMNS_128)
-
-
-@gluon.jit
-def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
-    v, k = state_indices(at, w)
-    inside = (v < S.V)[:, None] & (k < S.K)[None, :]
-    if x.starts is not None:
-        start = x.starts + at.index.to(gl.int64) * (S.V * S.K)
-        return gl.load(start + v[:, None] * S.K + k[None, :], mask=inside, other=0.0)
-    elif x.sequence_state is not None:
-        state = x.sequence_state + at.row.to(gl.int64) * (S.V * S.K)
-        return gl.load(state + k[None, :] * S.V + v[:, None], mask=inside, other=0.0)
-    elif MAPS:
-        return gl.where((v[:, None] == k[None, :]) & (at.map == 1), 1.0, 0.0)
-    else:
-        return gl.zeros([64, 128], gl.float32, ACC_128)
-
-
-@gluon.jit
-def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
-    """Writes a state `[K, V]` of the sequence, from the segment that is the `last` of the pass."""
-    v, k = state_indices(at, w)
-    inside = (v < S.V)[:, None] & (k < S.K)[None, :]
-    to = x.result + at.row.to(gl.int64) * (S.V * S.K)
-    gl.store(to + k[None, :] * S.V + v[:, None], state, mask=inside & last)
-
-
-@gluon.jit
-def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
-    v, k = state_indices(at, w)
-    if MAPS:
-        rows = gl.where(at.map == 1, S.K, S.V)
-        to = x.ends + at.index.to(gl.int64) * ((S.V + S.K) * S.K) + at.map * (S.V * S.K)
-    else:
-        rows = S.V
-        to = x.ends + at.index.to(gl.int64) * (S.V * S.K)
-    inside = (v < rows)[:, None] & (k < S.K)[None, :]
-    gl.store(to + v[:, None] * S.K + k[None, :], state, mask=inside)
-
-
-@gluon.jit
-def put_state(state, d, row, channel, tile, BEFORE: gl.constexpr):
-    """Stores a warpgroup's rows of a state, [v, K], through its shared tile; at most BEFORE copies were begun since that was last read."""
-    stores_done(BEFORE)
-    tile.store(state)
-    fence_async_shared()
-    copy_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
-
-
-@gluon.jit
-def put_tokens(x, d, at, t, channel, tile, BEFORE: gl.constexpr, S: gl.constexpr):
-    """Stores a transposed tile of values, [v, C] in 16 bits, likewise."""
-    stores_done(BEFORE)
-    tile.permute((1, 0)).store(x)
-    fence_async_shared()
-    store_tokens(d, at.span, t, at.head, channel, tile, S)
 
 
 @gluon.jit
@@ -309,6 +117,80 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     stores_done(0)
 
 
+@gluon.jit
+def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The rows 64 w ... of S^T without corrections."""
+    o_d, s_d, _ = d
+    DT: gl.constexpr = tiles.k.dtype
+    at = segment_of_program(x, numbers, MAPS, S)
+    channel = at.channel + w * 64
+    state = load_state(x, at, w, MAPS, S)  # [v, K]
+    last = gl.zeros([64, 64], gl.float32, ACC_64)  # o of the chunk before, [v, C]
+    decay = gl.full([128], 1.0, gl.float32, COLUMNS_128)
+    for n in range(at.count):
+        chunk = at.begin + n
+        k = tiles.k.index(n % S.KEYS)  # [C, K]
+        stage = (n % S.VALUES) * 4
+        s16 = state.to(DT)
+        wait_full(bars.v.full, n)
+        total = total_decay(tiles.vectors, n, S)
+        state = state * total[None, :]
+        if MAPS:
+            decay *= total
+        left = gl.convert_layout(s16, LEFT_64)
+        last16 = last.to(DT)
+        wait_full(bars.k.full, n)
+        if S.OUTPUT:
+            q = tiles.q.index(n % S.KEYS)  # [C, K]
+            o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
+            t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
+            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+        if S.SAVE:
+            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 0)
+        v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
+        if S.CHANNEL:
+            written = gl.convert_layout(v, LEFT_128)
+        else:
+            row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
+            written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), LEFT_128)
+        release(bars.v.empty, n)
+        state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
+        if S.OUTPUT:  # A_qb has the scale
+            A_qb = tiles.A.index(n % S.PAIRS)  # [C, C]
+            v_left = gl.convert_layout(v, LEFT_64)
+            wait_full(bars.A.full, n)
+            o, left = products_done(1, deps=[o, left])
+            if not S.CHANNEL:
+                o = o * (row * numbers.scale)[None, :]
+            o = warpgroup_mma(v_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
+            state, written = products_done(1, deps=[state, written])
+            release(bars.k.empty, n)
+            last, v_left = products_done(0, deps=[o, v_left])
+            release(bars.A.empty, n)
+        else:
+            state, written = products_done(0, deps=[state, written])
+            release(bars.k.empty, n)
+    if S.OUTPUT:
+        t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
+        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+    if MAPS:
+        store_end(x, at, state, w, MAPS, S)
+        store_total(x, at, decay, S)
+    if x.result is not None:
+        store_result(x, at, state, (at.index + 1) % numbers.segments == 0, w, S)
+    stores_done(0)
+
+
+@gluon.jit
+def state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The rows 64 w ... of S^T, by the rule."""
+    if S.CORRECTED:
+        forward_consumer(w, d, x, numbers, tiles, bars, MAPS, S)
+    else:
+        linear_consumer(w, d, x, numbers, tiles, bars, MAPS, S)
+
+
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.constexpr):
@@ -316,14 +198,14 @@ def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.
     MAPS: gl.constexpr = x.ends is not None
     OUTPUT: gl.constexpr = S.OUTPUT
     SAVE: gl.constexpr = S.SAVE
-    tiles, bars = state_tiles(OUTPUT, SAVE, OUTPUT or SAVE, k_d.dtype, S)
+    tiles, bars = state_tiles(OUTPUT, SAVE, OUTPUT or (SAVE and S.CORRECTED), k_d.dtype, S)
     inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
     if S.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
-                (forward_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
+                (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (state_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
                 (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
             ],
             [4, 1],
@@ -332,7 +214,7 @@ def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
                 (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
             ],
             [1],

@@ -3,6 +3,8 @@
     dnu = A_qb^T dO + beta e^{G_C - G} K dS'       dR = T^T dnu                                          (5.4), (5.5)
     dS = e^{G_C} dS' + Q^T (scale e^G dO) - K^T (e^G dR)                                                 (5.7)
 
+Without corrections dV is dnu, and the last term is not there.
+
 `A_qb^T dO` of the next chunk is begun behind the last update of this one, which takes it off the chain of dependent products.
 """
 
@@ -12,7 +14,7 @@ from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stor
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, LEFT_128
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
-from flashmix.ops.recurrence.gluon_hopper.state import (
+from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
     COLUMN_FACTOR,
     ROW_FACTOR,
@@ -33,7 +35,10 @@ def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
     wait_full(bars.v.full, n)
     wait_full(bars.A.full, n)
     dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
-    A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+    if S.CORRECTED:
+        A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+    else:
+        A_qb = tiles.A.index(n % S.PAIRS)  # [C, C]
     return product(dO, A_qb, ACC_64, 64, 64)
 
 
@@ -42,25 +47,33 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     """The rows 64 w ... of dS^T."""
     s_d, dr_d = d
     DT: gl.constexpr = tiles.k.dtype
+    MAKES_NU: gl.constexpr = S.CORRECTED or S.SAVE  # without corrections dS needs no dnu
     at = segment_of_program(x, numbers, False, S)
     channel = at.channel + w * 64
     dstate = load_state(x, at, w, False, S)  # [v, K]
     wait_full(bars.k.full, 0)  # with those below: a sequence without chunks has its copies waited for
-    y = query_product(tiles, bars, 0, w, S)
-    y = products_done(0, deps=[y])
+    if MAKES_NU:
+        y = query_product(tiles, bars, 0, w, S)
+        y = products_done(0, deps=[y])
+    else:
+        wait_full(bars.v.full, 0)
+        wait_full(bars.A.full, 0)
     for n in range(at.count):
+        if not MAKES_NU:
+            wait_full(bars.v.full, n)
+            wait_full(bars.A.full, n)
         chunk = at.begin + at.count - 1 - n
         stage = (n % S.VALUES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         b = tiles.b.index(n % S.KEYS)  # [C, K]
         dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
-        T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
         d16 = dstate.to(DT)
         dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
         left = gl.convert_layout(d16, LEFT_64)
         wait_full(bars.k.full, n)
-        written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
+        if MAKES_NU:
+            written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
         if S.SAVE:
             put_state(d16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
         z_q = dO.load(ACC_64)  # [v, C]
@@ -71,29 +84,37 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
         z_q = gl.convert_layout(z_q, LEFT_128)
-        written, left = products_done(0, deps=[written, left])
-        if not S.CHANNEL:
-            written = written * column[None, :]
-        dnu = gl.convert_layout((y + written).to(DT), LEFT_64)  # (5.4)
-        dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
+        if MAKES_NU:
+            written, left = products_done(0, deps=[written, left])
+            if not S.CHANNEL:
+                written = written * column[None, :]
+            dR16 = (y + written).to(DT)  # dnu, (5.4)
+        if S.CORRECTED:
+            T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
+            dnu = gl.convert_layout(dR16, LEFT_64)
+            dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
         dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
         release(bars.v.empty, n)
-        dR, dnu = products_done(1, deps=[dR, dnu])
-        dR16 = dR.to(DT)
-        if S.CHANNEL:
-            z_a = gl.convert_layout(dR16, LEFT_128)
-        else:
-            z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
-        dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
+        if S.CORRECTED:
+            dR, dnu = products_done(1, deps=[dR, dnu])
+            dR16 = dR.to(DT)
+            if S.CHANNEL:
+                z_a = gl.convert_layout(dR16, LEFT_128)
+            else:
+                z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
+            dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
         release(bars.A.empty, n)
-        y = query_product(
-            tiles, bars, gl.minimum(n + 1, at.count - 1), w, S
-        )  # after the last chunk its own again, for nothing
+        if MAKES_NU:  # after the last chunk its own again, for nothing
+            y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)
         if S.SAVE:
             put_tokens(dR16, dr_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
-        dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
+        if S.CORRECTED:
+            dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
+        else:
+            dstate, z_q = products_done(1 if MAKES_NU else 0, deps=[dstate, z_q])
         release(bars.k.empty, n)
-        y = products_done(0, deps=[y])
+        if MAKES_NU:
+            y = products_done(0, deps=[y])
     if x.ends is not None:
         store_end(x, at, dstate, w, False, S)
     if x.result is not None:
@@ -104,7 +125,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.constexpr):
-    """SAVE writes dR and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
+    """SAVE writes dR (dV) and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
     SAVE: gl.constexpr = S.SAVE
     tiles, bars = state_tiles(True, SAVE, SAVE, k_d.dtype, S)
     inputs = (q_d, k_d, do_d, A_d, vec_d)

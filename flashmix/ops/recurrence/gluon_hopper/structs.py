@@ -19,6 +19,7 @@ class HopperSpec(NamedTuple):
     )
     DECAY: bool = True  # there is a decay
     PER_HEAD: bool = False  # the same for all tokens
+    CORRECTED: bool = True  # values are corrected by what the state holds; else nu is V, and there is no T
     CHANNEL: bool = False  # of a decay per channel: the state passes read keys that are decayed already
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
     KEYS: int = 2  # stages of the ring of keys (and queries)
@@ -46,7 +47,7 @@ class StateMemory(NamedTuple):
     sequence_state: Any  # [N, HV, K, V]: initial state, backward the gradient of the final one
     starts: Any  # [N, HV, segments, V, K]: what each segment begins with
     result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
-    ends: Any  # what each segment ends with: maps [N, HV, segments, V + K, K], backward [N, HV, segments, V, K]
+    ends: Any  # what each segment ends with: maps [N, HV, segments, V + K (without corrections V + 1), K], backward [N, HV, segments, V, K]
 
 
 class OutputMemory(NamedTuple):
@@ -129,7 +130,7 @@ class StateTiles(NamedTuple):
     b: Any  # [KEYS, 64, 128]: what is written under, k itself but with CHANNEL
     v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
     vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [2 VALUES, 64]
-    A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone
+    A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone, without corrections A_qb
     states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
     tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
 
@@ -162,7 +163,7 @@ class OutputTiles(NamedTuple):
 
 
 class OutputBarriers(NamedTuple):
-    """The rings of the output's backward; the last two are filled by warpgroups."""
+    """The rings of the output's backward; pairs and sums are filled by warpgroups, and `gradients` tells that dq and dk lie in the keys."""
 
     slots: Ring
     nu: Ring
@@ -170,3 +171,4 @@ class OutputBarriers(NamedTuple):
     v: Ring
     pairs: Ring
     sums: Ring
+    gradients: Any

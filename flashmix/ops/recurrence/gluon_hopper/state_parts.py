@@ -1,0 +1,212 @@
+"""Parts of the state passes: shared memory and its rings, the producer that fills them, states at the ends of segments, copies of results.
+
+The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the last two 0-based on tokens that exist (beta is 0 past
+them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
+is 2^(G_C) of each channel.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    allocate_barriers,
+    copy_to_global,
+    copy_to_shared,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    gluon,
+    stores_done,
+    wait_empty,
+)
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_128, COLUMNS_128, ROWS_128, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.place import (
+    OUTSIDE,
+    fetch_tile,
+    fetch_tokens,
+    kind_of_keys,
+    segment_of_program,
+    store_tokens,
+)
+from flashmix.ops.recurrence.gluon_hopper.structs import Ring, StateBarriers, StateTiles
+
+BETA = gl.constexpr(1)  # the vectors of a chunk
+ROW_FACTOR = gl.constexpr(2)
+COLUMN_FACTOR = gl.constexpr(3)
+
+
+@gluon.jit
+def ring(stages: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+    """Barriers of a ring with so many arrivals of writers and of readers."""
+    return Ring(allocate_barriers(stages, writers), allocate_barriers(stages, readers))
+
+
+@gluon.jit
+def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
+    """Shared memory of a state pass, as far as it has use for it, and the barriers of its rings."""
+    k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+    v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
+    vectors = gl.allocate_shared_memory(gl.float32, [(2 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
+    A = gl.allocate_shared_memory(DT, [S.PAIRS, 128 if QUERIES and S.CORRECTED else 64, 64], TILE)
+    q = k
+    b = k
+    states = k
+    tokens = v
+    if QUERIES:
+        q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+    if S.CHANNEL and S.CORRECTED:
+        b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+    if STATES:
+        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
+    if TOKENS:
+        tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
+    bars = StateBarriers(ring(S.KEYS, 1, S.WARPGROUPS), ring(S.VALUES, 1, S.WARPGROUPS), ring(S.PAIRS, 1, S.WARPGROUPS))
+    return StateTiles(q, k, b, v, vectors, A, states, tokens), bars
+
+
+@gluon.jit
+def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
+    """Copies the vectors of a chunk and value head into a stage."""
+    WIDTH: gl.constexpr = d.block_type.shape[1]
+    view = vectors._reinterpret(gl.float32, [STAGES, 1, WIDTH], d.layout)
+    copy_to_shared(d, [row, 0], bar, view.index(n % STAGES))
+
+
+@gluon.jit
+def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
+    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL there are a and b, without corrections b alone as k."""
+    q_d, k_d = d
+    stage = n % S.KEYS
+    if S.CHANNEL:
+        bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + (2 if S.CORRECTED else 1)) * 64 * 128 * 2)
+        if QUERIES:
+            fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
+        fetch_tokens(k_d, kind_of_keys(at.span, 1, numbers), t, at.head, 0, bar, tiles.k.index(stage), S)
+        if S.CORRECTED:
+            fetch_tokens(k_d, kind_of_keys(at.span, 2, numbers), t, at.head, 0, bar, tiles.b.index(stage), S)
+    else:
+        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
+        fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
+        if QUERIES:
+            fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(stage), S)
+
+
+@gluon.jit
+def producer(
+    d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
+):
+    """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
+    q_d, k_d, v_d, A_d, vec_d = d
+    at = segment_of_program(x, numbers, MAPS, S)
+    WARPGROUPS: gl.constexpr = S.WARPGROUPS
+    PAIR_TILES: gl.constexpr = 2 if QUERIES and S.CORRECTED else 1
+    count = at.count
+    if BACK:
+        count = gl.maximum(count, 1)
+    for n in range(count):
+        if BACK:
+            chunk = at.begin + count - 1 - n
+        else:
+            chunk = at.begin + n
+        t = chunk * 64
+        row = (at.chunk0 + chunk) * S.HV + at.head
+        wait_empty(bars.v.empty, n)
+        bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
+        t_v = t
+        if MAPS:
+            if S.CORRECTED:
+                t_v = gl.where(at.map == 1, OUTSIDE, t)
+        for w in gl.static_range(WARPGROUPS):
+            tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
+            fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
+        fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
+        if QUERIES or S.CORRECTED:
+            wait_empty(bars.A.empty, n)
+            bar = expect_bytes(bars.A.full, n, PAIR_TILES * 64 * 64 * 2)
+            to = row * 128 + (0 if QUERIES else 64) if S.CORRECTED else row * 64
+            fetch_tile(A_d, [to, 0], bar, tiles.A.index(n % S.PAIRS))
+        wait_empty(bars.k.empty, n)
+        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, QUERIES, S)
+
+
+@gluon.jit
+def total_decay(vectors, n, S: gl.constexpr):
+    """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
+    if S.CHANNEL:
+        return vectors._reinterpret(gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
+    else:
+        view = vectors._reinterpret(gl.float32, [S.VALUES * 256, 1], VECTOR)
+        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
+
+
+@gluon.jit
+def state_indices(at, w: gl.constexpr):
+    """Channels of values and of keys of the rows and columns of a warpgroup's accumulators."""
+    return at.channel + w * 64 + gl.arange(0, 64, ROWS_128), gl.arange(0, 128, COLUMNS_128)
+
+
+@gluon.jit
+def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
+    v, k = state_indices(at, w)
+    inside = (v < S.V)[:, None] & (k < S.K)[None, :]
+    if x.starts is not None:
+        start = x.starts + at.index.to(gl.int64) * (S.V * S.K)
+        return gl.load(start + v[:, None] * S.K + k[None, :], mask=inside, other=0.0)
+    elif x.sequence_state is not None:
+        state = x.sequence_state + at.row.to(gl.int64) * (S.V * S.K)
+        return gl.load(state + k[None, :] * S.V + v[:, None], mask=inside, other=0.0)
+    elif MAPS and S.CORRECTED:
+        return gl.where((v[:, None] == k[None, :]) & (at.map == 1), 1.0, 0.0)
+    else:
+        return gl.zeros([64, 128], gl.float32, ACC_128)
+
+
+@gluon.jit
+def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
+    """Writes a state `[K, V]` of the sequence, from the segment that is the `last` of the pass."""
+    v, k = state_indices(at, w)
+    inside = (v < S.V)[:, None] & (k < S.K)[None, :]
+    to = x.result + at.row.to(gl.int64) * (S.V * S.K)
+    gl.store(to + k[None, :] * S.V + v[:, None], state, mask=inside & last)
+
+
+@gluon.jit
+def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
+    v, k = state_indices(at, w)
+    rows = S.V
+    if MAPS:
+        to = x.ends + at.index.to(gl.int64) * ((S.V + (S.K if S.CORRECTED else 1)) * S.K)
+        if S.CORRECTED:
+            rows = gl.where(at.map == 1, S.K, S.V)
+            to += at.map * (S.V * S.K)
+    else:
+        to = x.ends + at.index.to(gl.int64) * (S.V * S.K)
+    inside = (v < rows)[:, None] & (k < S.K)[None, :]
+    gl.store(to + v[:, None] * S.K + k[None, :], state, mask=inside)
+
+
+@gluon.jit
+def store_total(x, at, decay, S: gl.constexpr):
+    """Writes the diagonal M of a map without corrections under N^T: the decay of the whole segment, [K]."""
+    k = gl.arange(0, 128, COLUMNS_128)
+    to = x.ends + at.index.to(gl.int64) * ((S.V + 1) * S.K) + S.V * S.K
+    gl.store(to + k, decay, mask=k < S.K)
+
+
+@gluon.jit
+def put_state(state, d, row, channel, tile, BEFORE: gl.constexpr):
+    """Stores a warpgroup's rows of a state, [v, K], through its shared tile; at most BEFORE copies were begun since that was last read."""
+    stores_done(BEFORE)
+    tile.store(state)
+    fence_async_shared()
+    copy_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+
+
+@gluon.jit
+def put_tokens(x, d, at, t, channel, tile, BEFORE: gl.constexpr, S: gl.constexpr):
+    """Stores a transposed tile of values, [v, C] in 16 bits, likewise."""
+    stores_done(BEFORE)
+    tile.permute((1, 0)).store(x)
+    fence_async_shared()
+    store_tokens(d, at.span, t, at.head, channel, tile, S)
