@@ -237,6 +237,8 @@ def ops(bench: Bench) -> None:
 
 
 def rows_of(options: argparse.Namespace) -> list[tuple[str, int]]:
+    if options.rows is not None:
+        return [row for row in ROWS if f"{row[0]}:{row[1]}" in options.rows]
     return [row for row in ROWS if options.kinds is None or row[0] in options.kinds]
 
 
@@ -312,12 +314,11 @@ def environment(options: argparse.Namespace) -> Iterator[Bench]:
 
 def warm(options: argparse.Namespace) -> None:
     """One process for each row, all at once, so that the kernels of all rows are compiled before any is timed."""
-    jobs = [f"{kind}:{heads}" for kind, heads in rows_of(options)] + [
-        f"{kind}:check" for kind in options.kinds or KINDS
-    ]
+    jobs = [f"{kind}:{heads}" for kind, heads in rows_of(options)]
+    jobs += [f"{kind}:check" for kind in options.kinds or KINDS if "check" in options.parts]
     jobs = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + jobs
     if "fla" in options.parts:
-        jobs = [f"{kind}:fla {part} 8" for kind in ("gated delta rule", "KDA") for part in range(8)] + jobs
+        jobs = [f"{kind}:fla {part} 6" for kind in ("gated delta rule", "KDA") for part in range(6)] + jobs
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
     running = []
     for number, job in enumerate(jobs):
@@ -378,6 +379,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tokens", type=int, default=65536, help="of a row of the table")
     parser.add_argument("--patience", type=float, default=60, help="seconds for one row")
+    parser.add_argument("--rows", nargs="+", help="KIND:HEADS of the table, in place of --kinds")
     parser.add_argument("--after", help="a file: nothing is measured before it is there")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--warm-one", help=argparse.SUPPRESS)
