@@ -132,16 +132,49 @@ def test_state_update_of_a_half_precision_pool(indices: Tensor | None) -> None:
     assert torch.equal(y, wanted) and torch.equal(state, wide.half())
 
 
-def test_state_update_refuses_the_first_mamba() -> None:
+def first_mamba(x: Inputs, soft: bool, extras: bool) -> tuple[Tensor, Tensor]:
+    """The loop of Mamba-1: `u`, `delta`, `z` `[B, D, T]`, `A` `[D, N]`, keys and queries `[B, N, T]`."""
+    dt = x["delta"] + x["bias"][:, None] if extras else x["delta"]
+    dt = softplus(dt) if soft else dt
+    h, y = x["h"], []
+    for t in range(dt.shape[2]):
+        step = dt[:, :, t, None]
+        h = torch.exp(step * x["rates"]) * h + step * x["u"][:, :, t, None] * x["keys"][:, None, :, t]
+        y.append((h * x["queries"][:, None, :, t]).sum(-1))
+    o = torch.stack(y, -1)
+    return (o + x["skip"][:, None] * x["u"]) * silu(x["gate"]) if extras else o, h
+
+
+@pytest.mark.parametrize("soft, extras", [(False, False), (True, True), (False, True)])
+def test_the_first_mamba(soft: bool, extras: bool) -> None:
+    torch.manual_seed(1)
+    x = {"u": torch.randn(B, P, T), "delta": torch.rand(B, P, T), "rates": -torch.rand(P, N), "bias": torch.rand(P)}
+    x |= {"keys": torch.randn(B, N, T), "queries": torch.randn(B, N, T), "skip": torch.randn(P)}
+    x |= {"gate": torch.randn(B, P, T), "h": torch.zeros(B, P, N)}
+    given = [x[n] for n in ("u", "delta", "rates", "keys", "queries")]
+    options: dict[str, Any] = {"delta_softplus": soft}
+    if extras:
+        options |= {"D": x["skip"], "z": x["gate"], "delta_bias": x["bias"]}
+    y, state = mamba_ssm.selective_scan_fn(*given, return_last_state=True, **options)
+    check([y, state], lambda x: first_mamba(x, soft, extras), x)
+    grouped = [g[:, None] if n > 2 else g for n, g in enumerate(given)]
+    assert torch.equal(mamba_ssm.selective_scan_fn(*grouped, **options), y)
+    state, tokens = torch.zeros(B, P, N), []
+    for t in range(T):
+        told = {"D": x["skip"], "z": x["gate"][..., t], "dt_bias": x["bias"]} if extras else {}
+        u, dt, A, keys, queries = (g if g is x["rates"] else g[..., t] for g in given)
+        tokens.append(mamba_ssm.selective_state_update(state, u, dt, A, keys, queries, dt_softplus=soft, **told))
+    check([torch.stack(tokens, -1), state], lambda x: first_mamba(x, soft, extras), x)
+    with pytest.raises(NotImplementedError, match="without tokens"):
+        mamba_ssm.selective_scan_fn(*given[:3], torch.randn(P, N), x["queries"])
+
+
+def test_what_of_a_state_update_is_not_there_raises() -> None:
     x = inputs()
     state, token, A = x["state"], x["x"][:, 0], x["A"][:, None, None].expand(H, P, N)
     dt, B_, C_ = torch.rand(B, H, P), x["B"][:, 0], x["C"][:, 0]
-    with pytest.raises(NotImplementedError, match="between channels"):
+    with pytest.raises(NotImplementedError, match="between the channels"):
         mamba_ssm.selective_state_update(state, token, dt, A, B_, C_)
-    with pytest.raises(NotImplementedError, match="Mamba-1"):
-        mamba_ssm.selective_state_update(state[:, 0], token[:, 0], dt[:, 0], A[0], B_[:, 0], C_[:, 0])
-    with pytest.raises(AttributeError, match="Mamba-1"):
-        mamba_ssm.selective_scan_fn  # noqa: B018
     with pytest.raises(NotImplementedError, match="return_varlen_states"):
         mamba_ssm.mamba_chunk_scan_combined(*names(x), 64, return_varlen_states=True)
 

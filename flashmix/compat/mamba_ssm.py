@@ -22,13 +22,13 @@ from flashmix.compat.surface import Surface, refuse
 from flashmix.op.checks import contents_are_checked
 from flashmix.op.dtypes import state_dtype
 from flashmix.ops.recurrence import linear_attention, linear_attention_step
+from flashmix.ops.selective_scan import selective_scan
+from flashmix.ops.selective_scan.step.op import selective_scan_step
 
-_MAMBA_1 = "Mamba-1 has a decay per channel and state"
 MAMBA = Surface(
     "mamba_ssm",
     {
-        "selective_scan_fn": _MAMBA_1,
-        "mamba_inner_fn": _MAMBA_1,
+        "mamba_inner_fn": "call causal_conv1d_fn, the projections and selective_scan_fn",
         "mamba_split_conv1d_scan_combined": "call causal_conv1d_fn, mamba_chunk_scan_combined, the norm and the projection",
     },
 )
@@ -104,7 +104,7 @@ def _skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> 
 @MAMBA.function(
     "selective_state_update",
     "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
-    "the Mamba-1 form",
+    "a step or decay that differs between the channels of a head",
 )
 def state_update(
     state: Tensor,
@@ -121,11 +121,13 @@ def state_update(
 ) -> Tensor:
     """One token of Mamba-2: `state` `[.., H, P, N]` is updated in place; `dt`, `A` and `dt_bias` are spread, one number per head.
 
-    A Mamba-1 call (`state` of three axes) raises; the numbers of a Mamba-2 call are read at their first channel.
+    The numbers of a Mamba-2 call are read at their first channel. A state of three axes is one of Mamba-1, `selective_scan_step`.
     """
+    if state.dim() == 3:
+        extras = {"D": D, "z": z, "dt_bias": dt_bias, "softplus": bool(dt_softplus)}
+        return _mamba_1_token(state, x, dt, A, B, C, extras, state_batch_indices)
     label = "mamba_ssm.selective_state_update"
-    refuse(label, f"Mamba-1 form ({_MAMBA_1})", state.dim() == 4)
-    refuse(label, f"step or decay that differs between channels ({_MAMBA_1})", _spread(dt, 1) and _spread(A, 2))
+    refuse(label, "step or decay that differs between the channels of a head", _spread(dt, 1) and _spread(A, 2))
     refuse(label, "dt_bias that differs between channels", dt_bias is None or _spread(dt_bias, 1))
     step = _step_size(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus)
     B, C = (y.unsqueeze(1) if y.dim() == 2 else y for y in (B, C))
@@ -140,6 +142,63 @@ def state_update(
     if rows is not None:
         state[rows] = wide.to(state.dtype)
     return _skip_and_gate(y[:, 0], x, D, z)
+
+
+def _mamba_1_token(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, extras: dict[str, Any], slots: Tensor | None
+) -> Tensor:
+    """One token `[B, D]` of Mamba-1; `state` `[.., D, N]` is updated in place."""
+    extras["z"] = None if extras["z"] is None else extras["z"][:, None].to(x.dtype)
+    u, dt, B, C = (t[:, None] for t in (x, _with_bias(dt, extras), B.to(x.dtype), C.to(x.dtype)))
+    return selective_scan_step(u, dt, A, B, C, state, state_indices=slots, **extras)[:, 0]
+
+
+def _with_bias(dt: Tensor, extras: dict[str, Any]) -> Tensor:
+    """`dt`, and without a softplus the bias added, which the op takes with one alone."""
+    bias = extras["dt_bias"]
+    if bias is None or extras["softplus"]:
+        return dt
+    extras["dt_bias"] = None
+    return dt.to(state_dtype(dt.dtype)) + bias
+
+
+@MAMBA.function(
+    "selective_scan_fn",
+    "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False",
+    "complex numbers, `B` or `C` without tokens",
+)
+def selective(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    return_last_state: bool,
+) -> Any:
+    """`flashmix.selective_scan` of `u` and `delta` `[B, D, T]`, `B` and `C` `[B, N, T]` or by groups `[B, G, N, T]`."""
+    label = "mamba_ssm.selective_scan_fn"
+    refuse(label, "complex numbers", not any(x.is_complex() for x in (A, B, C)))
+    refuse(label, "B or C without tokens", B.dim() > 2 and C.dim() > 2)
+    B, C = (x.movedim(-1, 1).to(u.dtype) for x in (B, C))
+    groups = [x.dim() == 4 for x in (B, C)]
+    if any(groups) and not all(groups):
+        B, C = (
+            x if grouped else x.unsqueeze(2).expand_as(C if x is B else B)
+            for x, grouped in zip((B, C), groups, strict=True)
+        )
+    extras: dict[str, Any] = {
+        "D": D,
+        "z": None if z is None else z.mT.to(u.dtype),
+        "dt_bias": delta_bias,
+        "softplus": bool(delta_softplus),
+    }
+    dt = _with_bias(delta.mT, extras)
+    y, state = selective_scan(u.mT, dt, A, B, C, return_state=bool(return_last_state), **extras)
+    return y.mT if state is None else (y.mT, state)
 
 
 def _spread(x: Tensor, axes: int) -> bool:

@@ -13,10 +13,10 @@ Example:
     (torch.Size([1, 10, 2, 16]), None)
 """
 
-from flashmix.compat.fla import attention, delta, linear, losses, modules
+from flashmix.compat.fla import attention, delta, linear, losses, modules, several_states
 from flashmix.compat.fla.common import FLA
 
-FAMILIES = (attention, delta, linear, losses, modules)
+FAMILIES = (attention, delta, linear, losses, modules, several_states)
 globals().update(FLA.names)
 __getattr__ = FLA.lookup
 __all__ = sorted(FLA.names)

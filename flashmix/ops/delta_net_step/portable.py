@@ -11,7 +11,7 @@ from flashmix.op.softplus import softplus
 from flashmix.ops.delta_net_step.call import DeltaNetStepCall
 from flashmix.ops.norm.op import l2_norm, rms_norm
 from flashmix.ops.recurrence.call import RecurrenceCall
-from flashmix.ops.recurrence.step.portable.in_place import put_states, slots_of
+from flashmix.ops.recurrence.step.portable.in_place import put_states, rows_of, slots_of
 from flashmix.ops.recurrence.step.portable.token import step
 from flashmix.ops.short_conv.op import short_conv
 
@@ -27,7 +27,7 @@ def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
         call.qkv[:, None],
         call.conv_weight,
         call.conv_bias,
-        initial_state=past.index_select(0, slots),
+        initial_state=rows_of(past, call.state_indices, slots),
         return_state=True,
         impl="portable",
     )
@@ -41,13 +41,13 @@ def forward(call: DeltaNetStepCall, save: bool) -> tuple[Outputs, Outputs]:
     if call.decay is not None and call.A_log is not None and call.dt_bias is not None:
         decay, A_log = call.decay.to(wide).contiguous(), call.A_log.to(wide).contiguous()
         g = _log_decay(decay, A_log, call.dt_bias.contiguous(), call.lower)[:, None]
-    S = state.index_select(0, slots).to(wide)
+    S = rows_of(state, call.state_indices, slots).to(wide)
     o, S = step(RecurrenceCall(q, k, v, beta=beta, log_decay=g, initial_state=S, scale=K**-0.5), wide)
     z = None if call.gate is None else call.gate.view_as(o[:, 0])
     y = rms_norm(o[:, 0], call.norm_weight, eps=call.eps, gate=z, gate_activation=call.gate_activation, impl="portable")
     put_states(state, S, call.state_indices, mask, slots)
     put_states(past, moved, call.state_indices, mask, slots)
-    return (y.masked_fill(~mask[:, None, None], 0),), ()
+    return (y if call.state_indices is None else y.masked_fill(~mask[:, None, None], 0),), ()
 
 
 def _log_decay(x: Tensor, A_log: Tensor, dt_bias: Tensor, lower: float | None) -> Tensor:

@@ -19,11 +19,11 @@ def forward(call: StepCall, save: bool) -> tuple[Outputs, Outputs]:
     state, history, wide = call.state, call.history, state_dtype(call.dtype)
     mask, slots = slots_of(call.state_indices, call.v.shape[0], state)
     given = _as_recurrence(call, wide)
-    S = state.index_select(0, slots).to(wide)
+    S = rows_of(state, call.state_indices, slots).to(wide)
     outputs: list[Tensor] = []
     for t in range(call.tokens):
         o, S = step(_token(given, t).but(initial_state=S), wide)
-        outputs.append(o.masked_fill(~mask[:, None, None, None], 0))
+        outputs.append(o if call.state_indices is None else o.masked_fill(~mask[:, None, None, None], 0))
         if history is not None and t >= call.tokens - call.kept:
             into = history[:, t - call.tokens + call.kept]
             into.copy_(torch.where(mask[:, None, None, None], S.to(history.dtype), into))
@@ -62,6 +62,11 @@ def slots_of(state_indices: Tensor | None, batch: int, pool: Tensor) -> tuple[Te
         return torch.ones(batch, dtype=torch.bool, device=device), torch.arange(batch, device=device)
     mask = (state_indices >= 0) & (state_indices < pool.shape[0])
     return mask, torch.where(mask, state_indices, 0).long()
+
+
+def rows_of(pool: Tensor, state_indices: Tensor | None, slots: Tensor) -> Tensor:
+    """The states of the sequences; the pool itself where each has its own slot, in order."""
+    return pool if state_indices is None else pool.index_select(0, slots)
 
 
 def put_states(pool: Tensor, new: Tensor, state_indices: Tensor | None, mask: Tensor, slots: Tensor) -> None:
