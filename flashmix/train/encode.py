@@ -19,6 +19,7 @@ from flashmix.train.tokens import Tokens
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MOST = 1 << 20  # words that are remembered
 LINE = re.compile(r"(?<=\S)(?=\n)")  # always the end of a word of GPT-2: none has a newline after something else
+CACHED = 1 << 16  # characters whose words a CPU's cache holds
 SPACES = r"\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # outside ASCII
 FAR_SPACE = re.compile(f"[{SPACES}]")
 RUN = r" ?[^ \t\n\r\f\v]*[^\x00-\x7f][^ \t\n\r\f\v]*"  # between spaces, where there is none of `SPACES`
@@ -64,6 +65,18 @@ def words_of(definition: str) -> re.Pattern[str] | None:
     return None
 
 
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of about `CACHED` characters, cut where `LINE` finds a place."""
+    start = 0
+    while len(text) - start > CACHED:
+        found = LINE.search(text, start + CACHED)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
 class Encoder:
     """Encodes texts to arrays of token numbers, as `Tokens.encode` does.
 
@@ -100,13 +113,17 @@ class Encoder:
     def _ids_of(self, text: str) -> list[int]:
         if self.words is None or any(token in text for token in self.added):
             return self._exact(text)
-        if text.isascii():
-            return self._looked_up(text, self.words)
         if self.runs is None:
-            return self._exact(text)
-        if FAR_SPACE.search(text) is None:
-            return self._looked_up(text, self.runs)
-        return list(chain.from_iterable(self._by_lines(text, self.runs)))
+            return self._looked_up(text, self.words) if text.isascii() else self._exact(text)
+        found: list[int] = []
+        for piece in pieces(text):
+            if piece.isascii():
+                found += self._looked_up(piece, self.words)
+            elif FAR_SPACE.search(piece) is None:
+                found += self._looked_up(piece, self.runs)
+            else:
+                found += chain.from_iterable(self._by_lines(piece, self.runs))
+        return found
 
     def _by_lines(self, text: str, runs: re.Pattern[str]) -> Iterator[list[int]]:
         """Runs of lines, those without `SPACES` looked up."""
