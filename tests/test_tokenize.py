@@ -276,5 +276,5 @@ def test_parquet_by_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RunError, match=r"cannot read .*bad\.parquet: no Parquet magic bytes"):
         made([tmp_path / "bad.parquet"], tmp_path / "out2")
     files.clear()
-    with pytest.raises(RunError, match=r"takes the package pyarrow: pip install pyarrow"):
+    with pytest.raises(RunError, match=r"takes the package pyarrow: pip install 'flashmix\[parquet\]'"):
         made([tmp_path / "a.parquet"], tmp_path / "out2")
