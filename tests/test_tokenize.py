@@ -44,6 +44,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
         "naïve words\nplain it's\n  ² x Ⅷ\n\nlast\n",
         "a<|im_end|>b <|im_start|>",
         "x\ny\n\n z\u00a0w\u2028v\x0bu\x1ct",
+        "é's  naïve's ²x\n\n  ünder\té\x1c \n(«quoted»)  a1Ⅷ\r\nend's é ",
+        "plain é\n line\n\u3000far é  \n near's é\n",
     ],
 )
 def test_words_that_are_looked_up_have_the_tokens_of_the_tokenizer(text: str, tokenizer: str) -> None:
@@ -51,6 +53,19 @@ def test_words_that_are_looked_up_have_the_tokens_of_the_tokenizer(text: str, to
     encoder = Encoder(tokens)
     assert encoder.words is not None
     assert encoder.encode(text.encode()).tolist() == list(tokens.encode(text.encode()))
+
+
+def test_words_of_another_pattern_are_looked_up_in_ascii_alone(tokenizer: str) -> None:
+    definition = json.loads(Path(tokenizer).read_text())
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, last]}
+    tokens = Tokens.from_definition(json.dumps(definition))
+    encoder = Encoder(tokens)
+    assert encoder.words is not None and encoder.runs is None
+    for text in (b"a!\nb  12345\r\n\n(c)", "é!\nb  12345\r\n\n(c)\n".encode()):
+        assert encoder.encode(text).tolist() == list(tokens.encode(text))
 
 
 def test_a_pattern_that_is_not_known_is_left_to_the_tokenizer(tokenizer: str) -> None:
@@ -261,5 +276,5 @@ def test_parquet_by_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RunError, match=r"cannot read .*bad\.parquet: no Parquet magic bytes"):
         made([tmp_path / "bad.parquet"], tmp_path / "out2")
     files.clear()
-    with pytest.raises(RunError, match=r"takes the package pyarrow: pip install pyarrow"):
+    with pytest.raises(RunError, match=r"takes the package pyarrow: pip install 'flashmix\[parquet\]'"):
         made([tmp_path / "a.parquet"], tmp_path / "out2")

@@ -1,6 +1,7 @@
 """Fast encoding of text for byte-level BPE tokenizers: words are cut by Python's `re` and looked up; only new ones are encoded.
 
-It is exact: text outside ASCII, text with added tokens, and tokenizers whose words cannot be cut so are encoded by the tokenizer itself.
+It is exact. Text with added tokens, and tokenizers whose words cannot be cut so, are encoded by the tokenizer itself. Outside ASCII, where
+Python's classes of characters differ, GPT-2's words are cut at spaces alone: what is between them, with one space before, is looked up.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from flashmix.train.tokens import Tokens
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MOST = 1 << 20  # words that are remembered
-LINE = re.compile(r"(?<=\S)(?=\n)")  # always the end of a word: no word has a newline after something else
+LINE = re.compile(r"(?<=\S)(?=\n)")  # always the end of a word of GPT-2: none has a newline after something else
+CACHED = 1 << 16  # characters whose words a CPU's cache holds
+SPACES = r"\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # outside ASCII
+FAR_SPACE = re.compile(f"[{SPACES}]")
+RUN = r" ?[^ \t\n\r\f\v]*[^\x00-\x7f][^ \t\n\r\f\v]*"  # between spaces, where there is none of `SPACES`
 SAMPLE = "It's 1234 of them,\n\n  don't we'll  say;\tx_y = f(a[0])  # note\r\n\n   end ABC DEF'S 12 345\n" * 2
 
 
@@ -60,6 +65,18 @@ def words_of(definition: str) -> re.Pattern[str] | None:
     return None
 
 
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of about `CACHED` characters, cut where `LINE` finds a place."""
+    start = 0
+    while len(text) - start > CACHED:
+        found = LINE.search(text, start + CACHED)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
 class Encoder:
     """Encodes texts to arrays of token numbers, as `Tokens.encode` does.
 
@@ -70,12 +87,16 @@ class Encoder:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.words = None if tokens.definition is None else words_of(tokens.definition)
+        self.runs: re.Pattern[str] | None = None  # the same of any text without `SPACES`
         self.known: dict[str, list[int]] = {}
         self.added: list[str] = []
         if tokens.definition is not None:
             self.added = [token["content"] for token in json.loads(tokens.definition).get("added_tokens", ())]
-        if self.words is not None and self._looked_up(SAMPLE) != self._exact(SAMPLE):
+        if self.words is not None and self._looked_up(SAMPLE, self.words) != self._exact(SAMPLE):
             self.words = None
+        own = ascii_pattern(GPT2)
+        if self.words is not None and own is not None and self.words.pattern == own.pattern:
+            self.runs = re.compile(f"{RUN}|{own.pattern}", re.ASCII)
 
     def encode(self, text: bytes) -> np.ndarray:
         if self.tokens.definition is None:
@@ -86,38 +107,42 @@ class Encoder:
         """The same of a string."""
         if self.tokens.definition is None:
             return self.encode(text.encode())
-        if self.words is None or any(token in text for token in self.added):
-            return np.asarray(self._exact(text), dtype=self.tokens.dtype)
-        ids = self._looked_up(text) if text.isascii() else list(chain.from_iterable(self._by_lines(text)))
+        ids = self._ids_of(text)
         return np.fromiter(ids, dtype=self.tokens.dtype, count=len(ids))
 
-    def _by_lines(self, text: str) -> Iterator[list[int]]:
-        """Runs of lines, ASCII ones looked up."""
-        for plain, lines in groupby(LINE.split(text), str.isascii):
-            run = "".join(lines)
-            yield self._looked_up(run) if plain else self._exact(run)
+    def _ids_of(self, text: str) -> list[int]:
+        if self.words is None or any(token in text for token in self.added):
+            return self._exact(text)
+        if self.runs is None:
+            return self._looked_up(text, self.words) if text.isascii() else self._exact(text)
+        found: list[int] = []
+        for piece in pieces(text):
+            if piece.isascii():
+                found += self._looked_up(piece, self.words)
+            elif FAR_SPACE.search(piece) is None:
+                found += self._looked_up(piece, self.runs)
+            else:
+                found += chain.from_iterable(self._by_lines(piece, self.runs))
+        return found
 
-    def _looked_up(self, text: str) -> list[int]:
-        assert self.words is not None
-        words = self.words.findall(text)
+    def _by_lines(self, text: str, runs: re.Pattern[str]) -> Iterator[list[int]]:
+        """Runs of lines, those without `SPACES` looked up."""
+        for far, lines in groupby(LINE.split(text), lambda line: FAR_SPACE.search(line) is not None):
+            part = "".join(lines)
+            yield self._exact(part) if far else self._looked_up(part, runs)
+
+    def _looked_up(self, text: str, pattern: re.Pattern[str]) -> list[int]:
+        words = pattern.findall(text)
         known = self.known
         different = set(words)
         if not different <= known.keys():
             if len(known) > MOST:
                 known.clear()
             new = [word for word in different if word not in known]
-            known.update(zip(new, map(self._ids, self._batch(new)), strict=True))
+            encoded: list[Any] = self.tokens.tokenizer.encode_batch_fast(new, add_special_tokens=False)  # type: ignore[union-attr]
+            known.update((word, found.ids) for word, found in zip(new, encoded, strict=True))
         return list(chain.from_iterable(map(known.__getitem__, words)))
 
-    def _batch(self, texts: list[str]) -> list[Any]:
-        tokenizer: Any = self.tokens.tokenizer
-        found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return found
-
-    @staticmethod
-    def _ids(encoding: Any) -> list[int]:
-        ids: list[int] = encoding.ids
-        return ids
-
     def _exact(self, text: str) -> list[int]:
-        return self._ids(self.tokens.tokenizer.encode(text, add_special_tokens=False))  # type: ignore[union-attr]
+        found: list[int] = self.tokens.tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[union-attr]
+        return found

@@ -85,7 +85,7 @@ def parquet(path: Path | str) -> Any:
         arrow: Any = importlib.import_module("pyarrow")
         library: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise RunError(f"{path} takes the package pyarrow: pip install pyarrow") from error
+        raise RunError(f"{path} takes the package pyarrow: pip install 'flashmix[parquet]'") from error
     try:
         return library.ParquetFile(path)
     except (OSError, arrow.ArrowException) as error:
