@@ -347,6 +347,16 @@ def test_normalised_linear_attention_of_no_features_is_zero_with_eps() -> None:
         flashmix.normalised_linear_attention(q, k, v, eps=-1.0)
 
 
+def test_the_derivative_of_the_root_in_rg_lru_is_bounded() -> None:
+    """With a closed gate nothing is forgotten or written, and the gradient is that of a root whose derivative is 1000."""
+    x, gate = torch.rand(2, 1, 1, 3, dtype=torch.float64)
+    closed, decay = torch.zeros_like(x).requires_grad_(), torch.rand(3, dtype=torch.float64)
+    h, _ = flashmix.rg_lru(x, closed, gate, decay)
+    (gradient,) = torch.autograd.grad(h.sum(), closed)
+    assert not h.any()
+    torch.testing.assert_close(gradient, 1000 * 16 * torch.nn.functional.softplus(decay) * x * gate)
+
+
 @pytest.mark.parametrize("name", ["s4d", "s5"])
 def test_steps_of_a_state_space_are_not_negative(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=3)

@@ -50,9 +50,8 @@ CASES = {
         mlstm,
         QKV | {"log_write": "B T H", "log_forget": "B T H"},
         states=("N HV K V", "N H K", "N H"),
-        layers={
-            "mlstm": {"heads": 2, "divisor_eps": 0.0},
-            "mlstm_sigmoid": {"heads": 2, "head_dim": 6, "value_dim": 5, "input_gate": "sigmoid", "divisor_eps": 0.0},
+        layers={  # the exponential gate: tests/test_layer_peers.py
+            "mlstm": {"heads": 2, "head_dim": 6, "value_dim": 5, "input_gate": "sigmoid", "divisor_eps": 0.0}
         },
         layer=layer_output,
         errors=[
