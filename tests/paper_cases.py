@@ -34,6 +34,7 @@ class Mechanism:
     logarithms: tuple[int, ...] = ()  # which states are logarithms of a sum
     unit: tuple[str, ...] = ("k",)  # of length 1 where there is a beta
     draw: dict[str, float] = field(default_factory=dict)  # arguments of unit length times this number
+    rare: bool = False  # no published model runs it: its slow tests run with -m whole
     weak: bool = False  # beta up to 1 instead of 2
     routing: tuple[str, ...] = ()  # between 0 and 1, some of them 0
     slots: int = K  # the axis M in the calls of `tests/test_errors.py`

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from paper_loops import MECHANISMS
 from test_capabilities import FOUND, LOSSES, TOKENS, per_token, run, taking, where
 from torch import Tensor
 
@@ -128,7 +129,14 @@ def test_a_cut_leaves_no_trace(op: str) -> None:
             torch.testing.assert_close(got, expected)
 
 
-@where("backward")
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=pytest.mark.whole) if op in MECHANISMS and MECHANISMS[op].rare else op
+        for op, can in FOUND.items()
+        if can.backward
+    ],
+)
 def test_second_derivatives_are_right_or_refused_in_words(op: str) -> None:
     for impl in FOUND[op].implementations:
         call = a_call(op, torch.float64 if impl in taking(op, torch.float64) else torch.float32, impl=impl)

@@ -322,7 +322,9 @@ def test_packed_is_one_by_one_to_the_bit(name: str) -> None:
         assert all(torch.equal(state, whole[n : n + 1]) for state, whole in zip(alone, states, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.whole) if MECHANISMS[name].rare else name for name in NAMES]
+)
 def test_compiles_as_one_graph(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=5)
     torch._dynamo.reset()

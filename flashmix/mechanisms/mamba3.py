@@ -92,8 +92,7 @@ def mamba3(
     check_states(initial_state, x, (N, H, M), (N, H, K, P), (N, *ranks, H, K), (N, *ranks, H, P), like_name="x")
     turned, S, last_k, last_x = initial_state or (None, None, None, None)
     wide = state_dtype(x.dtype)
-    theta, turned = _angles(angles, dt, turned, packing)
-    theta, turned = theta.to(wide), turned.to(wide)
+    theta, turned = _angles(angles, dt, turned, packing, wide)
     q, k = (_rotated(t.repeat_interleave(H // t.shape[-2], -2), theta) for t in (C, B))
     own = trapezoid_gate.to(wide) * dt.to(wide)
     (k_before, last_k), (x_before, last_x) = shifted(k, last_k, packing), shifted(x, last_x, packing)
@@ -130,19 +129,45 @@ def _checked(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | P
     return check_operands(C, x, {"k": B}, dt, None, None, cu_seqlens, names)
 
 
-def _angles(angles: Tensor, dt: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """The angle of each token `[B, T, H, M]` and after the last one, within a turn; summed in float64, for the sum may be long."""
+def _angles(
+    angles: Tensor, dt: Tensor, start: Tensor | None, packing: Packing | None, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The angle of each token `[B, T, H, M]` and after the last one, within a turn.
+
+    Whole numbers of 2^-62 turns are summed: that is exact, whatever the length and whatever comes before a sequence. The gradient is
+    that of a scan.
+    """
     turns = angles.double() * dt.double().unsqueeze(-1)
-    if angles.shape[3] == 0:
-        return turns, turns.new_empty(angles.shape[0] if packing is None else packing.count, *angles.shape[2:])
-    none = torch.zeros(angles.shape[2], device=angles.device)
-    first = None if start is None else start.double()
-    theta, last = scan_beside(turns, none, initial_state=first, packing=packing)
-    if packing is not None:
-        last = torch.where(packing.lengths[:, None, None] > 0, torch.remainder(last, TURN), last)
-    elif angles.shape[1]:
-        last = torch.remainder(last, TURN)
-    return torch.remainder(theta, TURN), last
+    theta = _fixed(turns).movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1)
+    before = torch.cat([theta.new_zeros(theta.shape[0], 1, *theta.shape[2:]), theta], 1)
+    if packing is None:
+        last, row = before[:, -1], None
+        lengths = torch.full_like(last[:, :1, :1], angles.shape[1])
+    else:
+        row, lengths = packing.sequence, packing.lengths[:, None, None]
+        bounds = before[0][packing.cu_seqlens.long()]
+        theta, last = theta - bounds[row], bounds.diff(dim=0)
+    if start is not None:
+        own = _fixed(start.double())
+        theta, last = theta + (own.unsqueeze(1) if row is None else own[row]), last + own
+    within, end = _radians(theta).to(wide), _radians(last).to(wide)
+    end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (angles, dt, start)):
+        none = torch.zeros(angles.shape[2], device=angles.device)
+        flow, flow_end = scan_beside(turns.to(wide), none, initial_state=start, packing=packing)
+        within, end = within + (flow - flow.detach()), end + (flow_end - flow_end.detach())
+    return within, end
+
+
+def _fixed(radians: Tensor) -> Tensor:
+    """Radians as whole numbers of 2^-62 turns, within half a turn; sums beyond 2^63 wrap by four turns."""
+    turns = radians / TURN
+    return ((turns - turns.round()) * 2.0**62).to(torch.int64)
+
+
+def _radians(turns: Tensor) -> Tensor:
+    """The inverse of `_fixed`, from 0 to a turn, in float64."""
+    return (turns & (2**62 - 1)).double() * (TURN / 2**62)
 
 
 def _rotated(x: Tensor, theta: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def rebased(q: Tensor, k: Tensor, v: Tensor, *, S: States, scale: float) -> tupl
     return weighted(lambda x: torch.cat([x**2, 2**0.5 * off_diagonal(x)]), q, k, v, S, scale)
 
 
-STATES = {"states": ("N HV F V", "N H F"), "positive": ("q", "k")}
+STATES = {"states": ("N HV F V", "N H F"), "positive": ("q", "k"), "rare": True}
 CASES = {
     "based": Mechanism(based, QKV, features=lambda K: 1 + K + K * (K + 1) // 2, **STATES),
     "rebased": Mechanism(rebased, QKV, features=lambda K: K * (K + 1) // 2, **STATES),

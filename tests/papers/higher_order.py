@@ -16,4 +16,4 @@ def higher_order(
     return o, (A + k.T @ k, memory + (q @ A + W @ k).T @ v)
 
 
-CASES = {"higher_order": Mechanism(higher_order, QKV, scale=1.0, states=("N H K K", "N HV K V"))}
+CASES = {"higher_order": Mechanism(higher_order, QKV, rare=True, scale=1.0, states=("N H K K", "N HV K V"))}

@@ -21,4 +21,4 @@ def lightnet(
     return (rows(o, v), (numerator / total[:, None], torch.log(total))) if o else (rows(o, v), S)
 
 
-CASES = {"lightnet": Mechanism(lightnet, QKV, states=("N HV K V", "N H K"), logarithms=(1,))}
+CASES = {"lightnet": Mechanism(lightnet, QKV, rare=True, states=("N HV K V", "N H K"), logarithms=(1,))}

@@ -81,6 +81,7 @@ CASES = {
     "log_linear": Mechanism(
         log_linear,
         QKV | BY_TOKEN | LEVELS,
+        rare=True,
         scale=1.0,
         states=STATES,
         layers={"log_linear": {"heads": 4, "state_dim": 6, "levels": 6}},
@@ -91,6 +92,6 @@ CASES = {
         ],
     ),
     "log_linear_gated_deltanet": Mechanism(
-        log_linear_gated_deltanet, QKV | BETA | BY_TOKEN | LEVELS, scale=1.0, states=STATES
+        log_linear_gated_deltanet, QKV | BETA | BY_TOKEN | LEVELS, rare=True, scale=1.0, states=STATES
     ),
 }

@@ -52,10 +52,11 @@ CASES = {
     "mesa_net": Mechanism(
         mesa_net,
         QKV | BETA | BY_TOKEN | {"ridge": "HV K"},
+        rare=True,
         options={"steps": 12},  # two for each channel; the loop is exact
         scale=1.0,
         states=("N HV K K", "N HV K V"),
-        layers={"mesa_net": {"heads": 4, "steps": 6, "output_gate": "silu", "conv_bias": True}},
+        layers={"mesa_net": {"heads": 4, "steps": 4, "output_gate": "silu", "conv_bias": True}},
         layer=layer_output,
         errors=[
             ({"steps": 0}, ValueError, "steps must be between 1 and 1000, got 0"),

@@ -27,6 +27,7 @@ CASES = {
     "mom": Mechanism(
         mom,
         STEPS | {"log_decay": "B T n HV", "scores": "B T M"},
+        rare=True,
         states=("N HV M K V",),
         slots=12,
         errors=[

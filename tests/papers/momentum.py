@@ -62,6 +62,7 @@ CASES = {
     "momentum_deltanet": Mechanism(
         momentum_deltanet,
         QKV | BETA | BY_TOKEN | {"gradient_beta": "B T HV"} | MOMENTUM,
+        rare=True,
         states=STATES,
         weak=True,
         errors=[(WRONG, ValueError, "momentum_log_decay must have shape [1, 6, 2], got [1, 6, 2, 8]")],
@@ -69,6 +70,7 @@ CASES = {
     "titans_linear": Mechanism(
         titans_linear,
         QKV | BETA | BY_TOKEN | MOMENTUM,
+        rare=True,
         states=STATES,
         weak=True,
         errors=[({"beta": zeros(1, T, 1)}, ValueError, "beta must have shape [1, 6, 2], got [1, 6, 1]")],

@@ -27,6 +27,7 @@ CASES = {
     "raven": Mechanism(
         raven,
         QKV | {"routing": "B T HV M"} | BY_TOKEN,
+        rare=True,
         states=("N HV K M", "N HV M V"),
         routing=("routing",),
         errors=[

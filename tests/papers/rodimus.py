@@ -26,6 +26,7 @@ CASES = {
     "rodimus": Mechanism(
         rodimus,
         QKV | {"selection_gate": GATE, "temperature_gate": GATE},
+        rare=True,
         errors=[
             (
                 {"temperature_gate": zeros(1, T, H)},

@@ -42,6 +42,7 @@ CASES = {
     "ttt_linear": Mechanism(
         lambda *args, scale, **options: ttt_linear(*args, **options),
         dict.fromkeys("qkv", "B T HV V") | BETA | dict.fromkeys(("norm_weight", "norm_bias"), "HV V"),
+        rare=True,
         options={"mini_batch": 4},
         scale=1.0,
         grouped=False,
