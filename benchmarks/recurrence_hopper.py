@@ -126,7 +126,7 @@ def quick_tuning(milliseconds: int) -> None:
     mock.patch.object(driver.active, "get_benchmarker", lambda: quick).start()
 
 
-def layers() -> dict[str, torch.nn.Module]:
+def layers(peers_too: bool) -> dict[str, torch.nn.Module]:
     """The layer, ours and the peer's, of the same sizes."""
     sizes: dict[str, Any] = {
         "heads": KEY_HEADS,
@@ -135,6 +135,8 @@ def layers() -> dict[str, torch.nn.Module]:
         "value_dim": CHANNELS,
     }
     found: dict[str, torch.nn.Module] = {"flashmix": GatedDeltaNet(WIDTH, **sizes)}
+    if not peers_too:
+        return {name: layer.to("cuda", torch.bfloat16) for name, layer in found.items()}
     try:
         peer: dict[str, Any] = {"expand_v": 1, "head_dim": CHANNELS, "num_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS}
         found["fla lifted"] = importlib.import_module("fla.layers").GatedDeltaNet(WIDTH, **peer)
@@ -154,7 +156,7 @@ def layer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         "heads": [KEY_HEADS, VALUE_HEADS],
     }
     runs: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "both": {}}
-    for name, layer in layers().items():
+    for name, layer in layers(not options.no_peer).items():
 
         def forward(layer: torch.nn.Module = layer) -> Tensor:
             with torch.no_grad():

@@ -109,6 +109,7 @@ def call_of(case: Case, operands: dict[str, torch.Tensor]) -> RecurrenceCall:
     "impl, rule, kind, capability",
     [
         ("gluon", "delta", "token", (9, 0)),
+        pytest.param("gluon", "linear", "token", (9, 0), marks=pytest.mark.whole),
         pytest.param("triton", "delta", "channel", (9, 0), marks=pytest.mark.whole),
         pytest.param("triton", "linear", "channel", (8, 0), marks=pytest.mark.whole),
         pytest.param("triton", "dplr", "channel", (10, 0), marks=pytest.mark.whole),
