@@ -84,6 +84,18 @@ def test_other_code_compiles(case, dtype):
     assert ("long_rows_kernel" in {launch.name for launch in found}) == (dtype == torch.float32)
 
 
+@pytest.mark.parametrize("rule", ["delta", "dplr"])
+def test_long_rows_compile_with_16_bit_gates(rule):
+    """Triton took a layout for their float64 products that it cannot compile."""
+    case = Case("", rule, "token", T=32, K=16, V=16, states=False)
+    leaves = make_inputs(case, torch.float32)
+    leaves |= {name: leaves[name].to(torch.bfloat16) for name in ("beta", "log_decay") if name in leaves}
+    with recording((9, 0)) as found:
+        run_op(case, leaves, "triton")
+    (launch,) = (launch for launch in found if launch.name == "long_rows_kernel")
+    assert "f64" in compile_launch(launch).ptx
+
+
 @pytest.mark.parametrize("tokens", [64, 8192])
 @pytest.mark.parametrize("gate", ["token", "channel"])
 def test_the_state_pass_of_float32_knows_the_long_rows(gate, tokens):

@@ -100,12 +100,20 @@ def load_long_rows(scores, long, at, S: tl.constexpr):
 
 
 @triton.jit
+def settled(x):
+    """`x` [C] itself, by a sum over one number: where a float64 product's operand follows from 16-bit ones, Triton takes a layout that such
+    products lack, and does not look behind a sum.
+    """
+    return tl.sum(x[:, None], 1)  # [C]
+
+
+@triton.jit
 def correction_keys(x, at, d, S: tl.constexpr):
     """Channels `d` of a and b in float64, [C, d] each."""
     COLUMN: tl.constexpr = len(S.COLUMN_HEADS) - 1
     a = load_rows(x.rows[1], at, S.ROW_HEADS[1], S.K, d, S).to(tl.float64)  # [C, d]
     if S.TIED:
-        beta = load_numbers(x.beta, at, S).to(tl.float64)  # [C]
+        beta = settled(load_numbers(x.beta, at, S).to(tl.float64))  # [C]
         return -a, a * beta[:, None]
     else:
         b = load_rows(x.columns[COLUMN], at, S.COLUMN_HEADS[COLUMN], S.K, d, S)  # [C, d]
@@ -143,7 +151,7 @@ def exact_correction_pairs(x, at, S: tl.constexpr):
             A += tl.dot(a, tl.trans(b), input_precision="ieee")
     if S.DECAY != "channel":
         G, before, _ = load_sums(x.decay, at, S)  # [C]
-        decay = tl.exp2(tl.minimum(row_sums(G, before, 1, S)[:, None] - G[None, :], 0.0))  # [C, C]
+        decay = tl.exp2(tl.minimum(settled(row_sums(G, before, 1, S))[:, None] - G[None, :], 0.0))  # [C, C]
         A = tl.where(tl.arange(0, C)[:, None] > tl.arange(0, C)[None, :], A * decay, 0.0)
     return A
 
