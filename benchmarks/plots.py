@@ -142,27 +142,36 @@ def as_key(row: Json) -> str:
     return ",".join(str(size) for size in row["row"])
 
 
-def last_runs(measured: Json) -> dict[str, Json]:
-    """The rows of the last code, TFLOP/s: `128c4k forward` is causal, of 128 channels and 4,096 tokens; f is full."""
-    return {name: row for run, rows in measured.items() if run.startswith("last run") for name, row in rows.items()}
+def attention_rows(measured: Json) -> dict[str, Json]:
+    """TFLOP/s by what a row is: `128, 4096, 4, 16 causal` has 128 channels, 4 sequences of 4,096 tokens and 16 heads."""
+    return {row["row"]: row for row in measured["rows"] if "row" in row}
 
 
 def attention(measured: Json) -> Figure:
-    rows = last_runs(measured)
+    rows = attention_rows(measured)
+    sizes = (
+        (64, 4096, 32),
+        (64, 16384, 32),
+        (96, 16384, 16),
+        (128, 4096, 16),
+        (128, 16384, 16),
+        (192, 16384, 16),
+        (256, 16384, 8),
+    )
     names = {
-        f"{dim}{mask[0]}{tokens // 1024}k": f"{dim} channels, {mask}\n{16384 // tokens} × {tokens:,} tokens"
-        for dim, tokens in ((128, 4096), (128, 8192), (128, 16384), (192, 16384), (256, 16384))
+        f"{dim}, {tokens}, {16384 // tokens}, {heads} {mask}": f"{dim} channels, {mask}\n{16384 // tokens} × {tokens:,} tokens"
+        for dim, tokens, heads in sizes
         for mask in ("causal", "full")
     }
-    names = {name: text for name, text in names.items() if f"{name} forward" in rows}
-    figure, axes = panels(2, 9.0, 5.8)
+    names = {name: text for name, text in names.items() if name in rows}
+    figure, axes = panels(2, 9.0, 8.4)
     for panel, part in zip(axes, ("forward", "backward"), strict=True):
         values = [
-            (series, [rows[f"{name} {part}"].get(key) for name in names])
+            (series, [rows[name].get(f"{key}_{part}") for name in names])
             for series, key in ((GLUON, "gluon"), (TRITON, "triton"), (CUDNN, "cudnn"))
         ]
         bars(panel, list(names.values()), values, 0)
-    title = "Softmax attention, 16 heads (of 256 channels: 8), bfloat16, NVIDIA H200 (more is faster)"
+    title = "Softmax attention, 16 heads (of 64 channels: 32, of 256: 8), bfloat16, NVIDIA H200 (more is faster)"
     return finish(figure, axes, title, "TFLOP/s", ("forward", "backward"))
 
 
@@ -238,11 +247,11 @@ def errors(*measured: Json) -> Figure:
 
 def attention_length(measured: Json) -> Figure:
     """TFLOP/s over tokens, with as many tokens in all."""
-    rows, tokens = last_runs(measured), (4096, 8192, 16384)
+    rows, tokens = attention_rows(measured), (4096, 8192, 16384)
     figure, axes = panels(2, 9.0, 3.8)
     for panel, part in zip(axes, ("forward", "backward"), strict=True):
         for series, key, marker in ((GLUON, "gluon", "o"), (TRITON, "triton", "s"), (CUDNN, "cudnn", "^")):
-            found = [rows[f"128c{T // 1024}k {part}"][key] for T in tokens]
+            found = [rows[f"128, {T}, {16384 // T}, 16 causal"][f"{key}_{part}"] for T in tokens]
             line = "--" if series.hatch else "-"
             panel.plot(
                 tokens, found, line, color=series.colour, marker=marker, markeredgecolor="#333333", label=series.label
@@ -347,7 +356,7 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_kda_h200.json", "2026-11-22_attention_gluon2_h200.json"
+HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_kda_h200.json", "2026-11-22_attention_hopper_all_h200.json"
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
 PLOTS = {
@@ -361,7 +370,7 @@ PLOTS = {
     "attention": Plot(
         attention,
         (HOPPER_ATTENTION,),
-        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22, the two last runs.",
+        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22.",
     ),
     "decode": Plot(
         decode,

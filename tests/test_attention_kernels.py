@@ -157,8 +157,8 @@ HOPPER = {
     f"{dim}/{dim_v} {feature} {dtype}": call(dim, dim_v, feature, dtype, impl="gluon")
     for dim, dim_v, feature, dtype in (
         *((128, 128, feature, BF16) for feature in FEATURES),
-        *((dim, dim, "plain", BF16) for dim in (64, 80, 96, 192, 256)),
-        (64, 64, "everything", BF16),
+        *((dim, dim, "plain", BF16) for dim in (80, 96, 192, 256)),
+        (64, 64, "packed", BF16),
         *((dim, 128, "plain", dtype) for dim, dtype in ((192, BF16), (64, BF16), (128, torch.float16))),
         *((dim, dim, "everything", BF16) for dim in (96, 256)),
     )
@@ -186,6 +186,7 @@ def test_hopper_kernels_compile(name: str) -> None:
     "dims, options, reason",
     [
         ((128, 128), {"dropout_p": 0.1}, "it has no dropout"),
+        ((64, 64), {"causal": True}, "Triton's kernels are as fast for such calls with head dims below 65"),
         ((32, 32), {}, "its tiles take head dims from 33 to 256, got 32"),
         ((300, 128), {}, "its tiles take head dims from 33 to 256, got 300"),
         ((128, 128), {"dtype": torch.float32}, "its kernels take bfloat16 and float16, got torch.float32"),

@@ -64,6 +64,11 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 @constant_when_compiled
 def hopper_refuses(device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """Why kernels in Gluon for Hopper (`gpu/hopper.py`) that take `dtypes` cannot run tensors of `dtype` on `device`; None if they can."""
+    return _hopper_refusal(device, dtype, dtypes)
+
+
+@lru_cache(maxsize=256)
+def _hopper_refusal(device: torch.device, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if dtype not in dtypes:
         names = " and ".join(str(known).removeprefix("torch.") for known in dtypes)
         return f"its kernels take {names}, got {dtype}"

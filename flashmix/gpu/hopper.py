@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
-    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "rounded", "row_pieces",
+    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces",
     "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
@@ -179,19 +179,6 @@ def await_readers(number: gl.constexpr, i, threads: gl.constexpr, STAGES: gl.con
 def ex2(x):
     """2^x to 2 units in the last place; denormal results are 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def rounded(x, dtype: gl.constexpr):
-    """x in 16 bits, two numbers at a time: where they are read one by one after, ptxas rounds by the slow unit that makes 2^x."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
 
 
 @gluon.jit

@@ -43,7 +43,8 @@ def product_dtype(x: Tensor, impl: str) -> torch.dtype:
 
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors in the autocast dtype of the first one's device, if that is wanted of it."""
-    dtype = autocast_dtype(next(t for t in tensors if t is not None))
+    first, *_ = tensors
+    dtype = autocast_dtype(next(t for t in tensors if t is not None) if first is None else first)
     return tensors if dtype is None else tuple([None if t is None else t.to(dtype) for t in tensors])
 
 

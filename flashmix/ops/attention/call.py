@@ -14,6 +14,9 @@ from flashmix.op.packing import Packing
 
 MOST_CHANNELS_BACKWARD = 256
 LEAST_CHANNELS_HOPPER = 33  # of the larger head dim: for fewer its tiles were not timed
+LEAST_CHANNELS_CAUSAL = (
+    65  # and for fewer Triton's kernels are as fast if a call is causal and not packed, or changes scores
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,9 @@ def hopper_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if not LEAST_CHANNELS_HOPPER <= channels <= MOST_CHANNELS_BACKWARD:
         return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
+    changed = call.softcap is not None or call.alibi_slopes is not None or call.log_decay is not None
+    if channels < LEAST_CHANNELS_CAUSAL and (changed or (call.right == 0 and not call.packed)):
+        return f"Triton's kernels are as fast for such calls with head dims below {LEAST_CHANNELS_CAUSAL}"
     if call.dropout_p > 0:
         return "it has no dropout"
     if call.ranged:

@@ -35,7 +35,6 @@ from flashmix.gpu.hopper import (
     plain,
     products_done,
     release,
-    rounded,
     stores_done,
     sync_group,
     wait_empty,
@@ -192,10 +191,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, None, n, S)
-        in_half = rounded(p, dtype)
-        if S.BM == 128:  # twice the registers: float32 would be spilled
-            p = in_half.to(gl.float32)
-        p_t = gl.convert_layout(in_half, operand(V.FIRST))
+        p_t = gl.convert_layout(p.to(dtype), operand(V.FIRST))
         # dV += P^T dO
         d_v = warpgroup_mma(p_t, d_o, d_v, is_async=True)
         d_p = products_done(1, [d_p])
