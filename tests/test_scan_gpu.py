@@ -46,23 +46,27 @@ each_op = pytest.mark.parametrize("name", ["scan", "read_before", "selective_sca
 @each_op
 def test_bits(name: str) -> None:
     """Nothing depends on other rows, on later tokens, on how often it was run, or on what the memory held."""
-    op, x = ops()[name], random(3, 150, 40).cuda()
-    assert_rows_do_not_meet(op, x)
-    assert_rows_do_not_meet(op, x.bfloat16())
-    assert_repeats(op, x)
-    want = results(op, [x])
+    op, x = ops()[name], random(3, 150, 40)
+    assert_rows_do_not_meet(op, x.cuda())
+    assert_rows_do_not_meet(op, x.bfloat16().cuda())
+
+    def on_device(x: Tensor) -> Tensor:
+        return op(x.cuda()).cpu()
+
+    assert_repeats(on_device, x)
+    want = results(on_device, [x])
     spoilt = [torch.full((1 << 24,), torch.nan, device="cuda") for _ in range(4)]
     del spoilt
-    for have, expected in zip(results(op, [x]), want, strict=True):
+    for have, expected in zip(results(on_device, [x]), want, strict=True):
         for h, w in zip(have, expected, strict=True):
             assert_same_bits("in other memory", h, w)
 
 
 @each_op
 def test_graphs_and_compilation(name: str) -> None:
-    op, x = ops()[name], random(2, 70, 40).cuda()
-    assert_compiles(op, x)
-    leaf = x.clone().requires_grad_()
+    op, x = ops()[name], random(2, 70, 40)
+    assert_compiles(lambda x: op(x.cuda()).cpu(), x)
+    leaf = x.cuda().requires_grad_()
 
     def step() -> tuple[Tensor, ...]:
         y = op(leaf)
@@ -99,7 +103,7 @@ def test_long_rows(tokens: int, channels: int) -> None:
     plain, _ = scan(x[:, -1000:], g[:, -1000:], impl="portable")
     assert last is not None and state is not None
     assert_within_budget("h", h[:, -1000:], want, plain, steps=3)
-    assert_within_budget("state", state, last, last.float(), steps=3)
+    assert_within_budget("state", state, last, last.float(), torch.bfloat16)
     if channels > 8:
         return
     A, B = RATES[:channels].cuda(), x[..., :1].expand(1, tokens, 16)

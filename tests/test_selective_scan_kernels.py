@@ -20,7 +20,7 @@ from flashmix.ops.selective_scan.call import SelectiveScanCall
 from flashmix.ops.selective_scan.step.definition import selective_scan_step as define_step
 from flashmix.ops.selective_scan.triton_gpu import plan as plans
 
-STACK = 64  # bytes that spill in the backward, whose states and gradients take all registers
+STACK = 256  # bytes that spill in the backward, whose states and gradients take all registers
 FEW: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((1, 5, 4, 3, 2), ()),
     ((1, 6, 34, 2, 0), (5, 0, 1)),

@@ -9,9 +9,13 @@ from flashmix.ops.scan.call import ScanCall
 
 BY_CHANNEL, BY_HEAD, CONSTANT = range(3)
 THREADS, WIDEST_HEAD = 32, 256  # a program is a warp
-GROUP, GROUP_BACKWARD = 16, 8  # numbers of a tensor that a thread loads at a time
+GROUP, GROUP_BACKWARD = 32, 16  # numbers of a tensor that a thread loads at a time
 JOINED = 16
-PROGRAMS, SEGMENT = 1024, 256  # segments for at most half as many programs, of at least so many tokens
+FEW, PROGRAMS, SEGMENT = (
+    512,
+    2048,
+    256,
+)  # at most that few programs become that many by segments of at least so many tokens
 
 
 class ScanSpec(NamedTuple):
@@ -51,7 +55,8 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
         decay, block = BY_HEAD, power_of_two(head)
     blocks = width // head if decay == BY_HEAD else cdiv(width, block)
     tokens = T if not packed else cdiv(T, max(N, 1))  # of a sequence, on average
-    each = min(PROGRAMS // max(N * blocks, 1), tokens // SEGMENT)
+    few = N * blocks <= FEW
+    each = min(PROGRAMS // max(N * blocks, 1), tokens // SEGMENT) if few else 1
     segments = each > 1
     segment = cdiv(tokens, max(each, 1))
     each = cdiv(tokens, max(segment, 1)) if segments else 1

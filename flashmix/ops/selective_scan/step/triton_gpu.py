@@ -22,7 +22,7 @@ from flashmix.ops.delta_net_step.triton_gpu import find_slot
 from flashmix.ops.scan.triton_gpu.kernels import exponential
 from flashmix.ops.selective_scan.step.call import SelectiveStepCall
 
-NUMBERS, WARPS = 1024, 2  # of states in a program
+NUMBERS, WARPS = 1024, 1  # of states in a program
 
 
 class SelectiveStepInputs(NamedTuple):

@@ -11,7 +11,7 @@ from flashmix.ops.selective_scan.call import CHUNK, SelectiveScanCall
 from flashmix.ops.selective_scan.triton_gpu.forward import SelectiveSpec
 
 LANES = 32  # channels of a program, which is a warp
-GROUP, GROUP_BACKWARD, GROUP_PRECISE = 4, 4, 2  # tokens that are loaded at a time; backwards in float32
+GROUP, GROUP_BACKWARD, GROUP_PRECISE = 8, 4, 2  # tokens that are loaded at a time; backwards in float32
 PROGRAMS, SEGMENT = 1024, 256  # segments for at most half as many programs, of at least so many tokens
 RESIDENT = 2048  # programs of the backward, at most: each has memory of its own
 
@@ -40,7 +40,9 @@ def plan_of(call: SelectiveScanCall, backward: bool = False) -> SelectivePlan:
     each = cdiv(tokens, segment) if segments else 1
     slots = N * each if not (packed and segments) else T // segment + N
     precise = call.dtype == torch.float32
-    group = (GROUP_PRECISE if precise else GROUP_BACKWARD) if backward else GROUP
+    group = GROUP // 2 if precise else GROUP
+    if backward:
+        group = GROUP_PRECISE if precise else GROUP_BACKWARD
     spec = SelectiveSpec(
         WIDTH=width,
         STATES=states,
