@@ -23,34 +23,31 @@ from flashmix.ops.scan.triton_gpu import plan as plans
 
 STACK = 8  # bytes that ptxas takes with registers to spare (72 of 255)
 FEW = [
-    *(
-        Case((2, 19, 2, 5), decay, read_before=late)
-        for decay in ("token", "head", "constant")
-        for late in (False, True)
-    ),
-    Case((1, 30, 2, 4), "head", (5, 0, 16, 1, 0, 8), read_before=True),
-    Case((1, 30, 17), "token", (5, 0, 16, 1, 0, 8)),
+    *(Case((1, 5, 2, 3), decay, read_before=late) for decay in ("token", "head", "constant") for late in (False, True)),
+    Case((1, 12, 2, 4), "head", (5, 0, 3, 1, 0, 3), read_before=True),
+    Case((1, 9, 33), "token", (0, 5, 0, 4)),
     Case((1, 6, 4), lengths=(0, 0, 6), state=False),
-    Case((2, 20, 7), strength=0.0),
+    Case((1, 6, 7), strength=0.0),
     Case((2, 0, 7)),
     Case((1, 0, 4), lengths=(0, 0)),
     Case((2, 0, 2, 3), "constant"),
 ]
 SEGMENTED = [
     *(
-        Case((2, 70, 2, 3), decay, read_before=late)
+        Case((1, 33, 1, 3), decay, read_before=late)
         for decay in ("token", "head", "constant")
         for late in (False, True)
     ),
-    Case((1, 75, 5), "token", (5, 0, 50, 1, 19), read_before=True),
-    Case((1, 75, 2, 2), "constant head", (5, 0, 50, 1, 19)),
+    Case((1, 41, 5), "token", (3, 0, 36, 1, 1), read_before=True),
+    Case((1, 41, 1, 2), "constant head", (3, 0, 36, 2)),
 ]
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 8 tokens: the interpreter takes them number by number."""
-    monkeypatch.setattr(plans, "TILE", 256)
+    """Groups of a few tokens, of which short sequences have several."""
+    monkeypatch.setattr(plans, "GROUP", 4)
+    monkeypatch.setattr(plans, "GROUP_BACKWARD", 4)
 
 
 @pytest.mark.interpreted
@@ -62,8 +59,7 @@ def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_the_kernels_with_segments(case: Case, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "SEGMENT", 16)
-    monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
+    monkeypatch.setattr(plans, "SEGMENT", 4 if case.lengths else 16)
     assert_scans(case, torch.float32, "triton")
 
 
@@ -93,7 +89,7 @@ def assert_maxima(device: str) -> None:
 
 
 def test_segments_follow_from_the_sizes() -> None:
-    for sizes, segments in (((8, 4096, 4096), False), ((1, 131072, 512), True), ((1, 600, 64), False)):
+    for sizes, segments in (((8, 4096, 4096), False), ((1, 131072, 512), True), ((1, 400, 64), False)):
         x = torch.empty(sizes, device="meta")
         call: Any = ScanCall(x, x, None, None, False)
         plan = plans.plan_of(call)
@@ -129,7 +125,7 @@ def test_the_kernels_compile_without_spills(decay: str, capability: tuple[int, i
             for lengths, tokens, width in shapes:
                 calls(decay, dtype, lengths, tokens, width)
         names = {launch.name for launch in launches}
-        assert names == {"scan_kernel", "scan_backward_kernel", "scan_segments_kernel"}
+        assert names == {"scan_kernel", "scan_backward_kernel"}
         for launch in launches:
             compiled = compile_launch(launch)
             assert compiled.stack <= STACK, (launch.name, compiled.stack)
@@ -146,7 +142,6 @@ def test_the_running_maximum_on_the_device() -> None:
 )
 def test_on_the_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in SEGMENTED:
-        monkeypatch.setattr(plans, "SEGMENT", 16)
-        monkeypatch.setattr(plans, "BACKWARD_SEGMENTS", True)
+        monkeypatch.setattr(plans, "SEGMENT", 4)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert_scans(case, dtype, "triton", "cuda")

@@ -18,6 +18,7 @@ CHUNK = 64  # tokens from one kept state to the next
 class SelectiveScanCall(Call):
     """`h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t`, `y_t = h_t C_t`, of `u`, `dt` `[B, T, D]`, `A` `[D, S]`, `B`, `C` `[B, T, G, S]`.
 
+    With `D`, `z`, `dt_bias` and `softplus`, which only the kernels for GPUs take: step sizes `softplus(dt + dt_bias)`, `(y + D u) silu(z)`.
     The outputs are `y` `[B, T, D]` and the last states `[N, D, S]`; the backward needs the states at the starts of chunks.
     """
 
@@ -28,6 +29,10 @@ class SelectiveScanCall(Call):
     C: Tensor
     initial_state: Tensor | None
     packing: Packing | None
+    D: Tensor | None = None
+    z: Tensor | None = None
+    dt_bias: Tensor | None = None
+    softplus: bool = False
 
     @property
     def sequences(self) -> int:

@@ -69,15 +69,18 @@ class Extras(NamedTuple):
         if least < 0:
             raise ValueError(f"dt must be at least 0 (a step size), got {least:g}")
 
-    def before(self, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Step sizes, with `softplus` in float32 or float64, finite rates (0 times -inf is none), and `B`, `C` by groups."""
-        A = A.clamp(min=torch.finfo(A.dtype).min)
+    def shaped(self, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Finite rates (0 times -inf is none), and `B`, `C` by groups."""
         B, C = (t if t.dim() == 4 else t.unsqueeze(2) for t in (B, C))
+        return A.clamp(min=torch.finfo(A.dtype).min), B, C
+
+    def step(self, dt: Tensor) -> Tensor:
+        """Step sizes, with `softplus` in float32 or float64."""
         if not self.softplus:
-            return dt, A, B, C
+            return dt
         zeros = torch.zeros(dt.shape[-1:], dtype=dt.dtype, device=dt.device)
         with preparing():
-            return -softplus_decay(dt, zeros, zeros if self.dt_bias is None else self.dt_bias), A, B, C
+            return -softplus_decay(dt, zeros, zeros if self.dt_bias is None else self.dt_bias)
 
     def after(self, y: Tensor, u: Tensor) -> Tensor:
         """`(y + D u) silu(z)`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, always, refused
 from flashmix.op.checks import check_dtype, check_like, check_shape, check_tensor
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import state_dtype
@@ -16,6 +16,12 @@ from flashmix.ops.selective_scan.extras import Extras
 from flashmix.ops.selective_scan.native.binding import missing
 
 
+def _triton_supports(call: SelectiveScanCall) -> str | None:
+    if not 1 <= call.A.shape[1] <= MOST_STATES:
+        return f"its kernels take 1 to {MOST_STATES} states, got {call.A.shape[1]}"
+    return refused(call.tensors())
+
+
 def _native_supports(call: SelectiveScanCall) -> str | None:
     if call.device.type != "cpu":
         return f"it needs tensors on a CPU, got {call.device.type}"
@@ -24,7 +30,9 @@ def _native_supports(call: SelectiveScanCall) -> str | None:
     return missing()
 
 
+MOST_STATES = 16  # of a channel in registers
 IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
+    Implementation("triton", "flashmix.ops.selective_scan.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.selective_scan.portable", always),
 )
@@ -96,6 +104,10 @@ def selective_scan(
         check_dtype("initial_state", initial_state, state_dtype(u.dtype))
         check_like("initial_state", initial_state, "u", u, dtype=False)
     extras.check_contents(A, dt)
-    step, A, B, C = extras.before(dt, A, B, C)
-    y, state = SELECTIVE_SCAN(SelectiveScanCall(u, step, A, B, C, initial_state, packing), impl, "selective_scan")
-    return extras.after(y, u), state if return_state else None
+    A, B, C = extras.shaped(A, B, C)
+    call = SelectiveScanCall(u, dt, A, B, C, initial_state, packing, *extras)
+    apart = impl not in ("auto", "triton") or _triton_supports(call) is not None
+    if apart:
+        call = SelectiveScanCall(u, extras.step(dt), A, B, C, initial_state, packing)
+    y, state = SELECTIVE_SCAN(call, impl, "selective_scan")
+    return extras.after(y, u) if apart else y, state if return_state else None

@@ -10,23 +10,15 @@ from torch import Tensor
 
 from flashmix.gpu.launch import bound
 from flashmix.op.call import Gradients, Outputs
-from flashmix.op.packing import Packing
 from flashmix.ops.scan.call import ScanCall
-from flashmix.ops.scan.triton_gpu.kernels import (
-    ScanInputs,
-    ScanNumbers,
-    ScanResults,
-    SegmentStates,
-    Slots,
-    scan_backward_kernel,
-    scan_kernel,
-    scan_segments_kernel,
-)
+from flashmix.ops.scan.triton_gpu.backward import scan_backward_kernel
+from flashmix.ops.scan.triton_gpu.kernels import ScanInputs, ScanNumbers, ScanResults, scan_kernel
 from flashmix.ops.scan.triton_gpu.plan import BY_CHANNEL, BY_HEAD, CONSTANT, ScanPlan, plan_of
+from flashmix.ops.scan.triton_gpu.slots import slots_of
 
 __all__ = ["backward", "forward"]
 
-WARPS = 4
+WARPS = 1  # no thread waits for another
 
 
 def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -37,9 +29,9 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
     if not h.numel():
         return outputs, ()
     plan = plan_of(call)
-    inputs = ScanInputs(call.x.contiguous(), _decays(call, plan), start, None, None, None, None)
+    inputs = ScanInputs(call.x.contiguous(), _decays(call, plan), start, None, None, None, None, None)
     results = ScanResults(h, state, None, None, None, None)
-    _launch(scan_kernel, call, plan, inputs, results, start)
+    _launch(scan_kernel, call, plan, inputs, results)
     return outputs, ()
 
 
@@ -62,9 +54,9 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
         d_g = torch.empty(shape, dtype=dtype, device=h.device)
     if h.numel():
         start = None if call.initial_state is None else call.initial_state.contiguous()
-        inputs = ScanInputs(None, _decays(call, plan), start, None, h.contiguous(), d_h, d_state)
+        inputs = ScanInputs(None, _decays(call, plan), start, h.contiguous(), d_h, d_state, None, None)
         results = ScanResults(None, d_start, found["x"], d_g, None, None)
-        _launch(scan_backward_kernel, call, plan, inputs, results, d_state)
+        _launch(scan_backward_kernel, call, plan, inputs, results)
     elif d_g is not None:
         d_g.zero_()  # that of a decay that all tokens share
     if d_g is not None:
@@ -72,41 +64,17 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
     return found
 
 
-def _launch(
-    kernel: Any, call: ScanCall, plan: ScanPlan, inputs: ScanInputs, results: ScanResults, start: Tensor | None
-) -> None:
-    """One launch, or three with segments; `start` is the state, or its gradient, that the first of them starts from."""
-    S, blocks, packing = plan.spec, plan.blocks, call.packing
+def _launch(kernel: Any, call: ScanCall, plan: ScanPlan, inputs: ScanInputs, results: ScanResults) -> None:
+    """One launch, or two with segments."""
+    S, grid = plan.spec, plan.slots * plan.blocks
     numbers = ScanNumbers(call.tokens, plan.each, plan.segment)
-    slots, first, count = Slots(None, None, None), None, None
-    if packing is not None:
-        slots = slots._replace(cu_seqlens=packing.cu_seqlens.contiguous())
-        if S.SEGMENTS:
-            segment = plan.segment
-            table = packing.table((_segments, segment), lambda: _segments(packing, segment))
-            sequence, place, first, count = table
-            slots = slots._replace(sequence=sequence, place=place)
+    slots = slots_of(call.packing, plan)
+    run = bound(kernel, S, num_warps=WARPS)
     if S.SEGMENTS:
-        totals, ends, begins = torch.empty((3, plan.slots, S.WIDTH), dtype=torch.float32, device=call.device)
-        alone = ScanResults(None, None, None, None, totals, ends)
-        bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, alone, slots, numbers)
-        states = SegmentStates(totals, ends, begins, start, first, count)
-        joined = S._replace(REVERSE=kernel is scan_backward_kernel)
-        bound(scan_segments_kernel, joined, num_warps=WARPS)(call.sequences * blocks, states, plan.each)
-        inputs = inputs._replace(begins=begins)
-    bound(kernel, S, num_warps=WARPS)(plan.slots * blocks, inputs, results, slots, numbers)
-
-
-def _segments(packing: Packing, segment: int) -> tuple[Tensor, ...]:
-    """Of each segment its sequence and place, -1 of idle ones; of each sequence its first segment and how many it has."""
-    count = (packing.cu_seqlens.to(torch.int64).diff() + (segment - 1)) // segment
-    ends = count.cumsum(0)
-    at = torch.arange(packing.total // segment + packing.count, device=ends.device)
-    sequence = torch.searchsorted(ends, at, right=True)
-    idle = sequence >= packing.count
-    sequence = sequence.clamp(max=max(packing.count - 1, 0))
-    first = ends - count
-    return sequence, (at - first[sequence]).masked_fill(idle, -1), first, count
+        totals, ends = torch.empty((2, plan.slots, S.WIDTH), dtype=torch.float32, device=call.device)
+        run(grid, inputs, ScanResults(None, None, None, None, totals, ends), slots, numbers)
+        inputs = inputs._replace(totals=totals, ends=ends)
+    run(grid, inputs, results, slots, numbers)
 
 
 def _decays(call: ScanCall, plan: ScanPlan) -> Tensor:

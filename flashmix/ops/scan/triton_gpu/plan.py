@@ -1,4 +1,4 @@
-"""The tiles and segments of a scan, from its sizes alone: its spec and how its work is laid out."""
+"""The blocks and segments of a scan, from its sizes alone: its spec and how its work is laid out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.ops.scan.call import ScanCall
 
 BY_CHANNEL, BY_HEAD, CONSTANT = range(3)
-TILE, CHANNELS, WIDEST_HEAD = 2048, 64, 256
-PROGRAMS, SEGMENT = 512, 512  # segments for fewer programs than that, of at least so many tokens
+THREADS, WIDEST_HEAD = 32, 256  # a program is a warp
+GROUP, GROUP_BACKWARD = 32, 16  # numbers of a tensor that a thread loads at a time
+JOINED = 16
+FEW, PROGRAMS, SEGMENT = (
+    512,
+    2048,
+    256,
+)  # at most that few programs become that many by segments of at least so many tokens
 
 
 class ScanSpec(NamedTuple):
@@ -17,12 +23,13 @@ class ScanSpec(NamedTuple):
     HEAD: int  # of a head
     DECAY: int
     BLOCK: int  # c
-    TIME: int  # t
+    GROUP: int  # tokens that are loaded at a time
+    JOINED: int  # segments that are read at a time
     READ_BEFORE: bool
     PACKED: bool
     SEGMENTS: bool
     MAXIMUM: bool
-    REVERSE: bool = False  # segments are joined from the last one
+    PRECISE: bool  # factors to float32's rounding; else they err by two steps of it, far below those of 16 bits
 
 
 class ScanPlan(NamedTuple):
@@ -39,24 +46,34 @@ class ScanPlan(NamedTuple):
         return S.WIDTH // S.HEAD if S.DECAY == BY_HEAD else cdiv(S.WIDTH, S.BLOCK)
 
 
-BACKWARD_SEGMENTS = False  # right in the interpreter and not yet seen right on a card
-
-
 def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     sizes = call.x.shape[2:]
     width, head = sizes.numel(), sizes[-1]
-    decay = CONSTANT if call.constant else BY_CHANNEL
-    block = min(power_of_two(width), CHANNELS)
+    packed, N, T = call.packing is not None, call.sequences, call.tokens
+    decay, block = CONSTANT if call.constant else BY_CHANNEL, THREADS
     if call.by_head and not call.constant and head <= WIDEST_HEAD:
         decay, block = BY_HEAD, power_of_two(head)
-    time = TILE // max(block, 32)
-    packed, N, T = call.packing is not None, call.sequences, call.tokens
     blocks = width // head if decay == BY_HEAD else cdiv(width, block)
     tokens = T if not packed else cdiv(T, max(N, 1))  # of a sequence, on average
-    each = min(cdiv(PROGRAMS, max(N * blocks, 1)), tokens // SEGMENT) if BACKWARD_SEGMENTS or not backward else 1
+    few = N * blocks <= FEW
+    each = min(PROGRAMS // max(N * blocks, 1), tokens // SEGMENT) if few else 1
     segments = each > 1
-    segment = cdiv(cdiv(tokens, max(each, 1)), time) * time
+    segment = cdiv(tokens, max(each, 1))
     each = cdiv(tokens, max(segment, 1)) if segments else 1
     slots = N * each if not (packed and segments) else T // segment + N
-    spec = ScanSpec(width, head, decay, block, time, call.read_before, packed, segments, call.maximum)
+    group = (GROUP_BACKWARD if backward else GROUP) // cdiv(block, 2 * THREADS)
+    group = min(max(group, 1), power_of_two(tokens))
+    spec = ScanSpec(
+        WIDTH=width,
+        HEAD=head,
+        DECAY=decay,
+        BLOCK=block,
+        GROUP=group,
+        JOINED=min(power_of_two(each), JOINED),
+        READ_BEFORE=call.read_before,
+        PACKED=packed,
+        SEGMENTS=segments,
+        MAXIMUM=call.maximum,
+        PRECISE=call.dtype.itemsize == 4,
+    )
     return ScanPlan(spec, slots, each, segment)

@@ -21,6 +21,10 @@ class SelectiveStepCall(Call):
     C: Tensor
     state: Written
     state_indices: Tensor | None
+    D: Tensor | None = None
+    z: Tensor | None = None
+    dt_bias: Tensor | None = None
+    softplus: bool = False
 
     def results(self) -> Outputs:
         u = self.u

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.op.call import Op, implementations
+from flashmix.op.call import Op, implementations, refused
 from flashmix.op.checks import check_dtype, check_like, check_range, check_shape, check_tensor, check_written
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
@@ -13,7 +13,18 @@ from flashmix.ops.recurrence.step.call import MOST_TOKENS, check_indices
 from flashmix.ops.selective_scan.extras import Extras
 from flashmix.ops.selective_scan.step.call import SelectiveStepCall
 
-IMPLEMENTATIONS = implementations("selective_scan.step")[1:]
+MOST_STATES = 256
+
+
+def _triton_supports(call: SelectiveStepCall) -> str | None:
+    if not 1 <= call.A.shape[1] <= MOST_STATES:
+        return f"its kernel takes 1 to {MOST_STATES} states, got {call.A.shape[1]}"
+    if call.state.stride()[1:] != (call.A.shape[1], 1):
+        return f"its kernel takes states without gaps in a slot, got strides {list(call.state.stride())}"
+    return refused(call.tensors())
+
+
+IMPLEMENTATIONS = implementations("selective_scan.step", _triton_supports)
 SELECTIVE_STEP = Op("selective_scan_step", SelectiveStepCall, IMPLEMENTATIONS, outputs=1)
 
 
@@ -81,7 +92,11 @@ def selective_scan_step(
             "selective_scan_step has no gradient, it writes its state in place: call it under torch.no_grad()"
         )
     extras.check_contents(A, dt)
-    step, A, B, C = extras.before(dt, A, B, C)
-    y = SELECTIVE_STEP(SelectiveStepCall(u, step, A, B, C, state, state_indices), impl, "selective_scan_step")[0]
+    A, B, C = extras.shaped(A, B, C)
+    call = SelectiveStepCall(u, dt, A, B, C, state, state_indices, *extras)
+    if impl in ("auto", "triton") and _triton_supports(call) is None:
+        return SELECTIVE_STEP(call, impl, "selective_scan_step")[0]
+    call = SelectiveStepCall(u, extras.step(dt), A, B, C, state, state_indices)
+    y = SELECTIVE_STEP(call, impl, "selective_scan_step")[0]
     idle = None if D is None or state_indices is None else (state_indices < 0) | (state_indices >= slots)
     return extras.after(y, u if idle is None else u.masked_fill(idle[:, None, None], 0))
