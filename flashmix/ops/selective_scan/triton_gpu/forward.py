@@ -136,7 +136,7 @@ def weights_of(shared, token, share, last, S: tl.constexpr):
     """B or C of a token [1, s]; past the last token that one's, which a step of 0 and a gradient of 0 multiply."""
     TILE: tl.constexpr = S.TILE
     s = tl.arange(0, TILE)
-    ptr = shared + ((tl.minimum(token, last - 1) * S.SHARES + share) * S.STATES + s)
+    ptr = shared + ((tl.maximum(tl.minimum(token, last - 1), 0) * S.SHARES + share) * S.STATES + s)
     if S.STATES == TILE:
         return tl.load(ptr).to(tl.float32)[None, :]  # [1, s]
     else:
@@ -194,6 +194,10 @@ def selective_kernel(inputs, y_ptr, states, slots, n, S: tl.constexpr):
     us = tokens_of(inputs.u, span.first, column, limit, 0.0, S)
     dts = tokens_of(inputs.dt, span.first, column, limit, 0.0, S)
     zs = optional_tokens(inputs.z, span.first, column, limit, S)
+    B = weights_of(inputs.B, span.first, share, span.last, S)
+    C = weights_of(inputs.C, span.first, share, span.last, S)
+    later_B = weights_of(inputs.B, span.first + 1, share, span.last, S)
+    later_C = weights_of(inputs.C, span.first + 1, share, span.last, S)
     for at in range(span.first, span.last, GROUP):
         next_us = tokens_of(inputs.u, at + GROUP, column, limit, 0.0, S)
         next_dts = tokens_of(inputs.dt, at + GROUP, column, limit, 0.0, S)
@@ -206,15 +210,17 @@ def selective_kernel(inputs, y_ptr, states, slots, n, S: tl.constexpr):
         for i in tl.static_range(GROUP):
             dt = step_size(dts[i], bias, i < left, S)
             u = us[i].to(tl.float32)
-            h = advanced(h, rates, dt, u, weights_of(inputs.B, at + i, share, span.last, S), S)
+            h = advanced(h, rates, dt, u, B, S)
             if states.last is None:
                 total += dt
             else:
-                y = tl.sum(h * weights_of(inputs.C, at + i, share, span.last, S), 1) + skip * u
+                y = tl.sum(h * C, 1) + skip * u
                 if inputs.z is not None:
                     y *= activation(zs[i].to(tl.float32), "silu", S.PRECISE)
                 place = y_ptr + (at * S.WIDTH + column) + i * S.WIDTH
                 tl.store(place, y.to(y_ptr.dtype.element_ty), mask=i < left)
+            B, later_B = later_B, weights_of(inputs.B, at + i + 2, share, span.last, S)
+            C, later_C = later_C, weights_of(inputs.C, at + i + 2, share, span.last, S)
         us, dts, zs = next_us, next_dts, next_zs
     if states.last is None:
         tl.store(states.totals + slot * S.WIDTH + column, total, mask=inside)
