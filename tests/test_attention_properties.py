@@ -388,3 +388,18 @@ def test_a_scale_of_0_or_less(scale: float, causal: bool) -> None:
     baseline, _ = definition.softmax_attention(q, k, v, scale=scale, causal=causal)
     got, _ = softmax_attention(q, k, v, scale=scale, causal=causal)
     assert_within_budget("o", got, wanted, baseline)
+
+
+def test_heads_of_what_hopper_keeps_can_be_taken_apart() -> None:
+    """Over ranks the heads of a call are computed in groups, forward in others than backward."""
+    pytest.importorskip("triton")
+    from flashmix.ops.attention import gluon_hopper
+
+    call = operator_call({name: torch.zeros(1, 5, 4, 16) for name in "qkv"})
+    m, l = torch.randn(2, 1, 4, 5).unbind()
+    kept = gluon_hopper.of_rows(call, (m, l))
+    assert [x.shape for x in kept] == [x.shape for x in gluon_hopper.keeps(call)]
+    assert all(map(torch.equal, gluon_hopper.by_rows(call, kept), (m, l)))
+    one = call.but(**{name: getattr(call, name)[:, :, 1:2] for name in "qkv"})
+    part = gluon_hopper.by_rows(one, gluon_hopper.of_rows(one, (m[:, 1:2], l[:, 1:2])))
+    assert all(map(torch.equal, part, (m[:, 1:2], l[:, 1:2])))

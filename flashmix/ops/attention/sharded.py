@@ -120,10 +120,15 @@ class Attended(torch.autograd.Function):
         ctx: Any, call: AttentionCall, shard: Shard, plan: RowPlan, chosen: str, gradient: bool, *tensors: Tensor
     ) -> Outputs:
         rows, parts = KeyRows(shard, plan, call.k, call.v), groups_of(call, shard, FORWARD)
+        by_rows = getattr(op.ATTENTION.module(chosen), "by_rows", None)  # where heads of what is kept do not lie apart
         made: list[Outputs] = []  # of each group lse and what is kept, with heads on the axis before the last
         o = call.results()[0] if len(parts) > 1 else None
         for group, (k, v) in overlapped(rows, parts):
-            (its, *lse), kept = op.ATTENTION.forward(part_of(call, group, k, v), gradient, chosen)
+            local = part_of(call, group, k, v)
+            (its, *lse), kept = op.ATTENTION.forward(local, gradient, chosen)
+            if kept and by_rows is not None:
+                kept = by_rows(local, kept)
+            del local
             if o is None:
                 o = its
             else:
@@ -156,6 +161,7 @@ class Attended(torch.autograd.Function):
     ) -> dict[str, Tensor]:
         """The gradients of the call's tensors; those of other ranks' keys go back while the next group computes."""
         rows, parts = KeyRows(ctx.shard, ctx.plan, call.k, call.v), groups_of(call, ctx.shard, BACKWARD)
+        of_rows = getattr(op.ATTENTION.module(ctx.chosen), "of_rows", None)
         o, *statistics = kept
         if d_lse is not None and not call.packed:
             d_lse = d_lse.unsqueeze(0)
@@ -169,10 +175,10 @@ class Attended(torch.autograd.Function):
         on_the_way: tuple[Transfer | None, tuple[Tensor, Tensor], slice] | None = None
         for group, (k, v) in overlapped(rows, parts):
             heads = group.queries
-            local, saved = (
-                part_of(call, group, k, v),
-                (of_heads(o, heads, 2), *(of_heads(x, heads, 1) for x in statistics)),
-            )
+            local, saved = part_of(call, group, k, v), tuple(of_heads(x, heads, 1) for x in statistics)
+            if of_rows is not None:
+                saved = of_rows(local, saved)
+            saved = (of_heads(o, heads, 2), *saved)
             grads = [None if x is None else of_heads(x, heads, dim) for x, dim in flows]
             its = op.ATTENTION.backward(local, saved, grads, ctx.names, ctx.chosen)
             del k, v, local

@@ -36,6 +36,20 @@ def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
     return outputs, kept if save else ()
 
 
+def by_rows(call: AttentionCall, kept: Outputs) -> Outputs:
+    """What a forward kept as m and l `[B, HQ, Tq]`, of which heads can be taken."""
+    top, total, _ = row_statistics(call, kept[0])
+    return top, total
+
+
+def of_rows(call: AttentionCall, rows: Outputs) -> Outputs:
+    """What a forward of `call` keeps, of m and l."""
+    (memory,) = keeps(call)
+    for part, x in zip(row_statistics(call, memory), rows, strict=False):
+        part.copy_(x)
+    return (memory,)
+
+
 def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     """The gradients of q, k, v and of each of sink, slopes and decay that is given."""
     o, memory = kept
