@@ -25,7 +25,7 @@ def results(op: Op, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
     leaves = [value.detach().clone(memory_format=torch.preserve_format).requires_grad_() for value in inputs]
     got = op(*leaves)
     outputs = [got] if isinstance(got, Tensor) else [value for value in got if value is not None]
-    grads = [random(*y.shape, dtype=y.dtype, seed=100 + i) for i, y in enumerate(outputs)]
+    grads = [random(*y.shape, dtype=y.dtype, seed=100 + i).to(y.device) for i, y in enumerate(outputs)]
     return [y.detach() for y in outputs], list(torch.autograd.grad(outputs, leaves, grads, materialize_grads=True))
 
 

@@ -103,7 +103,10 @@ def test_long_rows(tokens: int, channels: int) -> None:
     plain, _ = scan(x[:, -1000:], g[:, -1000:], impl="portable")
     assert last is not None and state is not None
     assert_within_budget("h", h[:, -1000:], want, plain, steps=3)
-    assert_within_budget("state", state, last, last.float(), torch.bfloat16)
+    # the hardware's exponential errs by 2^-22, with equal decays always by the same
+    _, off = scan(x[:, -1000:].double(), g[:, -1000:].double() + 2**-22, return_state=True)
+    assert off is not None
+    assert_within_budget("state", state, last, off.float(), steps=3)
     if channels > 8:
         return
     A, B = RATES[:channels].cuda(), x[..., :1].expand(1, tokens, 16)

@@ -77,7 +77,7 @@ register(
         title="sLSTM",
         paper="2405.04517",
         function=slstm,
-        call="write:BTHK forget:BTHK candidate:BTHK output:BTHK recurrent:RHKK",
+        call="write:BTHK forget:BTHK candidate:BTHK output:BTHK recurrent:GHKK",
         wide=("recurrent",),
     )
 )

@@ -31,8 +31,9 @@ Results = dict[str, Tensor]
 # Convolution, length, gates, write, read, norm: the most stages that an op rounds after. A gradient passes them twice.
 STAGES = 6
 PROCESSES = 12  # that compile at once for a GPU
-# Axes of the tiny call: channels per head, positions, half of a rotated head, channels of rows, a vocabulary; q, k and v of two heads.
-SIZES = {"K": 32, "P": 256, "R": 16, "D": 64, "M": 100, "C": 192}
+# Axes of the tiny call: channels per head, positions, half of a rotated head, channels of rows, a vocabulary, levels for all tokens; q, k
+# and v of two heads.
+SIZES = {"K": 32, "P": 256, "R": 16, "D": 64, "M": 100, "L": 9, "C": 192}
 ENDS = (0, 5, 5, 69, 150)  # of packed sequences: short, empty, one of a chunk's length, a longer one
 
 
@@ -107,7 +108,11 @@ def evaluate(run: Callable[..., Any], call: dict[str, Any], dtype: torch.dtype, 
     flows = [torch.rand(t.shape, generator=generator, dtype=torch.float64).to(dtype).to(t) for t in outputs]
     found = {f"result {i + 1}": t.detach() for i, t in enumerate(outputs)}
     if backward:
-        grads = torch.autograd.grad(outputs, list(leaves.values()), flows, allow_unused=True)
+        flowing = [
+            (y, flow) for y, flow in zip(outputs, flows, strict=True) if y.requires_grad
+        ]  # a stabiliser has no gradient
+        ys, into = zip(*flowing, strict=True)
+        grads = torch.autograd.grad(ys, list(leaves.values()), into, allow_unused=True)
         for name, grad in zip(leaves, grads, strict=True):
             found[f"gradient of {name}"] = torch.zeros_like(leaves[name]) if grad is None else grad
     return {name: t.cpu() for name, t in found.items()}
