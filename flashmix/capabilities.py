@@ -55,9 +55,9 @@ _CALLS = {
     "linear_grpo": "hidden:BTD weight:MD target:BT advantages:B",
 }
 _OPTIONS: dict[str, Mapping[str, Any]] = {"delta_net_step": {"heads": 2}, "group_norm": {"groups": 2}}
-# Steps per token, levels of the past, gates, heads, channels per head, positions, half of a head, channels, width of a convolution and the past
-# it sees, vocabulary, channels of queries, keys and values together.
-_SIZES = {"n": 2, "L": 5, "G": 4, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
+# Steps per token, levels of the past, gates, heads, channels per head, positions, half of a head, channels, width of a convolution and
+# the past it sees, vocabulary, channels of queries, keys and values together.
+_SIZES = {"n": 2, "L": 8, "G": 4, "H": 2, "K": 8, "P": 16, "R": 4, "D": 8, "W": 4, "w": 3, "M": 12, "C": 48}
 # The arguments that stay float32 with 16-bit inputs; a mechanism names those that only it has.
 _WIDE: tuple[str, ...] = (
     "beta",

@@ -77,7 +77,7 @@ def sized(case: Mechanism, axes: str) -> tuple[int, ...]:
         "V": K,
         "M": case.slots,
         "R": K // 2,
-        "L": 5,
+        "L": 8,
         "one": 1,
         "F": case.features(K),
         "n": 2,

@@ -45,6 +45,7 @@ SPOILT["Tensor"] = {"None": None}, TypeError
 OTHERS = {  # options that have a check of their own, with values that it refuses
     "window": NOT_PAIRS,
     "clip": NOT_PAIRS,
+    "dt_limit": NOT_PAIRS,
     "rotary": NOT_PAIRS,
     "axes": NOT_PAIRS | {"an object": object()},
     "group": NOT_PAIRS,

@@ -35,6 +35,7 @@ ROW_WISE = {
     "token_shift",
     "write_strength",
 }
+PLAIN = {"momentum_deltanet", "titans_linear", "ttt_linear"}  # chunks of plain PyTorch, which torch differentiates
 WRITING = {
     "attention_with_cache",
     "delta_net_step",
@@ -71,7 +72,7 @@ def same(name: str, have: Tensor, want: Tensor) -> None:
 
 
 def group(op: str) -> int:
-    return 0 if op in ROW_WISE else 2 if op in WRITING else 3 if op == "scan_max" else 1
+    return 0 if op in ROW_WISE | PLAIN else 2 if op in WRITING else 3 if op == "scan_max" else 1
 
 
 def first(result: Any) -> Tensor:

@@ -55,6 +55,7 @@ def higher_order(
     A, S = (None, None) if initial_state is None else initial_state
     options: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
     y, A = linear_attention(q, k, k, scale=1.0, initial_state=A, **options)
+    y = y.to(q.dtype)  # of autocast
     o, S = linear_attention(*((q, y) if masked else (y, q)), v, scale=scale, initial_state=S, **options)
     return o, None if A is None or S is None else (A, S)
 

@@ -69,7 +69,7 @@ def _by_levels(
     place = (
         before + torch.arange(T, device=q.device)
         if packing is None
-        else (before[packing.sequence] + packing.positions[:, None]).T
+        else (before[packing.sequence.clamp(max=max(N - 1, 0))] + packing.positions[:, None]).T
     )
     level = torch.arange(1, L, device=q.device)
     right, begins = _in_right_half(place, level), (place.unsqueeze(-1) % (1 << level)) == 0
@@ -82,9 +82,13 @@ def _by_levels(
     weights = level_scales.to(wide)
     far = weights[..., 1:].masked_fill(~right[:, :, None], 0.0)
     written = v.to(wide) if not beta else beta[0].to(wide).unsqueeze(-1) * v.to(wide)
-    near = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * scale
-    o = (far.unsqueeze(-1) * o.unflatten(2, (HV, L - 1))).sum(3) + weights[..., :1] * repeat_heads(near, HV) * written
+    near = (q.to(wide) * k.to(wide)).contiguous().sum(-1, keepdim=True) * scale
+    o = (far.unsqueeze(-1) * o.unflatten(2, (HV, L - 1))).contiguous().sum(3) + weights[..., :1] * repeat_heads(
+        near, HV
+    ) * written
     o = o.to(v.dtype)
+    if packing is not None:
+        o = o.masked_fill((packing.sequence == N)[:, None, None], 0.0)  # tokens past the last sequence
     if heads is None:
         return o, None
     last_k, last_v = shifted(k.to(wide), None, packing)[1], shifted(written, None, packing)[1]

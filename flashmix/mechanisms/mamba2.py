@@ -18,7 +18,7 @@ from flashmix.modules.decay import MambaDecay
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.op.checks import check_multiple, check_range, check_shape, dims
+from flashmix.op.checks import check_multiple, check_pair, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
@@ -79,6 +79,7 @@ def mamba2(
     names = {"q": "C", "k": "B", "v": "x", "beta": "dt", "log_decay": name}
     check_operands(C, x, {"k": B}, dt, rate, options.get("initial_state"), options.get("cu_seqlens"), names)
     if D is not None:
+        check_tensor("D", D)
         check_per_head("D", D, "x", x, *((H, P) if D.dim() == 2 else (H,)))
     if z is not None:
         check_per_head("z", z, "x", x, *x.shape)
@@ -103,7 +104,19 @@ def _step_sizes(
         check_per_head("dt_bias", bias, "dt", dt, dt.shape[2])
         dt = dt.to(wide) + bias.to(wide)
     dt = F.softplus(dt.to(wide)) if softplus else dt
-    return dt if limit is None else dt.clamp(*limit)
+    return dt if limit is None else dt.clamp(*_checked_limit(limit))
+
+
+def _checked_limit(limit: object) -> tuple[float, float]:
+    """Raises unless `dt_limit` is a pair of numbers from 0 up, in ascending order; the second one may be infinite."""
+    low, high = check_pair("dt_limit", limit, "numbers")
+    for bound in (low, high):
+        if not isinstance(bound, (int, float)) or isinstance(bound, bool):
+            raise TypeError(f"dt_limit must be a pair of numbers, got {limit}")
+        check_range("dt_limit", bound, 0.0, float("inf"))
+    if low > high:
+        raise ValueError(f"dt_limit must be in ascending order, got {limit}")
+    return low, high
 
 
 class Mamba2(Mixer[RecurrentCache]):

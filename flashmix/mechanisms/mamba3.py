@@ -17,6 +17,7 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import draw_step_bias
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
+from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_multiple, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, check_whole
@@ -152,7 +153,8 @@ def _angles(
         theta, last = theta + (own.unsqueeze(1) if row is None else own[row]), last + own
     within, end = _radians(theta).to(wide), _radians(last).to(wide)
     end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (angles, dt, start)):
+    inputs = [t for t in (angles, dt, start) if t is not None]
+    if has_tangent(inputs) or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
         none = torch.zeros(angles.shape[2], device=angles.device)
         flow, flow_end = scan_beside(turns.to(wide), none, initial_state=start, packing=packing)
         within, end = within + (flow - flow.detach()), end + (flow_end - flow_end.detach())

@@ -18,6 +18,7 @@ from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import output_norm
 from flashmix.modules.projection import HeadProjection, head_size, repeat_heads
 from flashmix.modules.short_convolution import maybe_convolution
+from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_range, dims
 from flashmix.op.dtypes import at_least_float32, autocast_dtype, state_dtype
 from flashmix.op.packing import Packing, check_whole
@@ -78,13 +79,16 @@ def mesa_net(
     check_per_head("ridge", ridge, "q", q, HV, K)
     N = B if packing is None else packing.count
     check_states(initial_state, q, (N, HV, K, K), (N, HV, K, V))
+    if has_tangent([q, k, v, beta, log_decay, ridge, *(initial_state or ())]):
+        raise NotImplementedError("mesa_net has no forward-mode derivative")
     R, S = (None, None) if initial_state is None else initial_state
     with nullcontext() if autocast_dtype(q) is None else torch.autocast(q.device.type, enabled=False):
-        q, k = (repeat_heads(x.to(wide), HV) for x in (q, k))
+        q, k = (repeat_heads(x.to(wide), HV).contiguous() for x in (q, k))
         written, diagonal = beta.to(wide).unsqueeze(-1) * k, ridge.to(wide)
         operands = (written, k, log_decay, R, diagonal)
-        with torch.no_grad():
-            x = _solve(q, operands, packing, steps, impl)
+        # not in `no_grad`, which an error in compiled code would leave on
+        at = written.detach(), k.detach(), log_decay.detach(), None if R is None else R.detach(), diagonal.detach()
+        x = _solve(q.detach(), at, packing, steps, impl)
         made, R = _product(x, operands, packing, impl)
         x = _Solution.apply(q - made, x, *operands, packing, steps, impl)
         options: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
@@ -124,11 +128,27 @@ def _quotient(a: Tensor, b: Tensor) -> Tensor:
 class _Solution(torch.autograd.Function):
     """`x` itself, with the gradient of `x + A^{-1} residual`: of the exact solution, where the residual depends on `A` and `b`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, x: Tensor, *rest: Any) -> Tensor:
-        *operands, ctx.packing, ctx.steps, ctx.impl = rest
-        ctx.save_for_backward(*operands)
+    def forward(
+        residual: Tensor,
+        x: Tensor,
+        written: Tensor,
+        k: Tensor,
+        log_decay: Tensor,
+        R: Tensor | None,
+        diagonal: Tensor,
+        packing: Packing | None,
+        steps: int,
+        impl: str,
+    ) -> Tensor:  # torch.compile takes the wrong one of `*rest`
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, *operands, ctx.packing, ctx.steps, ctx.impl = inputs
+        ctx.save_for_backward(*operands)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
@@ -139,10 +159,25 @@ class _Solution(torch.autograd.Function):
 class _AdjointSolution(torch.autograd.Function):
     """`A^{-1} dx`, which has no derivative."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, dx: Tensor, *rest: Any) -> Tensor:
-        *operands, packing, steps, impl = rest
-        return _solve(dx, tuple(operands), packing, steps, impl)
+    def forward(
+        dx: Tensor,
+        written: Tensor,
+        k: Tensor,
+        log_decay: Tensor,
+        R: Tensor | None,
+        diagonal: Tensor,
+        packing: Packing | None,
+        steps: int,
+        impl: str,
+    ) -> Tensor:
+        return _solve(dx, (written, k, log_decay, R, diagonal), packing, steps, impl)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -86,7 +86,7 @@ def momentum_rule(
 def _padded(x: Tensor, packing: Packing) -> Tensor:
     """A packed row `[1, T, ...]` as a row a sequence, `[N, longest, ...]`, with zeros behind: such tokens change no state."""
     bounds = packing.on_host()
-    longest = max((last - first for first, last in pairwise(bounds)), default=0)
+    longest = max([0, *[last - first for first, last in pairwise(bounds)]])
     rows = x.new_zeros(packing.count, longest, *x.shape[2:])
     return rows.index_put((packing.sequence, packing.positions), x[0])
 

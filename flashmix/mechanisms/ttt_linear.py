@@ -107,7 +107,7 @@ def _rows(before: Tensor, T: int, packing: Packing | None, begun: bool, mini_bat
     else:
         row, bounds = packing.sequence, packing.on_host()
         place = before[row, 0] + packing.positions
-        longest = max((bounds[n + 1] - bounds[n] for n in range(len(bounds) - 1)), default=0)
+        longest = max([0, *[bounds[n + 1] - bounds[n] for n in range(len(bounds) - 1)]])
     tokens = longest + (mini_batch - 1 if begun else 0)
     return row.flatten(), place.flatten(), -(-tokens // mini_batch)
 

@@ -34,6 +34,7 @@ PROCESSES = 12  # that compile at once for a GPU
 # Axes of the tiny call: channels per head, positions, half of a rotated head, channels of rows, a vocabulary, levels for all tokens; q, k
 # and v of two heads.
 SIZES = {"K": 32, "P": 256, "R": 16, "D": 64, "M": 100, "L": 9, "C": 192}
+OWN_SIZES = {"based": {"K": 16}, "rebased": {"K": 16}}  # whose features of more channels are too many for C and kernels
 ENDS = (0, 5, 5, 69, 150)  # of packed sequences: short, empty, one of a chunk's length, a longer one
 
 
@@ -61,7 +62,8 @@ class Trial:
         return found
 
     def _tiny(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-        call = tiny_call(self.op, dtype, device, self.tokens, batch=1 if self.packed else 2, sizes=SIZES)
+        sizes = SIZES | OWN_SIZES.get(self.op, {})
+        call = tiny_call(self.op, dtype, device, self.tokens, batch=1 if self.packed else 2, sizes=sizes)
         for name, t in call.items():
             if isinstance(t, Tensor) and t.dim() > 3 and not name.endswith("log_decay"):
                 call[name] = t * (2 / t.shape[-1] ** 0.5)  # keys shorter than 1, with which no state grows

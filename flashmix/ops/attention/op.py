@@ -149,8 +149,10 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether plain q, k and v pass `_check_qkv`, found in a third of its time."""
     if not type(q) is type(k) is type(v) is Tensor or not q.layout is k.layout is v.layout is torch.strided:
         return False
+    if q.is_nested or k.is_nested or v.is_nested:
+        return False
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or of_k[:3] != of_v[:3] or q.is_nested:
+    if not len(of_q) == len(of_k) == len(of_v) == 4 or of_k[:3] != of_v[:3]:
         return False
     fit = of_q[0] == of_k[0] and of_q[3] == of_k[3] and 0 < of_k[2] <= of_q[2] and of_q[2] % of_k[2] == 0
     fit = fit and 0 < of_q[3] <= MOST_CHANNELS_BACKWARD and 0 < of_v[3] <= MOST_CHANNELS_BACKWARD
