@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from flashmix.modules.projection import HeadProjection, head_size, repeat_heads
 from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_range, dims
-from flashmix.op.dtypes import at_least_float32, autocast_dtype, state_dtype
+from flashmix.op.dtypes import at_least_float32, state_dtype, without_autocast
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
@@ -82,7 +81,7 @@ def mesa_net(
     if has_tangent([q, k, v, beta, log_decay, ridge, *(initial_state or ())]):
         raise NotImplementedError("mesa_net has no forward-mode derivative")
     R, S = (None, None) if initial_state is None else initial_state
-    with nullcontext() if autocast_dtype(q) is None else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k = (repeat_heads(x.to(wide), HV).contiguous() for x in (q, k))
         written, diagonal = beta.to(wide).unsqueeze(-1) * k, ridge.to(wide)
         operands = (written, k, log_decay, R, diagonal)

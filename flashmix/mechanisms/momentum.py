@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import TypedDict
 
@@ -13,7 +12,7 @@ from torch.nn.functional import pad
 from flashmix.mechanisms.common import check_per_head, check_states
 from flashmix.modules.projection import repeat_heads
 from flashmix.op.choose import Implementation, choose
-from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.dtypes import state_dtype, without_autocast
 from flashmix.op.packing import Packing, check_whole
 from flashmix.ops.recurrence.call import check_operands
 
@@ -62,7 +61,7 @@ def momentum_rule(
     choose(name, IMPLEMENTATIONS, q, impl)
     scale = K**-0.5 if scale is None else scale
     S, M = initial_state or (q.new_zeros(2, N, HV, K, V, dtype=wide)).unbind()
-    with nullcontext() if autocast_dtype(q) is None else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         q, k = (repeat_heads(x.to(wide), HV) for x in (q, k))
         log_decay, momentum_log_decay, *beta, rate = (gate.to(wide) for gate in gates.values())
         p = log_decay.exp().unsqueeze(-1) * k if reads_decayed else k

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from flashmix.op.checks import (
     dims,
     have_addresses,
 )
-from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.dtypes import state_dtype, without_autocast
 from flashmix.op.packing import as_packing
 from flashmix.op.public import public
 from flashmix.ops.scan.op import scan
@@ -225,19 +224,15 @@ def _held(g: Tensor) -> Tensor:
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
     """`B x` in complex numbers `[B, T, H, S]`, from `[H, S, P, 2]`."""
     wide = _wide(x, x)
-    with _without_autocast(x):
+    with without_autocast(x):
         return torch.complex(*(torch.einsum("bthp,hsp->bths", wide, part) for part in _wide(x, matrix).unbind(-1)))
 
 
 def _real_product(h: Tensor, matrix: Tensor) -> Tensor:
     """`Re(C h)` `[B, T, H, P]` of states `[B, T, H, S]`, from `[H, P, S, 2]`."""
     real, imag = _wide(h.real, matrix).unbind(-1)
-    with _without_autocast(h.real):
+    with without_autocast(h.real):
         return torch.einsum("bths,hps->bthp", h.real, real) - torch.einsum("bths,hps->bthp", h.imag, imag)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def _skipped(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:

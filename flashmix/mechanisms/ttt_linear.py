@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from flashmix.mechanisms.momentum import IMPLEMENTATIONS
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.checks import check_range, check_shape
 from flashmix.op.choose import choose
-from flashmix.op.dtypes import autocast_dtype, state_dtype
+from flashmix.op.dtypes import state_dtype, without_autocast
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
 from flashmix.ops.recurrence.call import check_operands
@@ -86,7 +84,7 @@ def ttt_linear(
     else:
         W, sums = (torch.cat([w, b.unsqueeze(2)], 2) for w, b in (initial_state[:2], initial_state[2:4]))
         count = initial_state[4]
-    with nullcontext() if autocast_dtype(q) is None else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         row, place, longest = _rows(count.long() % mini_batch, T, packing, initial_state is not None, mini_batch)
         tiles = [_tiled(x.to(wide), row, place, N, longest, mini_batch) for x in (q, k, v, beta)]
         ends = count.long() % mini_batch + (T if packing is None else packing.lengths[:, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind) or t.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def without_autocast(t: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast is off on the device of `t`."""
+    return nullcontext() if autocast_dtype(t) is None else torch.autocast(t.device.type, enabled=False)
 
 
 def product_dtype(x: Tensor, impl: str) -> torch.dtype:
