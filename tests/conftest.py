@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 torch.set_num_threads(THREADS)
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch warns of shared memory unless `CI` is set
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

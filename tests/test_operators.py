@@ -31,7 +31,8 @@ def called(device: str, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str]
 
     def record(self: Op, call: Any, impl: str = "auto", asked: str | None = None) -> Any:
         implementation = choose(asked or self.name, self.implementations, call, impl)
-        if implementation.formula is None or self.formula is not None:
+        by_formula = implementation.formula is not None and implementation.formula(call) is not None
+        if self.formula is not None or not by_formula:
             found[self.name, implementation.name] = self, call
         return run(self, call, impl, asked)
 

@@ -51,6 +51,17 @@ def register(op: Any, library: torch.library.Library) -> None:
     torch.library.register_autograd(f"flashmix::{op.name}", backward, setup_context=setup_context, lib=library)
 
 
+def own(results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
+    """The results of an operator, whose memory may be neither an argument's nor another result's: those are copied."""
+    taken = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
+    owned = []
+    for t in results:
+        place = t.untyped_storage()._cdata
+        owned.append(t.clone() if place in taken else t)
+        taken.add(place)
+    return owned
+
+
 def refuse_second_derivative(op: Any) -> None:
     """Gives the operator of the backward a backward that raises; not at import, where each registration makes two dataclasses."""
     if op.refuses_second:

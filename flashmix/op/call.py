@@ -306,7 +306,9 @@ class Op:
 
     def _dispatched(self, *flat: Any) -> Any:
         call, (save, impl) = self.from_flat(flat)
-        return self._returned(*self.forward(call, save, impl))
+        outputs, kept = self.forward(call, save, impl)
+        owned = autograd.own((*outputs, *kept), flat)
+        return self._returned(tuple(owned[: len(outputs)]), tuple(owned[len(outputs) :]))
 
     def _fake(self, *flat: Any) -> Any:
         call, (save, impl) = self.from_flat(flat)
@@ -316,7 +318,7 @@ class Op:
     def _backward_dispatched(self, *flat: Any) -> list[Tensor]:
         call, (grads, kept, wanted, impl) = self.from_flat(flat)
         found = self.backward(call, tuple(kept), grads, wanted, impl)
-        return [found[name] for name in wanted]
+        return autograd.own([found[name] for name in wanted], [*flat, *kept, *grads])
 
     def _backward_fake(self, *flat: Any) -> list[Tensor]:
         call, (_, _, wanted, _) = self.from_flat(flat)

@@ -38,7 +38,7 @@ def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
         states.append(torch.stack([c, n, m, y]))
     every = torch.stack(states, 2)  # [4, B, T, H, D]
     last = _last(call, every, torch.stack(state))
-    outputs = (every[3].contiguous(), *(part.contiguous() for part in last))
+    outputs = (every[3].clone(), *last.unbind(0))  # of memory of their own, for they outlive the states of all tokens
     return outputs, (torch.stack(logits, 2), every[:3].contiguous()) if save else ()
 
 
@@ -108,7 +108,7 @@ def _starts(call: SlstmCall) -> tuple[Tensor, Tensor, Tensor]:
 def _last(call: SlstmCall, every: Tensor, state: Tensor) -> Tensor:
     """The state after each sequence `[4, N, H, D]`, from those after each token."""
     if call.packing is None:
-        return every[:, :, -1]
+        return every[:, :, -1].clone()
     ends = (call.packing.cu_seqlens[1:] - 1).clamp(min=0).long()
     empty = (call.packing.lengths == 0).view(1, -1, 1, 1)
     return torch.where(empty, state, every[:, 0, ends])
