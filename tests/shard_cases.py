@@ -166,13 +166,41 @@ def attention(name: str, extra: str = "", **options: Any) -> Case:
     return Case(f"attention {name}", inputs, run)
 
 
+def scan() -> Case:
+    def inputs(T: int, N: int) -> Inputs:
+        found = {"x": Input(normal(1, T, 2, D)), "log_decay": Input(-0.2 * normal(1, T, 2).abs())}
+        found["log_decay"].tensor[:, ::13] = -torch.inf
+        return found | {"initial_state": Input(normal(N, 2, D), "states")}
+
+    def run(given: dict[str, Any], packing: Packing) -> Outputs:
+        h, state = flashmix.scan(**given, return_state=True, read_before=True, cu_seqlens=packing)
+        assert state is not None
+        return [(h, "tokens"), (state, "states")]
+
+    return Case("scan", inputs, run)
+
+
+def selective_scan() -> Case:
+    def inputs(T: int, N: int) -> Inputs:
+        found = {name: Input(normal(1, T, size)) for name, size in (("u", D), ("dt", D), ("B", V), ("C", V))}
+        found["dt"].tensor.abs_()
+        return found | {"A": Input(-normal(D, V).abs(), "shared"), "initial_state": Input(normal(N, D, V), "states")}
+
+    def run(given: dict[str, Any], packing: Packing) -> Outputs:
+        y, state = flashmix.selective_scan(**given, return_state=True, cu_seqlens=packing)
+        assert state is not None
+        return [(y, "tokens"), (state, "states")]
+
+    return Case("selective_scan", inputs, run)
+
+
 def others() -> list[Case]:
     """The ops without a state matrix."""
     found = [convolution(W, states=s, parts=p) for W in (1, 4, 9) for s in (True, False) for p in (True, False)]
     found += [shift(True), shift(False), attention("full"), attention("full sink", "sink")]
     found += [attention("causal", causal=True), attention("window", causal=True, window=(7, 0), softcap=3.0)]
     found += [attention("forget gate", "log_decay", causal=True), attention("ALiBi", "alibi_slopes", causal=True)]
-    return found
+    return [*found, scan(), selective_scan()]
 
 
 CASES = [*recurrences(), *others()]
@@ -210,7 +238,7 @@ def evaluate(
 ) -> dict[str, tuple[Tensor, str]]:
     """Outputs and gradients of a case by name, with their kinds: of the whole row, or of a shard, whose `pieces` are given.
 
-    Inputs are rounded to `dtype`, states of the recurrence to float32, and with `exact` computed with in float64.
+    Inputs are rounded to `dtype`, states that are no tokens to float32, and with `exact` computed with in float64.
     """
     torch.manual_seed(seed)
     T, N = (packing.total, packing.count) if pieces is None else (packing.row, len(packing.boundaries) - 1)
@@ -223,7 +251,7 @@ def evaluate(
     inputs = case.inputs(T, N)
     leaves = {}
     for name, x in inputs.items():
-        own = state_dtype(dtype) if x.kind == "states" and x.tensor.dim() == 4 else dtype
+        own = dtype if x.kind != "states" or case.name.startswith(("short_conv", "token_shift")) else state_dtype(dtype)
         rounded = local(x.tensor, x.kind).to(own)
         leaves[name] = (rounded.double() if exact else rounded.clone()).requires_grad_()
     outputs = case.run(leaves, packing)

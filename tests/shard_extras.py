@@ -22,28 +22,7 @@ from flashmix.op.packing import Packing
 from flashmix.parallel.shard import Shard
 
 LENGTHS = [17, 0, 2, 30]
-REFUSED = {
-    "abc",
-    "mamba",
-    "lru",
-    "mlstm",
-    "rwkv4",
-    "s4d",
-    "s5",
-    "slstm",
-    "mamba3",
-    "lightnet",
-    "mesa_net",
-    "momentum_deltanet",
-    "titans_linear",
-    "ttt_linear",
-    "log_linear",
-    "log_linear_gated_deltanet",
-    "mom",
-    "scan_max",
-    "selective_scan",
-    "attention_with_cache",
-}
+REFUSED = {"slstm", "momentum_deltanet", "titans_linear", "ttt_linear", "mom", "attention_with_cache"}
 
 
 def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
@@ -60,12 +39,20 @@ def pieces(shard: Shard) -> list[int]:
     return [p.sequence for p in shard.pieces[shard.rank]]
 
 
-def results(op: Any, call: dict[str, Any], packing: Packing, take: Any, states: Any, N: int) -> dict[str, Tensor]:
-    """Results and gradients by name. `take` cuts tensors of tokens, `states` those of sequences; a weight is drawn for each entry."""
-    names, T = inspect.signature(op).parameters, sum(LENGTHS)
+def results(op: Any, call: dict[str, Any], packing: Packing, take: Any, states: Any, start: Any) -> dict[str, Tensor]:
+    """Results and gradients by name. `take` cuts tensors of tokens, `states` those of sequences; a weight is drawn for each entry.
+
+    `start`: the states of sequences that come in, None for an op without states.
+    """
+    names, T, N = inspect.signature(op).parameters, sum(LENGTHS), len(LENGTHS)
+    differentiable = op is not flashmix.scan_max
     options: dict[str, Any] = {"cu_seqlens": packing, **({"causal": True} if "causal" in names else {})}
-    options |= {"return_state": True} if "return_state" in names else {}
-    leaves = {n: t.clone().requires_grad_() for n, t in call.items() if isinstance(t, Tensor)}
+    leaves = {n: t.clone().requires_grad_(differentiable) for n, t in call.items() if isinstance(t, Tensor)}
+    inputs = dict(leaves)
+    if start is not None:
+        given = [states(t, "given").requires_grad_(differentiable and t.shape != (N, 1)) for t in tensors(start)]
+        options |= {"return_state": True, "initial_state": tuple(given) if isinstance(start, tuple) else given[0]}
+        inputs |= {f"state {place}": t for place, t in enumerate(given)}
     generator, loss = torch.Generator().manual_seed(3), torch.zeros((), dtype=torch.float64)
     found = {}
     for place, t in enumerate(tensors(op(**{**call, **leaves}, **options))):
@@ -74,14 +61,23 @@ def results(op: Any, call: dict[str, Any], packing: Packing, take: Any, states: 
         flow = torch.randn(shape, generator=generator, dtype=torch.float64)
         loss = loss + (t * (take(flow) if tokens else states(flow, "ends"))).sum()
         found[f"{'tokens' if tokens else 'states'} {place}"] = t.detach()
-    loss.backward()
-    return found | {f"gradient {n}": t.grad for n, t in leaves.items() if t.grad is not None}
+    if differentiable:
+        loss.backward()
+    return found | {f"gradient {n}": t.grad for n, t in inputs.items() if t.grad is not None}
+
+
+def states_at_the_end(op: Any, call: dict[str, Any], whole: Packing) -> Any:
+    """What an op returns as the states of the whole row, None of an op without them."""
+    if not {"initial_state", "return_state"} <= set(inspect.signature(op).parameters):
+        return None
+    with torch.no_grad():
+        return op(**call, cu_seqlens=whole, return_state=True)[-1]
 
 
 @check
 def every_public_function(group: Any) -> list[str]:
-    """Every public function with `cu_seqlens` honours a shard, outputs, states and gradients, or raises ValueError."""
-    found, T, N = [], sum(LENGTHS), len(LENGTHS)
+    """Every public function with `cu_seqlens` honours a shard, outputs, states in and out and gradients, or raises ValueError."""
+    found, T = [], sum(LENGTHS)
     whole = Packing.from_lengths(LENGTHS)
     shard = whole.shard(group, order="zigzag")
     names = [n for n, op in public_ops().items() if "cu_seqlens" in inspect.signature(op).parameters]
@@ -91,41 +87,38 @@ def every_public_function(group: Any) -> list[str]:
         cut = {n for n, t in call.items() if isinstance(t, Tensor) and t.shape != short[n].shape}
         local = {n: shard.take(t) if n in cut else t for n, t in call.items()}
         if name in REFUSED:
-            found += [] if refuses(op, local, cu_seqlens=shard) else [f"{name} must refuse a Shard"]
+            found += [] if refuses(op, local, name, cu_seqlens=shard) else [f"{name} must refuse a Shard"]
             continue
 
         def states(x: Tensor, edge: str) -> Tensor:
-            return x[pieces(shard)] * getattr(shard, edge).view(-1, *[1] * (x.dim() - 1))
+            its = x[pieces(shard)]
+            if edge == "ends":
+                return its * shard.ends.view(-1, *[1] * (x.dim() - 1))
+            return torch.where(shard.begins.view(-1, *[1] * (x.dim() - 1)), its, 0.5 * its)  # those are not read
 
+        start = states_at_the_end(op, call, whole)
         try:
-            have = results(op, local, shard, shard.take, states, N)
+            have = results(op, local, shard, shard.take, states, start)
         except ValueError as error:
             found.append(f"{name}: {error}")
             continue
-        want = results(op, call, whole, lambda x: x, lambda x, edge: x, N)
+        want = results(op, call, whole, lambda x: x, lambda x, edge: x.clone(), start)
         for key, t in want.items():
             mine = have[key]
-            if key.startswith("states"):
-                mine, t = states_of(mine, shard), t[pieces(shard)][shard.ends]
+            if key.startswith(("states", "gradient state ")):
+                edge = shard.ends if key.startswith("states") else shard.begins
+                mine, t = mine[edge], t[pieces(shard)][edge]
             elif key.startswith("tokens") or key.removeprefix("gradient ") in cut:
                 t = shard.take(t)
             else:
                 mine = shard.sum(mine)
             found += far(f"{name} {key}", mine, t)
-        if {"initial_state", "return_state"} <= set(inspect.signature(op).parameters):
-            given = op(**local, cu_seqlens=shard, return_state=True)[-1]
-            more = (
-                tuple(torch.cat([t, t[:1]]) for t in given)
-                if isinstance(given, tuple)
-                else torch.cat([given, given[:1]])
-            )
+        if start is not None:
+            given = [torch.cat([t, t[:1]]) for t in (states(t, "ends") for t in tensors(start))]
+            more = tuple(given) if isinstance(start, tuple) else given[0]
             if not refuses(op, local, cu_seqlens=shard, initial_state=more):
                 found.append(f"{name} must refuse states of another number of pieces")
     return found if len(names) > 20 else [f"only {names} have cu_seqlens"]
-
-
-def states_of(x: Tensor, shard: Shard) -> Tensor:
-    return x[shard.ends]
 
 
 def refuses(op: Any, call: dict[str, Any], words: str = "", **options: Any) -> bool:
@@ -285,6 +278,29 @@ def long_sequences(group: Any) -> list[str]:
         if refuses(flashmix.rotary, {"x": shard.take(x), "cos": cos, "sin": sin, "cu_seqlens": shard}, "table")
         else [*found, "table"]
     )
+
+
+@check
+def complex_scans(group: Any) -> list[str]:
+    """Complex numbers whose decays depend on the token, some of which forget all."""
+    found, T = [], sum(LENGTHS)
+    whole = Packing.from_lengths(LENGTHS)
+    shard = whole.shard(group, order="zigzag")
+    torch.manual_seed(0)
+    x, flow, start = (torch.complex(normal(*s), normal(*s)) for s in ((1, T, 3), (1, T, 3), (len(LENGTHS), 3)))
+    decay = torch.complex(-0.1 * normal(1, T, 3).abs(), 3 * normal(1, T, 3))
+    decay.real[:, ::11] = -torch.inf
+
+    def results(packing: Packing, take: Any, state: Tensor) -> list[Tensor]:
+        leaves = [take(x).requires_grad_(), take(decay).requires_grad_()]
+        h, _ = flashmix.scan(*leaves, initial_state=state, cu_seqlens=packing)
+        (h * take(flow)).real.sum().backward()
+        return [h.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    have, want = results(shard, shard.take, start[pieces(shard)]), results(whole, lambda x: x.clone(), start)
+    for place, (a, b) in enumerate(zip(have, want, strict=True)):
+        found += far(f"result {place}", torch.view_as_real(a), torch.view_as_real(shard.take(b)))
+    return found
 
 
 @check

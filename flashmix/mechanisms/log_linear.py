@@ -18,10 +18,11 @@ from flashmix.modules.projection import HeadProjection, repeat_heads
 from flashmix.op.checks import check_range, contents_are_checked, dims
 from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.options import hands_on
-from flashmix.op.packing import Packing, check_whole
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule, linear_attention
 from flashmix.ops.recurrence.call import check_operands
+from flashmix.parallel.joined import of_sequences
 
 LevelStates = tuple[Tensor, Tensor]
 
@@ -65,7 +66,7 @@ def _by_levels(
     check_states(initial_state, q, (N, HV, L, K, V), (N, 1))
     _check_levels(L, T, packing, initial_state)
     wide = state_dtype(q.dtype)
-    before = torch.zeros(N, 1, dtype=torch.int64, device=q.device) if initial_state is None else initial_state[1].long()
+    before = _tokens_before(q, N, packing, initial_state)
     place = (
         before + torch.arange(T, device=q.device)
         if packing is None
@@ -93,14 +94,22 @@ def _by_levels(
         return o, None
     last_k, last_v = shifted(k.to(wide), None, packing)[1], shifted(written, None, packing)[1]
     newest = last_k.repeat_interleave(HV // k.shape[2], 1).unsqueeze(-1) * last_v.unsqueeze(-2)
-    lengths = torch.full_like(before, T) if packing is None else packing.lengths[:, None].to(before.dtype)
+    lengths = torch.full_like(before, T) if packing is None else packing.elapsed[:, None].to(before.dtype)
     full = _in_right_half(before + lengths - 1, level)[:, :, None, :, None]  # [N, 1, 1, L - 1, 1]
     heads = heads.unflatten(1, (HV, L - 1)) * full.transpose(1, 2).transpose(2, 3)
     levels = torch.cat([newest.unsqueeze(2), heads], 2)
     if initial_state is not None:
         levels = torch.where(lengths[:, :, None, None, None] > 0, levels, initial_state[0])
-    count = before if initial_state is None else initial_state[1]
+    count = before if initial_state is None or (packing is not None and packing.sharded) else initial_state[1]
     return o, (levels, count.to(wide) + lengths)
+
+
+def _tokens_before(q: Tensor, N: int, packing: Packing | None, state: LevelStates | None) -> Tensor:
+    """How many tokens the states that come in hold, `[N, 1]`; over a shard those of a sequence for each of its pieces."""
+    if state is None:
+        return torch.zeros(N, 1, dtype=torch.int64, device=q.device)
+    before = state[1].long()
+    return of_sequences(packing, before) if packing is not None and packing.sharded else before
 
 
 def _check_levels(L: int, T: int, packing: Packing | None, state: LevelStates | None) -> None:
@@ -109,7 +118,7 @@ def _check_levels(L: int, T: int, packing: Packing | None, state: LevelStates | 
         raise ValueError(f"level_scales must have shape [B, T, HV, L] with L >= 2, got L = {L}")
     longest = T if packing is None else 0
     if packing is not None and packing.count and contents_are_checked(packing.cu_seqlens):
-        longest = int(packing.lengths.max())
+        longest = int(packing.elapsed.max())
     if state is not None and state[1].numel() and contents_are_checked(state[1]):
         longest += int(state[1].max())
     if longest > 1 << (L - 1):
@@ -163,7 +172,6 @@ def log_linear(
         >>> o.shape, levels.shape, tokens
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 5, 16, 16]), tensor([[10.]]))
     """
-    check_whole(options.get("cu_seqlens"), "log_linear")
     return _by_levels(linear_attention, q, k, v, (log_decay,), level_scales, **options)
 
 
@@ -196,7 +204,6 @@ def log_linear_gated_deltanet(
         >>> log_linear_gated_deltanet(q, k / 4, v, beta, -torch.rand(1, 10, 4), scales)[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    check_whole(options.get("cu_seqlens"), "log_linear_gated_deltanet")
     return _by_levels(delta_rule, q, k, v, (beta, log_decay), level_scales, **options)
 
 

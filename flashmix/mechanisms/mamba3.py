@@ -20,11 +20,12 @@ from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_multiple, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
-from flashmix.op.packing import Packing, check_whole
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
+from flashmix.parallel.joined import of_sequences, sums_before
 
 Mamba3States = tuple[Tensor, Tensor, Tensor, Tensor]
 TURN = 2 * math.pi
@@ -79,7 +80,6 @@ def mamba3(
         >>> y.shape, theta.shape, S.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 8]), torch.Size([1, 4, 32, 16]))
     """
-    check_whole(cu_seqlens, "mamba3")
     packing = _checked(x, dt, B, C, cu_seqlens)
     H, P = x.shape[-2:]
     batch, T, K = *x.shape[:2], C.shape[-1]
@@ -148,8 +148,11 @@ def _angles(
         row, lengths = packing.sequence, packing.lengths[:, None, None]
         bounds = before[0][packing.cu_seqlens.long()]
         theta, last = theta - bounds[row], bounds.diff(dim=0)
-    if start is not None:
-        own = _fixed(start.double())
+    own = None if start is None else _fixed(start.double())
+    if packing is not None and packing.sharded:
+        own = torch.zeros_like(last) if own is None else of_sequences(packing, own)
+        own = own + sums_before(packing, last)
+    if own is not None:
         theta, last = theta + (own.unsqueeze(1) if row is None else own[row]), last + own
     within, end = _radians(theta).to(wide), _radians(last).to(wide)
     end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())

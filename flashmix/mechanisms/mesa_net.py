@@ -20,7 +20,7 @@ from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_range, dims
 from flashmix.op.dtypes import at_least_float32, state_dtype, without_autocast
-from flashmix.op.packing import Packing, check_whole
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import linear_attention
@@ -70,7 +70,6 @@ def mesa_net(
         >>> mesa_net(q / 4, k / 4, v, beta, decay, torch.ones(4, 16))[0].shape
         torch.Size([1, 10, 4, 16])
     """
-    check_whole(cu_seqlens, "mesa_net")
     check_range("steps", steps, 1, 1000)
     dims("log_decay", log_decay, "B T HV")
     packing = check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)

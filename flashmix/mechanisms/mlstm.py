@@ -16,7 +16,7 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_choice, check_floating, check_like, check_range, check_shape
 from flashmix.op.dtypes import at_least_float32, state_dtype
-from flashmix.op.packing import Packing, check_whole
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.norm.op import group_norm
 from flashmix.ops.recurrence import linear_attention
@@ -68,7 +68,6 @@ def mlstm(
         >>> o.shape, n.shape, m.shape
         (torch.Size([1, 10, 4, 16]), torch.Size([1, 4, 16]), torch.Size([1, 4]))
     """
-    check_whole(cu_seqlens, "mlstm")
     packing = check_operands(q, v, {"k": k}, None, None, None, cu_seqlens)
     for name, gate in (("log_write", log_write), ("log_forget", log_forget)):
         check_shape(name, gate, *q.shape[:3])

@@ -13,7 +13,7 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.op.dtypes import at_least_float32, state_dtype
-from flashmix.op.packing import Packing, check_whole
+from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.scan.call import check_decays
 from flashmix.ops.token_shift.op import token_shift
@@ -59,7 +59,6 @@ def rwkv4(
         >>> o.shape, m.shape
         (torch.Size([1, 10, 32]), torch.Size([1, 32]))
     """
-    check_whole(cu_seqlens, "rwkv4")
     packing = check_elementwise({"cu_seqlens": cu_seqlens}, k=k, v=v)
     check_per_head("log_decay", log_decay, "k", k, *k.shape[2:])
     check_per_head("bonus", bonus, "k", k, *k.shape[2:])

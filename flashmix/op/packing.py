@@ -136,6 +136,11 @@ class Packing:
         return self.cu_seqlens.diff()
 
     @property
+    def elapsed(self) -> Tensor:
+        """`[N]`: tokens of each sequence up to the last one here: its length, of a `Shard` with the tokens of other ranks before it."""
+        return self.lengths
+
+    @property
     def sequence(self) -> Tensor:
         """`[total]` int64: the sequence of each token; `N` for tokens past the last one."""
         if not self._is_current() or self._sequence is None:

@@ -17,7 +17,8 @@ from flashmix.parallel.exchange import Moved, blocks
 from flashmix.parallel.shard import Link, Shard
 
 Maps = dict[Link, Tensor]
-Apply = Callable[[Tensor, Tensor], Tensor]  # (M, S) -> M S
+Fold = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, S, N) -> M S + N
+Apply = Callable[[Tensor, Tensor], Tensor]  # (M, E) -> M^T E
 Chains = Sequence[Sequence[Link]]
 Cargo = list[list[list[tuple[str, Link]]]]  # [source][receiver]: the blocks that one rank sends to another
 
@@ -71,7 +72,7 @@ def shared(
     return found
 
 
-def entering(chains: Chains, rank: int | None, M: Maps, N: Maps, apply: Apply) -> Maps:
+def entering(chains: Chains, rank: int | None, M: Maps, N: Maps, fold: Fold) -> Maps:
     """The state that enters each piece of a rank, or of all: `S <- M S + N` over the pieces before it, from 0."""
     found: Maps = {}
     for chain in chains:
@@ -81,7 +82,7 @@ def entering(chains: Chains, rank: int | None, M: Maps, N: Maps, apply: Apply) -
             if S is not None and rank in (None, link.owner):
                 found[link] = S
             if place < last:
-                S = N[link] if S is None else apply(M[link], S) + N[link]
+                S = N[link] if S is None else fold(M[link], S, N[link])
     return found
 
 
@@ -200,15 +201,15 @@ def moved(shard: Shard, shapes: Mapping[str, torch.Size], size: int) -> Moved:
 
 
 def join(
-    shard: Shard, own: Mapping[str, Maps], shapes: Mapping[str, torch.Size], apply: Apply, gradient: bool, like: Tensor
+    shard: Shard, own: Mapping[str, Maps], shapes: Mapping[str, torch.Size], fold: Fold, gradient: bool, like: Tensor
 ) -> tuple[Maps, Maps]:
     """The states that enter this rank's pieces, from the maps of those that it leaves, and the `M` that `join_backward` needs."""
     if by_heads(shard, shapes, gradient):
         found = spread(shard, left_maps(shard), own, shapes, like)
-        states = entering(shard.chains, None, found["M"], found["N"], apply)
+        states = entering(shard.chains, None, found["M"], found["N"], fold)
         return collected(shard, continued(shard), states, shapes["N"], like), found["M"]
     found = shared(shard, needed(shard, gradient), own, shapes, like)
-    return entering(shard.chains, shard.rank, found["M"], found["N"], apply), found["M"]
+    return entering(shard.chains, shard.rank, found["M"], found["N"], fold), found["M"]
 
 
 def join_backward(

@@ -109,6 +109,15 @@ class Shard(Packing):
         return max([0, *[b - a for a, b in pairwise(self.boundaries)]])
 
     @property
+    def elapsed(self) -> Tensor:
+        """`[count]`: the tokens of each piece's sequence from its beginning to the end of the piece."""
+        return self.made("elapsed", self._elapsed)
+
+    def _elapsed(self) -> Tensor:
+        own = self.pieces[self.rank]
+        return self.tensor([p.stop - self.boundaries[p.sequence] for p in own], self._like.dtype)
+
+    @property
     def begins(self) -> Tensor:
         """`[count]` bool: whether a piece is the first of its sequence, whose initial state is read."""
         return self.made("begins", lambda: self.tensor(self.flags[0], torch.bool))

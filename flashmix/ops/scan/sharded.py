@@ -1,49 +1,56 @@
-"""The scan over a shard: the recurrence with one key channel, whose states the ranks exchange."""
+"""The scan over a shard: a piece multiplies the state that enters it by the product of its decays."""
 
 from __future__ import annotations
 
-from math import gcd
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from flashmix.op.call import Outputs
-from flashmix.op.packing import check_whole
-from flashmix.ops.recurrence import sharded
-from flashmix.ops.recurrence.call import RecurrenceCall
-from flashmix.ops.scan.call import COMPLEX, ScanCall
+from flashmix.ops.scan import op
+from flashmix.ops.scan.call import ScanCall
+from flashmix.parallel import joined
 from flashmix.parallel.exchange import Moved
-
-LARGEST_HEAD = 64  # value channels of the recurrence, whose kernels keep a head's state in one tile
+from flashmix.parallel.joined import CallHalves, StateMap, summed
 
 
 def run(call: ScanCall, impl: str, asked: str) -> Outputs:
     """The outputs of a call whose packing is a `Shard`."""
-    h, state = sharded.run(as_recurrence(call), impl, asked)
-    return h.reshape(call.x.shape), state.reshape(call.sequences, *call.x.shape[2:])
+    return joined.run(call, acts(call), impl, asked)
 
 
 def exchange(call: ScanCall) -> Moved:
     """What the ranks exchange."""
-    return sharded.exchange(as_recurrence(call))
+    return joined.exchange(call, acts(call))
 
 
-def as_recurrence(call: ScanCall) -> RecurrenceCall:
-    """The scan as a call of the recurrence."""
-    if call.maximum or call.x.dtype in COMPLEX:
-        check_whole(call.packing, "scan_max" if call.maximum else "a complex scan")
-    heads = (-1, gcd(call.x.shape[-1], LARGEST_HEAD))
-    decay = call.decay.expand_as(call.x).unflatten(-1, heads).flatten(2, -2)  # [1, T, HV, V]
-    v = call.x.unflatten(-1, heads).flatten(2, -2)
-    one = v.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
-    start = call.initial_state
-    if start is not None:
-        start = start.unflatten(-1, heads).flatten(1, -2).unsqueeze(2)  # [N, HV, 1, V]
-    return RecurrenceCall(
-        one,
-        one,
-        v,
-        log_decay=decay,
-        initial_state=start,
-        packing=call.packing,
-        scale=1.0,
-        read_before=call.read_before,
-        value_decay=True,
-    )
+def acts(call: ScanCall) -> StateMap:
+    """How its tokens act on the state."""
+    return MAXIMUM if call.maximum else SUM
+
+
+def shapes(call: ScanCall) -> dict[str, torch.Size]:
+    """Of the maps of a piece: `N` like a state, `M` the decay as it broadcasts to one."""
+    return {"N": call.x.shape[2:], "M": call.decay.shape[2 if call.decay.dim() > 2 else 0 :]}
+
+
+def sums(halves: CallHalves, pieces: Sequence[int]) -> list[Tensor]:
+    """The sums of the log decays of some pieces, in the dtype of states."""
+    call, own = halves.call, halves.shard.pieces[halves.shard.rank]
+    return [summed(call.decay, own[i]).to(call.state_dtype) for i in pieces]
+
+
+def products(halves: CallHalves, pieces: Sequence[int]) -> list[Tensor]:
+    """The products of the decays of some pieces."""
+    call, own = halves.call, halves.shard.pieces[halves.shard.rank]
+    return [_exp(summed(call.decay, own[i])).to(call.state_dtype) for i in pieces]
+
+
+def _exp(total: Tensor) -> Tensor:
+    """`e^total`; of complex numbers 0 where the real part is -inf, whatever the other."""
+    return torch.polar(total.real.exp(), total.imag) if total.is_complex() else total.exp()
+
+
+SUM = StateMap(op.SCAN, shapes, lambda M, S, N: M * S + N, lambda M, E: M.conj() * E, products)
+MAXIMUM = StateMap(op.SCAN, shapes, lambda M, S, N: torch.maximum(M + S, N), torch.mul, sums, nothing=-torch.inf)

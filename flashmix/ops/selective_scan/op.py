@@ -36,7 +36,8 @@ IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
     Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.selective_scan.portable", always),
 )
-SELECTIVE_SCAN = Op("selective_scan", SelectiveScanCall, IMPLEMENTATIONS)
+SHARDED = "flashmix.ops.selective_scan.sharded"
+SELECTIVE_SCAN = Op("selective_scan", SelectiveScanCall, IMPLEMENTATIONS, sharded=SHARDED)
 
 
 @public

@@ -27,7 +27,7 @@ IMPLEMENTATIONS: tuple[Implementation[WkvCall], ...] = (
     Implementation("native", "flashmix.ops.wkv.native", _native_supports),
     Implementation("portable", _PORTABLE, always, partial(formula, impl="portable")),
 )
-WKV = Op("wkv", WkvCall, IMPLEMENTATIONS)
+WKV = Op("wkv", WkvCall, IMPLEMENTATIONS, sharded="flashmix.ops.wkv.sharded")
 
 
 def wkv(call: WkvCall, impl: str) -> Outputs:
