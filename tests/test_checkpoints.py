@@ -63,6 +63,21 @@ DENSE: dict[str, tuple[str, str, dict[str, Any], int]] = {
         | {"ffn_proj_factor": 2.0, "ffn_round_up_to_multiple_of": 1},
         2,
     ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+        | {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 3},
+        2,
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+        | {"lru_width": 24, "attention_window_size": 7},
+        2,
+    ),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"num_hidden_layers": 2, "intermediate_size": 40}, 2),
 }
 KNOWN = [*DENSE, "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "bamba"]
 

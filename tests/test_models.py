@@ -289,10 +289,13 @@ def test_tied_untied_and_capped_heads() -> None:
     layers = [LayerConfig("gla", {"heads": 2})]
     tied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, tied=True))
     untied = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers))
+    scaled = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, tied=True, embedding_scale=4.0))
     assert tied.head.weight is tied.embedding.weight
     assert untied.head.weight is not untied.embedding.weight
-    for model in (tied, untied):
+    for model in (tied, untied, scaled):
         assert 0.04 < model(tokens).std() < 0.16, "0.02 sqrt(width): near the uniform distribution"
+    untied.load_state_dict(scaled.state_dict() | {"embedding.weight": 4 * scaled.embedding.weight})
+    assert torch.equal(untied(tokens), scaled(tokens))
     torch.manual_seed(0)
     capped = Decoder(DecoderConfig(vocab_size=64, width=16, layers=layers, logit_softcap=0.1)).double()
     nn.init.normal_(capped.head.weight)

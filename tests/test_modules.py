@@ -14,6 +14,7 @@ from flashmix.modules import (
     BoundedDecay,
     ChannelMixing,
     ForgetGate,
+    GatedMLP,
     GatedRMSNorm,
     LayerNorm,
     LinearCrossEntropy,
@@ -273,15 +274,29 @@ def test_norms_by_groups_and_with_a_unit_offset() -> None:
     assert_same(norm.add_and_norm(x, residual)[0], expected)
 
 
-@pytest.mark.parametrize("receptance", [False, True])
-def test_channel_mixing_is_its_formula(receptance: bool) -> None:
+def test_a_gated_mlp_with_biases() -> None:
     torch.manual_seed(0)
-    layer, x, start = ChannelMixing(6, 9, receptance=receptance).double(), numbers(2, 4, 6), numbers(2, 6, seed=2)
+    layer, x = GatedMLP(6, 9, activation="gelu_tanh", bias=True).double(), numbers(2, 4, 6)
+    assert not layer.gate_up.bias.any() and not layer.down.bias.any()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    gate, up = (x @ layer.gate_up.weight.T + layer.gate_up.bias).chunk(2, dim=-1)
+    product = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    assert_same(layer(x), product @ layer.down.weight.T + layer.down.bias)
+
+
+@pytest.mark.parametrize(("receptance", "factor_of"), [(False, "previous"), (True, "previous"), (True, "current")])
+def test_channel_mixing_is_its_formula(receptance: bool, factor_of: str) -> None:
+    torch.manual_seed(0)
+    layer = ChannelMixing(6, 9, receptance=receptance, factor_of=factor_of).double()
+    x, start = numbers(2, 4, 6), numbers(2, 6, seed=2)
     before = torch.cat([start[:, None], x[:, :-1]], dim=1)
-    key = x + (before - x) * layer.key_mix
+    own = layer.key_mix if factor_of == "current" else 1 - layer.key_mix
+    key = own * x + (1 - own) * before
     expected = (key @ layer.key.weight.T).relu() ** 2 @ layer.value.weight.T
     if receptance:
-        gate = x + (before - x) * layer.receptance_mix
+        own = layer.receptance_mix if factor_of == "current" else 1 - layer.receptance_mix
+        gate = own * x + (1 - own) * before
         expected = expected * torch.sigmoid(gate @ layer.receptance.weight.T)
     y, state = layer(x, initial_state=start.unsqueeze(1), return_state=True)
     assert_same(y, expected)

@@ -158,7 +158,7 @@ def open_weights(folder: Path, family: ModelFamily | None, config: DecoderConfig
     if family is not None and not back:
         renames, ignored = family.renames, family.ignored  # type: ignore[assignment]
     if config.tied:
-        ignored = (*ignored, r"^head\.weight$" if ours else r"^lm_head\.weight$")  # type: ignore[assignment]
+        ignored = (*ignored, r"^head\.weight$" if ours else r"^(lm_)?head\.weight$")  # type: ignore[assignment]
     return Conversion(WeightFiles(folder), rules, back=ours, renames=renames, ignored=ignored)
 
 

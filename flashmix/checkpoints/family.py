@@ -89,7 +89,7 @@ def _defaults(built: type) -> dict[str, Any]:
 
 def same_decoder(one: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether both describe the same decoder."""
-    fields = ("vocab_size", "width", "tied", "norm", "norm_eps", "embedding_norm", "logit_softcap")
+    fields = ("vocab_size", "width", "tied", "norm", "norm_eps", "embedding_norm", "embedding_scale", "logit_softcap")
     return layers_of(one) == layers_of(other) and all(getattr(one, n) == getattr(other, n) for n in fields)
 
 
@@ -170,11 +170,11 @@ def first_of(config: DecoderConfig, mixer: str) -> Layer:
     return found
 
 
-def head_rules(config: DecoderConfig, embedding: str, norm: str) -> list[WeightRule]:
+def head_rules(config: DecoderConfig, embedding: str, norm: str, head: str = "lm_head.weight") -> list[WeightRule]:
     """Embedding, last norm and head."""
     V, D = config.vocab_size, config.width
     rules = [same("embedding.weight", embedding, V, D), same("norm.weight", norm, D)]
-    return rules if config.tied else [*rules, same("head.weight", "lm_head.weight", V, D)]
+    return rules if config.tied else [*rules, same("head.weight", head, V, D)]
 
 
 def attention_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
@@ -192,6 +192,8 @@ def attention_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[We
         WeightRule((WeightRows(f"{ours}.qkvg.weight", (sum(segments.values()), width), segments),), parts),
         same(f"{ours}.output.weight", f"{theirs}.o_proj.weight", width, q),
     ]
+    if layer["output_bias"]:
+        rules.append(same(f"{ours}.output.bias", f"{theirs}.o_proj.bias", width))
     if layer["qk_norm"]:
         sizes = {"q": q, "k": kv} if layer["joint_qk_norm"] else {"q": D, "k": D}
         rules += [same(f"{ours}.{n}_norm.weight", f"{theirs}.{n}_norm.weight", size) for n, size in sizes.items()]
@@ -199,7 +201,7 @@ def attention_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[We
 
 
 def mlp_rules(ours: str, theirs: str, width: int, hidden: int, alias: str | None = None) -> list[WeightRule]:
-    """A SwiGLU; `alias` is another name for `theirs` in files."""
+    """A gated MLP without biases; `alias` is another name for `theirs` in files."""
     gate, up = f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"
     others = {name: name.replace(theirs, alias) for name in (gate, up)} if alias else {}
     down = f"{theirs}.down_proj.weight"
@@ -210,9 +212,15 @@ def mlp_rules(ours: str, theirs: str, width: int, hidden: int, alias: str | None
 
 
 def expert_rules(
-    ours: str, theirs: str, width: int, mlp: Mapping[str, Any], names: tuple[str, str, str], shared: str
+    ours: str,
+    theirs: str,
+    width: int,
+    mlp: Mapping[str, Any],
+    names: tuple[str, str, str],
+    shared: str,
+    router: str = "gate",
 ) -> list[WeightRule]:
-    """A mixture of experts; `names` are gate, up and down of one of theirs, `shared` is the name of the shared one."""
+    """A mixture of experts; `names` are gate, up and down of one of theirs, `shared` and `router` the names of these parts."""
     count, hidden = mlp["experts"], mlp["hidden"]
     gate_name, up_name, down_name = names
     many: list[WeightRows] = []
@@ -228,7 +236,7 @@ def expert_rules(
     )
     fused = (count, 2 * hidden, width), (count, width, hidden)
     rules = [
-        same(f"{ours}.router.weight", f"{theirs}.gate.weight", count, width),
+        same(f"{ours}.router.weight", f"{theirs}.{router}.weight", count, width),
         WeightRule(
             (WeightRows(f"{ours}.gate_up", fused[0], rows),),
             tuple(many),
@@ -241,7 +249,7 @@ def expert_rules(
         ),
     ]
     if mlp["balance"]:
-        rules.append(same(f"{ours}.balance", f"{theirs}.gate.e_score_correction_bias", count))
+        rules.append(same(f"{ours}.balance", f"{theirs}.{router}.e_score_correction_bias", count))
     if mlp["shared"]:
         rules += mlp_rules(f"{ours}.shared", f"{theirs}.{shared}", width, mlp["shared"])
     if mlp["shared_gate"]:

@@ -38,6 +38,7 @@ class SoftmaxAttention(CachedAttention):
         unit_offset: whether its factors are `1 + weight`.
         eps: of that norm.
         gated: whether a sigmoid of the input multiplies the output.
+        output_bias: whether the last projection has a bias, 0 at first.
 
     Source: Vaswani et al., arXiv:1706.03762; grouped heads: arXiv:2305.13245; output gate: arXiv:2505.06708.
 
@@ -63,6 +64,7 @@ class SoftmaxAttention(CachedAttention):
         unit_offset: bool = False,
         eps: float = 1e-6,
         gated: bool = False,
+        output_bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -84,7 +86,9 @@ class SoftmaxAttention(CachedAttention):
         self.q_norm, self.k_norm = norm(heads), norm(self.kv_heads)
         scales = None if scaling is None else rotary_scaling(**scaling)
         self.rotary = None if rotary == 0 else RotaryEmbedding(self.head_dim, base, rotated=rotary, scaling=scales)
-        self.output = nn.Linear(heads * self.head_dim, width, bias=False, device=device, dtype=dtype)
+        self.output = nn.Linear(heads * self.head_dim, width, bias=output_bias, device=device, dtype=dtype)
+        if output_bias:
+            nn.init.zeros_(self.output.bias)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: AttentionCache | None) -> Tensor:
         qk, v, gate = self.qkvg(x)

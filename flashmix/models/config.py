@@ -145,6 +145,7 @@ class DecoderConfig:
         norm: of the inputs of mixers, MLPs and the head: a key of `NORMS`, "rms", "unit_offset_rms" (`1 + weight` scales) or "layer".
         norm_eps: of these norms.
         embedding_norm: whether the embedded tokens are normalised before the first block, as in RWKV.
+        embedding_scale: None, or the factor of the embedded tokens, as in Gemma.
         logit_softcap: None, or logits are bounded to `c tanh(logits / c)`.
 
     Raises:
@@ -166,6 +167,7 @@ class DecoderConfig:
     norm: str = "rms"
     norm_eps: float = 1e-6
     embedding_norm: bool = False
+    embedding_scale: float | None = None
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:

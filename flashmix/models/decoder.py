@@ -136,7 +136,7 @@ class Decoder(nn.Module):
     def initialise(self) -> None:
         """Normal weights of variance `1 / (3 inputs)`, smaller by `sqrt(2 blocks)` where they write to the residual.
 
-        Embeddings have a spread of 0.2 and logits start as if the head's weights had 0.02: small enough to begin near
+        Embeddings have a spread of 0.2 (after their scale) and logits start as if the head's weights had 0.02: small enough to begin near
         the uniform distribution, and large enough beside the output of the first blocks (measured on bytes of
         source code, 600k tokens: 2.23 bits per byte; with 0.02 for both 2.45).
         """
@@ -146,8 +146,9 @@ class Decoder(nn.Module):
             elif isinstance(module, MixtureOfExperts):
                 module.reset_parameters()
         nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.normal_(self.embedding.weight, std=0.2)
-        self.norm.set_scale(0.1 if self.config.tied else 1.0)
+        scale = self.config.embedding_scale or 1.0
+        nn.init.normal_(self.embedding.weight, std=0.2 / scale)
+        self.norm.set_scale(0.1 * scale if self.config.tied else 1.0)
         for block in self._blocks():
             for weight in block.writers():
                 weight.mul_((2 * len(self.blocks)) ** -0.5)
@@ -256,6 +257,8 @@ class Decoder(nn.Module):
         if padding is not None:
             tokens, packing = padding.remove(tokens), padding.packing
         x = self.embedding(tokens)
+        if self.config.embedding_scale is not None:
+            x = x * self.config.embedding_scale
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         mlp_caches = iter([] if cache is None else cache.layers[len(self.blocks) :])

@@ -13,12 +13,17 @@ from flashmix.modules.decay import (
 )
 from flashmix.modules.experts import MixtureOfExperts
 from flashmix.modules.losses import LinearCrossEntropy, next_token_targets
-from flashmix.modules.mlp import ChannelMixing, LowRank, SwiGLU
+from flashmix.modules.mlp import ChannelMixing, GatedMLP, LowRank, SwiGLU
 from flashmix.modules.norm import GatedRMSNorm, LayerNorm, RMSNorm
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import ShortConvolution
 
-MLPS: dict[str, type[nn.Module]] = {"swiglu": SwiGLU, "experts": MixtureOfExperts, "channel_mixing": ChannelMixing}
+MLPS: dict[str, type[nn.Module]] = {
+    "swiglu": SwiGLU,
+    "gated": GatedMLP,
+    "experts": MixtureOfExperts,
+    "channel_mixing": ChannelMixing,
+}
 """The MLPs of a model's blocks, by their kind in a configuration; the first argument of each is the width."""
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "BoundedDecay",
     "ChannelMixing",
     "ForgetGate",
+    "GatedMLP",
     "GatedRMSNorm",
     "LayerNorm",
     "LinearCrossEntropy",

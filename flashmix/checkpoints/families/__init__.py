@@ -3,9 +3,11 @@
 from flashmix.checkpoints.families.attention import LLAMA, QWEN3
 from flashmix.checkpoints.families.fla import FLA
 from flashmix.checkpoints.families.gated_delta import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from flashmix.checkpoints.families.jamba import JAMBA
 from flashmix.checkpoints.families.kimi import KIMI_LINEAR
 from flashmix.checkpoints.families.mamba import FALCON_MAMBA, MAMBA
-from flashmix.checkpoints.families.rwkv import RWKV6, RWKV7
+from flashmix.checkpoints.families.recurrent_gemma import RECURRENT_GEMMA
+from flashmix.checkpoints.families.rwkv import RWKV4, RWKV6, RWKV7
 from flashmix.checkpoints.families.scan import BAMBA, MAMBA2
 from flashmix.checkpoints.families.xlstm import XLSTM
 from flashmix.checkpoints.family import ModelFamily
@@ -24,6 +26,9 @@ FAMILIES: dict[str, ModelFamily] = {
         FALCON_MAMBA,
         MAMBA2,
         BAMBA,
+        JAMBA,
+        RECURRENT_GEMMA,
+        RWKV4,
         XLSTM,
         *FLA,
         RWKV6,

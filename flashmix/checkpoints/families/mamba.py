@@ -41,7 +41,8 @@ def _their_mamba(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _mixer_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
+def mamba_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
+    """The mixer of Mamba, without norms of step sizes, `B` and `C`."""
     inner, rank, S, W = layer["inner"], layer["rank"], layer["state_dim"], layer["conv_width"]
     rules = [
         same(f"{ours}.input.weight", f"{theirs}.in_proj.weight", 2 * inner, width),
@@ -63,7 +64,7 @@ def _rules(config: DecoderConfig) -> list[WeightRule]:
     for i, layer in enumerate(layers_of(config)):
         theirs = f"backbone.layers.{i}"
         rules.append(same(f"blocks.{i}.mixer_norm.weight", f"{theirs}.norm.weight", config.width))
-        rules += _mixer_rules(f"blocks.{i}.mixer", f"{theirs}.mixer", config.width, layer)
+        rules += mamba_rules(f"blocks.{i}.mixer", f"{theirs}.mixer", config.width, layer)
     return rules
 
 

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 of flash-linear-attention: layer norms, channel mixing, and a norm of the embedding."""
+"""RWKV-4 of transformers, RWKV-6 and RWKV-7 of flash-linear-attention: layer norms, channel mixing, and a norm of the embedding."""
 
 from __future__ import annotations
 
@@ -58,6 +58,16 @@ def _rwkv6(config: Config) -> DecoderConfig:
     return _decoder(config, depth * [LayerConfig("rwkv6", options, mlp=_mlp(config, 3.5, True))])
 
 
+def _rwkv4(config: Config) -> DecoderConfig:
+    """RWKV-4, whose last norm has another eps than the others where theirs is not 1e-5."""
+    refuse(config, layer_norm_epsilon=1e-5)
+    width, depth = need(config, "hidden_size", "num_hidden_layers")
+    hidden = config.get("intermediate_size") or 4 * width
+    mlp = {"kind": "channel_mixing", "hidden": hidden, "receptance": True, "factor_of": "current"}
+    layers = depth * [LayerConfig("rwkv4", {"inner": config.get("attention_hidden_size") or width}, mlp=mlp)]
+    return decoder_of(config, layers, norm="layer", norm_eps=1e-5, embedding_norm=True, mlp_width=None)
+
+
 def _common(config: DecoderConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
@@ -90,6 +100,11 @@ def _their_rwkv6(config: DecoderConfig) -> dict[str, Any]:
         "proj_low_rank_dim": layer["shift_rank"],
         "gate_low_rank_dim": layer["decay_rank"],
     }
+
+
+def _their_rwkv4(config: DecoderConfig) -> dict[str, Any]:
+    plain = _common(config) | {"attention_hidden_size": first_of(config, "rwkv4")["inner"]}
+    return plain | {"layer_norm_epsilon": plain.pop("norm_eps")}
 
 
 def _norm(ours: str, theirs: str, width: int) -> list[WeightRule]:
@@ -187,5 +202,38 @@ def _rules(config: DecoderConfig, *, mixer: Callable[[str, str, int, Layer], lis
     return rules
 
 
+def _rwkv4_mixer_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[WeightRule]:
+    D, mixed = layer["inner"], ("key", "value", "receptance")
+    return [
+        *(same(f"{ours}.{n}_mix", f"{theirs}.time_mix_{n}", width, as_shape=(1, 1, width)) for n in mixed),
+        *(same(f"{ours}.{n}.weight", f"{theirs}.{n}.weight", D, width) for n in mixed),
+        same(f"{ours}.decay", f"{theirs}.time_decay", D),
+        same(f"{ours}.bonus", f"{theirs}.time_first", D),
+        same(f"{ours}.output.weight", f"{theirs}.output.weight", width, D),
+    ]
+
+
+def _rwkv4_rules(config: DecoderConfig) -> list[WeightRule]:
+    D = config.width
+    rules = head_rules(config, "rwkv.embeddings.weight", "rwkv.ln_out.weight", "head.weight")
+    rules.append(same("norm.bias", "rwkv.ln_out.bias", D))
+    rules += _norm("embedding_norm", "rwkv.blocks.0.pre_ln", D)
+    for i, layer in enumerate(layers_of(config)):
+        ours, theirs, hidden = f"blocks.{i}", f"rwkv.blocks.{i}", layer.mlp["hidden"]
+        mlp, place = f"{ours}.mlp", f"{theirs}.feed_forward"
+        rules += [
+            *_norm(f"{ours}.mixer_norm", f"{theirs}.ln1", D),
+            *_norm(f"{ours}.mlp_norm", f"{theirs}.ln2", D),
+            *_rwkv4_mixer_rules(f"{ours}.mixer", f"{theirs}.attention", D, layer),
+            same(f"{mlp}.key_mix", f"{place}.time_mix_key", D, as_shape=(1, 1, D)),
+            same(f"{mlp}.receptance_mix", f"{place}.time_mix_receptance", D, as_shape=(1, 1, D)),
+            same(f"{mlp}.key.weight", f"{place}.key.weight", hidden, D),
+            same(f"{mlp}.value.weight", f"{place}.value.weight", D, hidden),
+            same(f"{mlp}.receptance.weight", f"{place}.receptance.weight", D, D),
+        ]
+    return rules
+
+
+RWKV4 = ModelFamily("rwkv", "RwkvForCausalLM", _rwkv4, _their_rwkv4, _rwkv4_rules)
 RWKV6 = ModelFamily("rwkv6", "RWKV6ForCausalLM", _rwkv6, _their_rwkv6, partial(_rules, mixer=_rwkv6_rules))
 RWKV7 = ModelFamily("rwkv7", "RWKV7ForCausalLM", _rwkv7, _their_rwkv7, partial(_rules, mixer=_rwkv7_rules))
