@@ -61,7 +61,7 @@ $(VENV)/has-torch: Makefile
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	touch $@
 
-$(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist $(VENV)/has-docs: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/ops/*/native/*.[ch])
+$(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist $(VENV)/has-docs: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/*/native/*.[ch] flashmix/ops/*/native/*.[ch])
 	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
 	touch $@
 

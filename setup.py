@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the C of the recurrence and the scan, one library, where there is a compiler; else there is none.
+"""What pyproject.toml cannot say: two libraries in C, of the recurrence with the scans and of words, where there is a compiler; else none.
 
 `FLASHMIX_PURE=1` leaves it out, for a wheel that any machine can install.
 """
@@ -12,6 +12,7 @@ from setuptools.command.build_ext import build_ext
 
 PURE = os.environ.get("FLASHMIX_PURE", "") not in ("", "0")
 NATIVE = "flashmix/ops/recurrence/native"
+WORDS = "flashmix/train/native"
 SCANS = (
     "scan/native/call",
     "scan/native/scan",
@@ -41,7 +42,7 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-library = Extension(
+recurrence = Extension(
     NATIVE.replace("/", ".") + ".librecurrence",
     [f"{NATIVE}/recurrence.c"],
     depends=[*HEADERS, *(f"flashmix/ops/{name}.h" for name in SCANS)],
@@ -49,4 +50,11 @@ library = Extension(
     extra_link_args=["-pthread", "-lm", *STRIPPED],
     optional=True,
 )
-setup(cmdclass={"build_ext": Library, "bdist_wheel": Wheel}, ext_modules=[] if PURE else [library])
+words = Extension(
+    WORDS.replace("/", ".") + ".libwords",
+    [f"{WORDS}/words.c"],
+    extra_compile_args=["-O3"],
+    extra_link_args=STRIPPED,
+    optional=True,
+)
+setup(cmdclass={"build_ext": Library, "bdist_wheel": Wheel}, ext_modules=[] if PURE else [recurrence, words])

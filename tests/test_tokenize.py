@@ -1,6 +1,7 @@
 """`flashmix tokenize`: the same tokens as the tokenizer's own, cut files, going on after a stop, conversations, and training on them."""
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from flashmix.train.data import Stream
 from flashmix.train.dataset import Spans, held_out, open_dataset
 from flashmix.train.encode import GPT2, Encoder, ascii_pattern
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
+from flashmix.train.native import binding
 from flashmix.train.sources import CHATML, Fields, conversation, jobs_of
 from flashmix.train.tokenize import DatasetFolder
 from flashmix.train.tokens import Tokens
@@ -51,8 +53,56 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_words_that_are_looked_up_have_the_tokens_of_the_tokenizer(text: str, tokenizer: str) -> None:
     tokens = Tokens.from_file(tokenizer)
     encoder = Encoder(tokens)
-    assert encoder.words is not None
-    assert encoder.encode(text.encode()).tolist() == list(tokens.encode(text.encode()))
+    assert encoder.words is not None and (encoder.table is None) == (binding.missing() is not None)
+    for table in {encoder.table, None}:
+        encoder.table = table
+        assert encoder.encode(text.encode()).tolist() == list(tokens.encode(text.encode()))
+
+
+PARTS = [
+    "a",
+    "B9",
+    "1",
+    "2.",
+    "'",
+    "'s",
+    "'ll",
+    "'x",
+    "_",
+    "é",
+    "ß²",
+    "Ⅷ",
+    "中",
+    "—",
+    "😀",
+    "<|im_start|>",
+    "<|im_end|>",
+]
+PARTS += [" ", "  ", "\n", "x\n", "\t", "\r", "\x1c", "\x0b", "\x00", "\x85", "\u00a0", "\u3000", "\u2028"]
+
+
+@pytest.mark.skipif(binding.missing() is not None, reason="the C was not compiled")
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 16])
+@pytest.mark.parametrize("most", [3, 1 << 20])
+def test_words_in_c_of_random_texts(at_once: int, most: int, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "AT_ONCE", at_once)
+    monkeypatch.setattr(binding, "MOST_WORDS", most)
+    tokens, draw = Tokens.from_file(tokenizer), random.Random(at_once)
+    encoder = Encoder(tokens)
+    for index in range(150):
+        kinds = PARTS[:: draw.choice([1, 1, 2, 3])] + [" "] * draw.choice([0, 5])
+        text = "".join(draw.choices(kinds, k=draw.choice([1, 5, 40]))).encode() + b"\xff\xe3\x80" * (index % 9 == 0)
+        assert encoder.encode(text).tolist() == list(tokens.encode(text)), text
+    assert encoder.table is not None and (encoder.table.learned > 50) == (most > 3)
+
+
+@pytest.mark.parametrize("option", ["lstrip", "rstrip", "single_word"])
+def test_added_tokens_that_change_the_text_beside_them(option: str, tokenizer: str) -> None:
+    definition = json.loads(Path(tokenizer).read_text())
+    definition["added_tokens"][0][option] = True
+    tokens = Tokens.from_definition(json.dumps(definition))
+    text = b"a \n <|im_start|> \n b\n<|im_start|>\nend<|im_start|>"
+    assert Encoder(tokens).encode(text).tolist() == list(tokens.encode(text))
 
 
 def test_words_of_another_pattern_are_looked_up_in_ascii_alone(tokenizer: str) -> None:

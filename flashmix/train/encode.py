@@ -1,7 +1,8 @@
-"""Fast encoding of text for byte-level BPE tokenizers: words are cut by Python's `re` and looked up; only new ones are encoded.
+"""Fast encoding of text for byte-level BPE tokenizers: words are cut and looked up; only new ones are encoded.
 
-It is exact. Text with added tokens, and tokenizers whose words cannot be cut so, are encoded by the tokenizer itself. Outside ASCII, where
-Python's classes of characters differ, GPT-2's words are cut at spaces alone: what is between them, with one space before, is looked up.
+It is exact. GPT-2's words are cut in C where the library is there, others and without it by Python's `re`. Text with added tokens, and
+tokenizers whose words cannot be cut so, are encoded by the tokenizer itself. Outside ASCII, where Python's classes of characters differ,
+GPT-2's words are cut at spaces alone: what is between them, with one space before, is looked up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flashmix.train.native.binding import WordTable, missing
 from flashmix.train.tokens import Tokens
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -22,6 +24,10 @@ LINE = re.compile(r"(?<=\S)(?=\n)")  # always the end of a word of GPT-2: none h
 CACHED = 1 << 16  # characters whose words a CPU's cache holds
 SPACES = r"\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # outside ASCII
 FAR_SPACE = re.compile(f"[{SPACES}]")
+FAR_BYTES = (
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80"  # `SPACES` in UTF-8
+)
+LINE_BYTES = re.compile(rb"(?<=[!-~])(?=\n)")
 RUN = r" ?[^ \t\n\r\f\v]*[^\x00-\x7f][^ \t\n\r\f\v]*"  # between spaces, where there is none of `SPACES`
 SAMPLE = "It's 1234 of them,\n\n  don't we'll  say;\tx_y = f(a[0])  # note\r\n\n   end ABC DEF'S 12 345\n" * 2
 
@@ -77,6 +83,30 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def hard_lines(text: bytes, hard: re.Pattern[bytes]) -> Iterator[tuple[bool, bytes]]:
+    """The text in parts: lines in which `hard` is found (True), and what is between them; cut where `LINE_BYTES` finds a place.
+
+    Example:
+        >>> list(hard_lines(b"a\\nb-c\\nd", re.compile(b"-")))
+        [(False, b'a'), (True, b'\\nb-c'), (False, b'\\nd')]
+    """
+    done = 0
+    for found in hard.finditer(text):
+        if found.start() < done:
+            continue
+        start = text.rfind(b"\n", done, found.start())
+        while start > done and not b"!" <= text[start - 1 : start] <= b"~":
+            start = text.rfind(b"\n", done, start)
+        start, after = max(start, done), LINE_BYTES.search(text, found.end())
+        end = after.start() if after else len(text)
+        if start > done:
+            yield False, text[done:start]
+        yield True, text[start:end]
+        done = end
+    if done < len(text) or not text:
+        yield False, text[done:]
+
+
 class Encoder:
     """Encodes texts to arrays of token numbers, as `Tokens.encode` does.
 
@@ -89,26 +119,60 @@ class Encoder:
         self.words = None if tokens.definition is None else words_of(tokens.definition)
         self.runs: re.Pattern[str] | None = None  # the same of any text without `SPACES`
         self.known: dict[str, list[int]] = {}
-        self.added: list[str] = []
-        if tokens.definition is not None:
-            self.added = [token["content"] for token in json.loads(tokens.definition).get("added_tokens", ())]
+        added = [] if tokens.definition is None else json.loads(tokens.definition).get("added_tokens", ())
+        self.added: list[str] = [token["content"] for token in added]
+        changes = ("lstrip", "rstrip", "single_word")  # of the text beside an added token, or only beside some text
+        self.plain = not any(token.get(name) for token in added for name in changes) and not any(
+            "\n" in content for content in self.added
+        )
         if self.words is not None and self._looked_up(SAMPLE, self.words) != self._exact(SAMPLE):
             self.words = None
         own = ascii_pattern(GPT2)
         if self.words is not None and own is not None and self.words.pattern == own.pattern:
             self.runs = re.compile(f"{RUN}|{own.pattern}", re.ASCII)
+        self.table = None if self.runs is None or missing() is not None else WordTable(tokens.dtype, self._encoded)
+        self.added_bytes = [token.encode() for token in self.added]
+        self.hard = re.compile(
+            b"|".join([FAR_BYTES, *map(re.escape, self.added_bytes)])
+        )  # its lines are not for the table
 
     def encode(self, text: bytes) -> np.ndarray:
         if self.tokens.definition is None:
             return np.frombuffer(text, dtype=np.uint8).astype(self.tokens.dtype)
-        return self.encode_text(text.decode(errors="replace"))
+        if self.table is not None:
+            found = self._by_table(text)
+            if found is not None:
+                return found
+        return self._array(self._ids_of(text.decode(errors="replace")))
 
     def encode_text(self, text: str) -> np.ndarray:
         """The same of a string."""
-        if self.tokens.definition is None:
-            return self.encode(text.encode())
-        ids = self._ids_of(text)
+        if self.tokens.definition is None or self.table is not None:
+            return self.encode(text.encode(errors="replace"))
+        return self._array(self._ids_of(text))
+
+    def _array(self, ids: list[int]) -> np.ndarray:
         return np.fromiter(ids, dtype=self.tokens.dtype, count=len(ids))
+
+    def _by_table(self, text: bytes) -> np.ndarray | None:
+        """The tokens by the table in C, but for lines with added tokens or `SPACES`; None where it cannot be."""
+        assert self.table is not None
+        special = any(token in text for token in self.added_bytes)
+        if special and not self.plain:
+            return None
+        if not text.isascii():
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                text = text.decode(errors="replace").encode()
+        elif not special:
+            return self.table.encode(text)
+        found = [
+            self._array(self._exact(part.decode())) if hard else self.table.encode(part)
+            for hard, part in hard_lines(text, self.hard)
+        ]
+        whole = [part for part in found if part is not None]
+        return np.concatenate(whole) if len(whole) == len(found) else None
 
     def _ids_of(self, text: str) -> list[int]:
         if self.words is None or any(token in text for token in self.added):
@@ -139,9 +203,13 @@ class Encoder:
             if len(known) > MOST:
                 known.clear()
             new = [word for word in different if word not in known]
-            encoded: list[Any] = self.tokens.tokenizer.encode_batch_fast(new, add_special_tokens=False)  # type: ignore[union-attr]
-            known.update((word, found.ids) for word, found in zip(new, encoded, strict=True))
+            known.update(zip(new, self._encoded(new), strict=True))
         return list(chain.from_iterable(map(known.__getitem__, words)))
+
+    def _encoded(self, words: list[str]) -> list[list[int]]:
+        """The tokens of each word, by the tokenizer."""
+        found: list[Any] = self.tokens.tokenizer.encode_batch_fast(words, add_special_tokens=False)  # type: ignore[union-attr]
+        return [each.ids for each in found]
 
     def _exact(self, text: str) -> list[int]:
         found: list[int] = self.tokens.tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[union-attr]

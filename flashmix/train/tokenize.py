@@ -73,24 +73,25 @@ class Worker:
 
     def encoded(self, job: Job) -> Encoded:
         separator = np.asarray([self.tokens.separator], dtype=self.tokens.dtype)
-        tokens, masks, table, masked = [], [], [], False
+        tokens, counting, table = [], [], []  # `counting`: whether each of `tokens` counts
         for document in documents_of(job, self.fields):
             parts = [(document, True)] if isinstance(document, bytes) else document
             digest, size, length = hashlib.sha256(), 0, 1
             tokens.append(separator)
-            masks.append(np.ones(1, dtype=np.uint8))
+            counting.append(True)
             for text, counts in parts:
                 raw = text if isinstance(text, bytes) else text.encode(errors="replace")
                 ids = self.encoder.encode(raw) if isinstance(text, bytes) else self.encoder.encode_text(text)
                 digest.update(raw)
-                size, length, masked = size + len(raw), length + len(ids), masked or not counts
+                size, length = size + len(raw), length + len(ids)
                 tokens.append(ids)
-                masks.append(np.full(len(ids), counts, dtype=np.uint8))
+                counting.append(counts)
             table.append((length, size, int.from_bytes(digest.digest()[:8], "little", signed=True)))
+        masked = not all(counting)
         return Encoded(
-            b"".join(part.tobytes() for part in tokens),
+            b"".join(part.data for part in tokens),
             np.asarray(table, dtype=np.int64).reshape(-1, 3).tobytes(),
-            b"".join(part.tobytes() for part in masks) if masked else None,
+            np.repeat(np.array(counting, dtype=np.uint8), [len(part) for part in tokens]).tobytes() if masked else None,
         )
 
 
