@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 import torch
 from budget import assert_within_budget
-from rowwise_cases import random
-from torch import Tensor
+from slstm_cases import LENGTHS, SIZES, compare, defined, inputs, ours
 
 from flashmix import Packing, slstm
-from flashmix.ops.slstm.definition import slstm_cell as define
 from flashmix.ops.slstm.native.binding import library, missing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_library = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 each_impl = pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_library), "portable"])
-LENGTHS = [5, 0, 1, 14]
-SIZES = [(3, 5), (1, 16), (2, 33)]
 
 
 @pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
@@ -29,63 +24,6 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
         pytest.skip("this machine has no such instructions")
     yield request.param
     library().flashmix_instructions(2)
-
-
-def inputs(heads: int, channels: int, sequences: int, *shape: int) -> list[Tensor]:
-    """Gates `[*shape, heads, channels]`, recurrent weights and a state."""
-    gates = [3 * random(*shape, heads, channels, seed=seed) for seed in range(4)]
-    recurrent = random(4, heads, channels, channels, seed=4) / channels**0.5
-    c, n, m, y = (random(sequences, heads, channels, seed=seed) for seed in range(5, 9))
-    return [*gates, recurrent, c, n.abs(), m, torch.tanh(y)]
-
-
-def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Outputs, and gradients of a sum of them all but `m`."""
-    parts = [*outputs[:3], outputs[4]]
-    flows = [random(*t.shape, seed=9 + place).to(t.dtype) for place, t in enumerate(parts)]
-    found = torch.autograd.grad(parts, leaves, flows)
-    return [*(t.detach() for t in outputs), *found]
-
-
-def ours(given: list[Tensor], impl: str, packing: Packing | None = None) -> list[Tensor]:
-    leaves = [t.clone().requires_grad_() for t in given]
-    write, forget, candidate, output, recurrent, c, n, m, y = leaves
-    out, state = slstm(
-        write,
-        forget,
-        candidate,
-        output,
-        recurrent,
-        initial_state=(c, n, m, y),
-        return_state=True,
-        cu_seqlens=packing,
-        impl=impl,
-    )
-    assert state is not None
-    return gradients([out, *state], leaves)
-
-
-def defined(given: list[Tensor], ends: list[int] | None = None) -> list[Tensor]:
-    """The definition with `m` a constant of the gradient, of each packed sequence by itself."""
-    leaves = [t.clone().requires_grad_() for t in given]
-    *gates, recurrent, c, n, m, y = leaves
-    past = torch.exp(m - m.detach())
-    state = [c * past, n * past, m.detach(), y]
-    if ends is None:
-        return gradients(list(define(tuple(gates), recurrent, tuple(state), constant=True)), leaves)
-    parts = [
-        define(tuple(g[:, a:b] for g in gates), recurrent, tuple(s[k : k + 1] for s in state), constant=True)
-        for k, (a, b) in enumerate(pairwise(ends))
-    ]
-    outputs = [torch.cat([part[0] for part in parts], 1)]
-    outputs += [torch.cat([part[place] for part in parts]) for place in range(1, 5)]
-    return gradients(outputs, leaves)
-
-
-def compare(found: list[Tensor], given: list[Tensor], ends: list[int] | None = None) -> None:
-    exact, plain = defined([t.double() for t in given], ends), defined([t.float() for t in given], ends)
-    for place, (got, want, baseline) in enumerate(zip(found, exact, plain, strict=True)):
-        assert_within_budget(f"{place}", got, want, baseline.to(got.dtype), steps=4)
 
 
 @each_impl

@@ -66,8 +66,7 @@ def slstm(
         zeros = torch.zeros(shape, dtype=wide, device=write.device)
         initial_state = zeros, zeros, torch.full_like(zeros, -torch.inf), zeros
     i, f, z, o = (gate.to(wide) for gate in (write, forget, candidate, output))
-    weights = None if recurrent is None else recurrent.to(wide)
-    y, *after = slstm_cell(SlstmCall(i, f, z, o, weights, *initial_state, packing=packing), impl)
+    y, *after = slstm_cell(SlstmCall(i, f, z, o, recurrent, *initial_state, packing=packing), impl)
     state = after[0], after[1], after[2].detach(), after[3]
     return y.to(write.dtype), state if return_state else None
 

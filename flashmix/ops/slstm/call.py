@@ -16,7 +16,7 @@ GATES = ("write", "forget", "candidate", "output")
 @dataclass(frozen=True)
 class SlstmCall(Call):
     """Logits of the four gates `[B, T, H, D]`, to which `recurrent` `[4, H, D, D]` (gate, head, to, from) times the output before is added,
-    and the state `c, n, m, y` before the first token, each `[N, H, D]`. All have one dtype, float32 or float64.
+    and the state `c, n, m, y` before the first token, each `[N, H, D]`. All have one dtype, float32 or float64; `recurrent` any.
 
     The outputs are `y` `[B, T, H, D]` and the last `c, n, m, y`; `m` is a constant in gradients.
     """
@@ -63,4 +63,5 @@ def previous(call: SlstmCall, y: Tensor) -> Tensor:
 
 def recurrent_gradient(call: SlstmCall, d_logits: Tensor, y: Tensor) -> Tensor:
     """The gradient of `recurrent` from those of the logits `[4, B, T, H, D]`."""
-    return torch.einsum("gbthi,bthj->ghij", d_logits, previous(call, y)).contiguous()
+    assert call.recurrent is not None
+    return torch.einsum("gbthi,bthj->ghij", d_logits, previous(call, y)).to(call.recurrent.dtype).contiguous()

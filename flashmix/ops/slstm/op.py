@@ -12,6 +12,8 @@ from flashmix.ops.slstm.call import SlstmCall
 from flashmix.ops.slstm.native.binding import missing
 from flashmix.ops.slstm.portable import formula
 
+WIDEST = 512  # channels of a head of the GPU's kernels
+
 
 def _native_supports(call: SlstmCall) -> str | None:
     if call.device.type != "cpu":
@@ -22,13 +24,14 @@ def _native_supports(call: SlstmCall) -> str | None:
 
 
 def _triton_supports(call: SlstmCall) -> str | None:
-    if call.recurrent is not None:
-        return "its kernels are scans, which have no recurrent weights"
+    channels = call.write.shape[-1]
+    if call.recurrent is not None and channels > WIDEST:
+        return f"its kernels take heads of at most {WIDEST} channels, got {channels}"
     return triton_refuses_first(call)
 
 
 IMPLEMENTATIONS: tuple[Implementation[SlstmCall], ...] = (
-    Implementation("triton", "flashmix.ops.slstm.portable", _triton_supports, partial(formula, impl="triton")),
+    Implementation("triton", "flashmix.ops.slstm.triton_gpu", _triton_supports, partial(formula, impl="triton")),
     Implementation("native", "flashmix.ops.slstm.native", _native_supports),
     Implementation("portable", "flashmix.ops.slstm.portable", always, partial(formula, impl="portable")),
 )

@@ -23,14 +23,14 @@ def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
     if not call.write.numel():
         return (torch.empty_like(call.write), *(t.clone() for t in state)), call.kept() if save else ()
     gates = torch.stack([getattr(call, name) for name in GATES])  # [4, B, T, H, D]
-    logits, states, starts = [], [], _starts(call)
+    logits, states, starts, recurrent = [], [], _starts(call), _weights(call)
     c, n, m, y = (t[:1] if call.packing is not None else t for t in state)
     for t in range(call.tokens):
         if call.packing is not None:
             c, n, m, y = (
                 torch.where(starts[0][t], s[starts[1][t]], old) for s, old in zip(state, (c, n, m, y), strict=True)
             )
-        a = gates[:, :, t] + torch.einsum("ghij,bhj->gbhi", call.recurrent, y)
+        a = gates[:, :, t] + torch.einsum("ghij,bhj->gbhi", recurrent, y)
         keep, write, new = _factors(a, m)
         c, n, m = keep * c + write * torch.tanh(a[2]), keep * n + write, new
         y = torch.sigmoid(a[3]) * c / n
@@ -53,7 +53,7 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     end = torch.stack([d_last[0], d_last[1], d_last[3]])  # of c, n, y
     if not call.write.numel():
         return _found(call, logits, end, y)
-    before = _before(call, states)
+    before, recurrent = _before(call, states), _weights(call)
     d_logits, carried = torch.empty_like(logits), []
     _, sequences, ends = _starts(call)
     dc, dn, dy = (t[:1] for t in end) if call.packing is not None else end
@@ -70,10 +70,15 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
         d_logits[2, :, t] = dc * write * (1 - z * z)
         d_logits[3, :, t] = dy * c / n * o * (1 - o)
         dc, dn = keep * dc, keep * dn
-        dy = torch.einsum("ghij,gbhi->bhj", call.recurrent, d_logits[:, :, t])
+        dy = torch.einsum("ghij,gbhi->bhj", recurrent, d_logits[:, :, t])
         carried.append(torch.stack([dc, dn, dy]))
     every = torch.stack(carried[::-1], 2)  # [3, B, T, H, D]
     return _found(call, d_logits, _first(call, every, end), y)
+
+
+def _weights(call: SlstmCall) -> Tensor:
+    assert call.recurrent is not None
+    return call.recurrent.to(call.dtype)
 
 
 def _like(call: SlstmCall) -> Outputs:

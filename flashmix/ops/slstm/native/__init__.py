@@ -56,7 +56,7 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
 
 def _matrices(recurrent: Tensor) -> Tensor:
     """The weights of a head side by side, each with zeros up to a whole number of vectors, `[H, from, gates x to]`."""
-    return pad(recurrent.permute(1, 3, 0, 2), (0, -recurrent.shape[-1] % LANES)).flatten(2)
+    return pad(recurrent.float().permute(1, 3, 0, 2), (0, -recurrent.shape[-1] % LANES)).flatten(2)
 
 
 def _panels(matrices: Tensor) -> Tensor:
