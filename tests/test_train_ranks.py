@@ -18,6 +18,7 @@ from train_cases import losses
 from flashmix.models import Decoder, DecoderConfig, LayerConfig
 from flashmix.train import session, shards
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
+from flashmix.train.optimizer import Updates
 from flashmix.train.ranks import Ranks, shard_parameters
 
 CLOSE = 1e-10  # of losses near 5, in float64
@@ -178,6 +179,37 @@ def worker_of(parent: int) -> int:
     return int(found[-1])
 
 
+RATES = (
+    ".A_log",
+    ".dt_bias",
+    ".decay.weight",
+    ".step_bias.weight",
+)  # ends of the names of what says how fast states decay
+
+
+def model_with_rates() -> Decoder:
+    torch.manual_seed(0)
+    mixers = ["gated_deltanet", "mamba2", "kda", "mamba3", "rg_lru"]
+    layers = [LayerConfig(name, {"heads": 2} | ({"lower": -5.0} if name == "kda" else {})) for name in mixers]
+    layers += [LayerConfig("mamba", {}), LayerConfig("rwkv4", {})]
+    return Decoder(DecoderConfig(vocab_size=11, width=16, layers=layers), checkpoint_activations=True)
+
+
+def test_rates_of_decays_stay_float32_in_one_process(small: TrainConfig) -> None:
+    """Other weights become bfloat16 ones over float32 masters; the rates are updated themselves."""
+    model = model_with_rates()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    updates = Updates(model, small, masters=True)
+    tokens = torch.randint(11, (1, 12))
+    model(tokens, targets=tokens).backward()
+    updates.step(0.01, 1.0)
+    for name, p in model.named_parameters():
+        assert p.dtype == (torch.float32 if name.endswith(RATES) else torch.bfloat16), name
+        assert not torch.equal(updates.weights()[name], before[name]), name
+    updates.load(before, updates.state())
+    assert all(torch.equal(p, before[name].to(p.dtype)) for name, p in model.named_parameters())
+
+
 def test_rates_of_decays_stay_float32_where_weights_are_cast() -> None:
     """In bfloat16 a rate `exp(A_log)` would be off by up to 0.8 %, a step of 0.01 by 1.6 %, for all tokens alike."""
     import torch.distributed as dist
@@ -185,10 +217,7 @@ def test_rates_of_decays_stay_float32_where_weights_are_cast() -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        torch.manual_seed(0)
-        mixers = [("gated_deltanet", {}), ("mamba2", {}), ("kda", {"lower": -5.0})]
-        layers = [LayerConfig(name, {"heads": 2, **options}) for name, options in mixers]
-        model = Decoder(DecoderConfig(vocab_size=11, width=16, layers=layers), checkpoint_activations=True)
+        model = model_with_rates()
         masters = {name: p.detach().clone() for name, p in model.named_parameters()}
         shard_parameters(model, init_device_mesh("cpu", (1,)), True)
         seen: dict[str, torch.Tensor] = {}
@@ -203,8 +232,8 @@ def test_rates_of_decays_stay_float32_where_weights_are_cast() -> None:
         model(tokens, targets=tokens).backward()
     finally:
         dist.destroy_process_group()
-    rates = [name for name in seen if name.endswith(("A_log", "dt_bias"))]
-    assert len(rates) == 6
+    rates = [name for name in seen if name.endswith(RATES)]
+    assert len(rates) == 11
     for name, p in seen.items():
         assert p.dtype == (torch.float32 if name in rates else torch.bfloat16), name
         assert torch.equal(p, masters[name].to(p.dtype)), name

@@ -12,6 +12,7 @@ from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.mechanisms.common import Result, StateOptions, check_per_head, scan_options
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
+from flashmix.modules.decay import SelectiveDecay
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.checks import FLOATING, check_dtype, check_like, check_range, check_shape, dims
@@ -131,12 +132,11 @@ class Mamba(Mixer[RecurrentCache]):
         self.input = nn.Linear(width, 2 * inner, bias=False, **placement)
         self.convolution = ShortConvolution(inner, conv_width, bias=conv_bias, **placement)
         self.selection = nn.Linear(inner, sum(self.parts), bias=False, **placement)
-        self.step = nn.Linear(rank, inner, **placement)
+        self.step = nn.Linear(rank, inner, bias=False, **placement)
         self.eps = eps if norms else None
         weighted = norms and norm_weights
         self.norms = nn.ModuleList(RMSNorm(part, eps, **placement) for part in self.parts) if weighted else None
-        rates = torch.arange(1, state_dim + 1, dtype=torch.float32, device=device).log()
-        self.A_log = nn.Parameter(rates.repeat(inner, 1).to(dtype or torch.get_default_dtype()))
+        self.decay = SelectiveDecay(inner, state_dim, **placement)
         self.skip = nn.Parameter(torch.ones(inner, **placement))
         self.output = nn.Linear(inner, width, bias=False, **placement)
 
@@ -150,9 +150,8 @@ class Mamba(Mixer[RecurrentCache]):
             dt, B, C = (norm(part) for norm, part in zip(self.norms, (dt, B, C), strict=True))
         elif self.eps is not None:
             dt, B, C = (rms_norm(part, eps=self.eps) for part in (dt, B, C))
-        dt = nn.functional.linear(dt, self.step.weight)
-        A = -self.A_log.to(state_dtype(u.dtype)).exp()
-        options: dict[str, Any] = {"D": self.skip, "z": z, "dt_bias": self.step.bias, "softplus": True}
+        dt, (A, dt_bias) = self.step(dt), self.decay()
+        options: dict[str, Any] = {"D": self.skip, "z": z, "dt_bias": dt_bias, "softplus": True}
         if cache is None:
             y, _ = selective_scan(u, dt, A, B, C, cu_seqlens=packing, **options)
         elif cache.can_step(u, packing):

@@ -14,7 +14,7 @@ from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import at_step, check_per_head, check_states, scan_beside, shifted, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
-from flashmix.modules.decay import draw_step_bias
+from flashmix.modules.decay import DecayWeight, draw_step_bias
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.call import has_tangent
@@ -265,8 +265,8 @@ class Mamba3(Mixer[RecurrentCache]):
         self.key_bias, self.query_bias = (
             nn.Parameter(torch.ones(ranks, heads, state_dim, **placement)) for _ in range(2)
         )
-        self.step_bias, self.skip = (nn.Parameter(torch.ones(heads, **placement)) for _ in range(2))
-        draw_step_bias(self.step_bias)
+        self.step_bias, self.skip = DecayWeight(heads, **placement), nn.Parameter(torch.ones(heads, **placement))
+        draw_step_bias(self.step_bias.weight)
         self.rank_weights = nn.Parameter(torch.ones(3, ranks, *value, **placement)) if ranks > 1 else None
         if self.rank_weights is not None:  # of x, the gate and the output
             with torch.no_grad():
@@ -281,7 +281,7 @@ class Mamba3(Mixer[RecurrentCache]):
             weights = self.rank_weights.to(values.dtype)
             values, gate = (t.unsqueeze(2) * weight for t, weight in zip((values, gate), weights, strict=False))
         wide = state_dtype(values.dtype)
-        dt = softplus(step.to(wide) + self.step_bias)
+        dt = softplus(step.to(wide) + self.step_bias())
         rate, angles = rate.to(wide), math.pi * torch.tanh(angles.to(wide))
         rate = (rate.clamp(min=0) + 1 / (1 - rate.clamp(max=0))).clamp(min=self.floor)
         angles = angles.unsqueeze(2).expand(*step.shape, angles.shape[-1])

@@ -22,6 +22,7 @@ from flashmix.mechanisms.common import (
     unrounded,
 )
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.decay import DecayWeight
 from flashmix.modules.short_convolution import ShortConvolution
 from flashmix.op.checks import check_dtype, check_like, check_multiple, check_shape
 from flashmix.op.dtypes import state_dtype
@@ -131,7 +132,7 @@ class RGLRU(Mixer[RecurrentCache]):
         self.recurrence_bias = nn.Parameter(torch.empty(heads, block, **placement))
         self.input_weight = nn.Parameter(torch.empty(heads, block, block, **placement))
         self.input_bias = nn.Parameter(torch.empty(heads, block, **placement))
-        self.decay = nn.Parameter(torch.empty(heads, block, **placement))
+        self.decay = DecayWeight(heads, block, **placement)
         self.output = nn.Linear(self.inner, width, **placement)
         self.reset_parameters()
 
@@ -142,8 +143,8 @@ class RGLRU(Mixer[RecurrentCache]):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         nn.init.zeros_(self.recurrence_bias)
         nn.init.zeros_(self.input_bias)
-        a = torch.empty_like(self.decay, dtype=torch.float32).uniform_(0.9, 0.999)
-        self.decay.copy_(torch.expm1(-a.log() / STRENGTH).log())  # the inverse of softplus
+        a = torch.empty_like(self.decay.weight, dtype=torch.float32).uniform_(0.9, 0.999)
+        self.decay.weight.copy_(torch.expm1(-a.log() / STRENGTH).log())  # the inverse of softplus
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         gate, u = self.input(x).chunk(2, dim=-1)
@@ -156,7 +157,7 @@ class RGLRU(Mixer[RecurrentCache]):
             for weight, bias in ((self.recurrence_weight, self.recurrence_bias), (self.input_weight, self.input_bias))
         )
         reset = first_tokens(x, packing, cache)
-        h = carried(rg_lru, u, r, i, self.decay, reset=reset, cache=cache, packing=packing)
+        h = carried(rg_lru, u, r, i, self.decay(), reset=reset, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
         return self.output(gelu(gate, approximate="tanh") * h.flatten(2))

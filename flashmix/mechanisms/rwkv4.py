@@ -12,7 +12,8 @@ from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_elementwise, check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
-from flashmix.op.dtypes import at_least_float32, state_dtype
+from flashmix.modules.decay import DecayWeight
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.scan.call import check_decays
@@ -105,7 +106,7 @@ class RWKV4(Mixer[RecurrentCache]):
             return nn.Parameter(torch.empty(size, device=device, dtype=dtype))
 
         self.key_mix, self.value_mix, self.receptance_mix = (parameter(width) for _ in range(3))
-        self.decay, self.bonus = parameter(self.inner), parameter(self.inner)
+        self.decay, self.bonus = DecayWeight(self.inner, device=device, dtype=dtype), parameter(self.inner)
         self.key, self.value, self.receptance = (nn.Linear(width, self.inner, **placement) for _ in range(3))
         self.output = nn.Linear(self.inner, width, **placement)
         self.reset_parameters()
@@ -115,7 +116,7 @@ class RWKV4(Mixer[RecurrentCache]):
         """Memories of a tenth of a token to 150 tokens, and bonuses around the logarithm of 0.3 (appendix E)."""
         for mix in (self.key_mix, self.value_mix, self.receptance_mix):
             mix.copy_(torch.linspace(0.0, 1.0, self.width))
-        self.decay.copy_(8.0 * torch.linspace(0.0, 1.0, self.inner) ** 1.3 - 5.0)
+        self.decay.weight.copy_(8.0 * torch.linspace(0.0, 1.0, self.inner) ** 1.3 - 5.0)
         self.bonus.copy_(-1.2 + 0.5 * ((torch.arange(self.inner) + 1) % 3 - 1))
 
     def mix(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
@@ -131,7 +132,7 @@ class RWKV4(Mixer[RecurrentCache]):
                 (self.value, self.value_mix),
             )
         )
-        o = carried(rwkv4, k, v, -at_least_float32(self.decay).exp(), self.bonus, cache=cache, packing=packing)
+        o = carried(rwkv4, k, v, -self.decay().exp(), self.bonus, cache=cache, packing=packing)
         if cache is not None:
             cache.recent = recent
         return self.output(torch.sigmoid(r) * o)

@@ -87,6 +87,58 @@ class MambaDecay(ExactParameters):
         return softplus_decay(x, self.A_log, self.dt_bias)
 
 
+class SelectiveDecay(ExactParameters):
+    """The rates and the bias of the step sizes of Mamba-1: `A = -exp(A_log)`, `dt = softplus(x + dt_bias)`.
+
+    Args:
+        channels: of the selective scan.
+        states: numbers of a channel's state; their rates start at 1, 2, ….
+
+    Source: Gu and Dao, arXiv:2312.00752, section 3.6.
+
+    Example:
+        >>> A, dt_bias = SelectiveDecay(4, 3)()
+        >>> A.shape, dt_bias.shape
+        (torch.Size([4, 3]), torch.Size([4]))
+    """
+
+    def __init__(
+        self, channels: int, states: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(channels, states, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.A_log.copy_(torch.arange(1, self.A_log.shape[1] + 1, device=self.A_log.device).float().log())
+        draw_step_bias(self.dt_bias)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """`A` `[channels, states]` and `dt_bias` `[channels]`."""
+        return -at_least_float32(self.A_log).exp(), at_least_float32(self.dt_bias)
+
+
+class DecayWeight(ExactParameters):
+    """A weight of a decay, `weight` of any shape, which the caller fills.
+
+    Example:
+        >>> DecayWeight(2, 3)().shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, *shape: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        """The weight, in float32 or float64."""
+        return at_least_float32(
+            self.weight
+        ).clone()  # FSDP2 marks what a module returns, which is not to be its parameter
+
+
 class BoundedDecay(ExactParameters):
     """A decay with a floor, per channel: `g = lower * sigmoid(exp(A_log) (x + dt_bias))`.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.models import Decoder, parameter_groups
+from flashmix.modules.decay import ExactParameters
 from flashmix.train.folder import RunError, TrainConfig
 
 
@@ -35,7 +36,7 @@ class Updates:
     """One update of a model's parameters after another.
 
     Args:
-        model: the model, on its device; with `masters` its parameters become bfloat16.
+        model: the model, on its device; with `masters` its parameters become bfloat16, but for those of `ExactParameters`.
         config: the settings.
         masters: whether float32 copies of the parameters are what is updated, and what a checkpoint holds.
     """
@@ -43,9 +44,11 @@ class Updates:
     def __init__(self, model: Decoder, config: TrainConfig, masters: bool = False) -> None:
         self.model, self.masters = model, {}
         if masters:
+            exact = {p for m in model.modules() if isinstance(m, ExactParameters) for p in m.parameters()}
             for parameter in model.parameters():
-                self.masters[parameter] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-            model.to(torch.bfloat16)
+                if parameter not in exact:
+                    self.masters[parameter] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+                    parameter.data = parameter.detach().to(torch.bfloat16)
         groups = parameter_groups(model, config.weight_decay)
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         if config.optimizer == "muon":
@@ -72,7 +75,7 @@ class Updates:
         for parameter, master in self.masters.items():
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.to(torch.float32), None
-        updated = list(self.masters.values()) or list(self.model.parameters())
+        updated = [self._updated(parameter) for parameter in self.model.parameters()]
         norm = nn.utils.clip_grad_norm_(updated, clip, foreach=True)
         for optimizer in self.optimizers.values():
             optimizer.step()

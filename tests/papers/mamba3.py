@@ -55,7 +55,7 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
         part.unflatten(-1, shape) for part, shape in zip(parts, layer.input.parts.values(), strict=True)
     )
     R, H, _ = layer.key_bias.shape
-    dt, lam = softplus(step + layer.step_bias), torch.sigmoid(trapezoid)
+    dt, lam = softplus(step + layer.step_bias.weight), torch.sigmoid(trapezoid)
     decay = -dt * torch.where(rate >= 0, rate + 1, 1 / (1 - rate)).clamp(min=1e-4)
     weights = torch.ones(3, R, *values.shape[1:], dtype=x.dtype) if R == 1 else layer.rank_weights
     keys, queries = (

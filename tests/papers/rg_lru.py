@@ -32,7 +32,7 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
     r = torch.sigmoid(torch.einsum("thi,hij->thj", u, layer.recurrence_weight) + layer.recurrence_bias)
     i = torch.sigmoid(torch.einsum("thi,hij->thj", u, layer.input_weight) + layer.input_bias)
     first = i[:1] * u[:1]
-    later = {"x": u[None, 1:], "recurrence_gate": r[None, 1:], "input_gate": i[None, 1:], "decay": layer.decay}
+    later = {"x": u[None, 1:], "recurrence_gate": r[None, 1:], "input_gate": i[None, 1:], "decay": layer.decay.weight}
     h = torch.cat([first, run_loop(CASES["rg_lru"], later | {"initial_state": first})[0][0]])
     return (gelu(gate, approximate="tanh") * h.flatten(1)) @ layer.output.weight.T + layer.output.bias
 

@@ -40,7 +40,7 @@ def layer_output(layer: Any, x: Tensor) -> Tensor:
             (layer.value_mix, layer.value),
         )
     )
-    weights = {"log_decay": -torch.exp(layer.decay)[None], "bonus": layer.bonus[None]}
+    weights = {"log_decay": -torch.exp(layer.decay.weight)[None], "bonus": layer.bonus[None]}
     return linear(torch.sigmoid(r) * loop(CASES["rwkv4"], k=k[:, None], v=v[:, None], **weights)[:, 0], layer.output)
 
 

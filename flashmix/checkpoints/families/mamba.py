@@ -49,8 +49,8 @@ def mamba_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[Weight
         same(f"{ours}.convolution.weight", f"{theirs}.conv1d.weight", inner, W, as_shape=(inner, 1, W)),
         same(f"{ours}.selection.weight", f"{theirs}.x_proj.weight", rank + 2 * S, inner),
         same(f"{ours}.step.weight", f"{theirs}.dt_proj.weight", inner, rank),
-        same(f"{ours}.step.bias", f"{theirs}.dt_proj.bias", inner),
-        same(f"{ours}.A_log", f"{theirs}.A_log", inner, S),
+        same(f"{ours}.decay.dt_bias", f"{theirs}.dt_proj.bias", inner),
+        same(f"{ours}.decay.A_log", f"{theirs}.A_log", inner, S),
         same(f"{ours}.skip", f"{theirs}.D", inner),
         same(f"{ours}.output.weight", f"{theirs}.out_proj.weight", width, inner),
     ]
