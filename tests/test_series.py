@@ -101,6 +101,22 @@ def test_a_tensor_that_is_two_arguments_says_nothing_about_the_next_call(launche
     assert launched[0][1][0][0] == given[0].data_ptr() and launched[0][1][-3] == given[1].data_ptr()
 
 
+def test_tensors_that_begin_on_no_16_bytes_are_noted_once_for_each_remainder(launched: list[Any]) -> None:
+    """As caches of others do, `[B, C, W]` without its oldest column; code for aligned tensors is not theirs."""
+    made, ready, calls = Kernel(kernel, None), LaunchSeries(), 0
+    for begin in (1, 1, 2, 1, 0, 2):
+        given = [*tensors()[:3], torch.zeros(68)[begin:]]
+
+        def make(given: list[Any] = given) -> None:
+            nonlocal calls
+            calls += 1
+            launch_all(made, *given)
+
+        ready(CPU, given, make)
+        assert launched[-2][1][0][1][0] == given[3].data_ptr()
+    assert calls == 3
+
+
 def test_memory_of_nobody_is_not_kept(launched: list[Any]) -> None:
     """A tensor that the call does not name may be gone at the next one."""
     made, ready, calls = Kernel(kernel, None), LaunchSeries(), []

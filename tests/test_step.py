@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import flashmix
 from flashmix.ops.recurrence.call import RecurrenceCall
+from flashmix.ops.recurrence.step import op as step_op
 from flashmix.ops.recurrence.step.call import StepCall
 from flashmix.ops.recurrence.step.op import IMPLEMENTATIONS, STEP
 from flashmix.ops.recurrence.step.portable.token import step as portable_step
@@ -91,8 +93,8 @@ def test_interpreted(case: StepCase) -> None:
 
 
 @pytest.mark.interpreted
-def test_interpreted_states_that_lie_apart() -> None:
-    """A state whose matrices are not in one piece, operands whose channels are apart, a pool that is part of another."""
+def test_interpreted_states_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state whose matrices are not in one piece, or lie [V, K], operands whose channels are apart, a pool that is part of another."""
     case = StepCase("", "delta", "channel", T=2, kept=2, slots=(1, -1), pool=3)
     inputs = make_inputs(case, torch.float32)
     plain, history = dict(inputs, state=inputs["state"].clone()), make_history(case, inputs)
@@ -101,9 +103,35 @@ def test_interpreted_states_that_lie_apart() -> None:
     other = torch.stack([make_history(case, inputs)] * 2, -1)[..., 0]  # type: ignore[list-item]
     assert torch.equal(run_op(case, apart, "triton", other), o)
     assert torch.equal(apart["state"], plain["state"]) and torch.equal(other, history)
+    v_first = dict(inputs, state=inputs["state"].mT.contiguous().mT)
+    triton_gpu = import_module("flashmix.ops.recurrence.step.triton_gpu")  # which has no Triton everywhere
+    monkeypatch.setattr(triton_gpu, "_with_gaps", lambda call: [])  # such a state is not copied
+    other = make_history(case, inputs)
+    assert torch.equal(run_op(case, v_first, "triton", other), o)
+    assert torch.equal(v_first["state"], plain["state"]) and torch.equal(other, history)
     layers = torch.stack([inputs["state"], inputs["state"]], 1)
     assert torch.equal(run_op(case, inputs | {"state": layers[:, 1]}, "triton"), o)
     assert torch.equal(layers[:, 1], plain["state"]) and torch.equal(layers[:, 0], inputs["state"])
+
+
+def test_calls_of_one_kind_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a state does not begin on 16 bytes, as in caches of others; another kind, or slots to look at, are checked."""
+    checked, ready, case = [], step_op._ready, StepCase("", "linear", "token", K=5, V=3)
+    monkeypatch.setattr(step_op, "_ready", lambda call: checked.append(1) or ready(call))  # type: ignore[func-returns-value]
+    x = make_inputs(case, torch.float32)
+    wide = torch.zeros(x["state"].numel() + 1)
+    states = [x["state"], x["state"].clone(), wide[1:].view(x["state"].shape).copy_(x["state"])]
+    results = [run_op(case, x | {"state": state}) for state in states]
+    assert len(checked) == 1
+    assert all(torch.equal(o, results[0]) and torch.equal(s, states[0]) for o, s in zip(results, states, strict=True))
+    with pytest.raises(ValueError, match="state must have shape"):
+        run_op(case, x | {"state": x["state"][:1]})
+    slots = replace(case, slots=(0, 1))
+    for _ in range(2):
+        run_op(slots, make_inputs(slots, torch.float32))
+    assert len(checked) == 4
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_op(case, make_inputs(case, torch.float32)).dtype == torch.bfloat16
 
 
 @named(HALF)

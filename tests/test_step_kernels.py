@@ -50,6 +50,17 @@ def test_every_rule_compiles(rule: str) -> None:
     assert_fits(launches(pool, (9, 0), torch.bfloat16), 1)
 
 
+def test_a_state_whose_keys_lie_side_by_side_is_not_copied() -> None:
+    """A Mamba-2 cache of transformers, `[B, H, P, N]`: one launch."""
+    for K, V in ((128, 64), (16, 8)):
+        case = StepCase("", "linear", "token", B=1, K=K, V=V)
+        x = make_inputs(case, torch.bfloat16, torch.float32)
+        x["state"] = x["state"].mT.contiguous().mT
+        with recording((9, 0)) as found, torch.no_grad():
+            run_op(case, x, "triton")
+        assert_fits(found, 1)
+
+
 def test_sizes_of_the_batch_do_not_recompile() -> None:
     """Batch, tokens past one, slots, kept states: one kernel serves them all."""
     keys = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,15 @@ from flashmix.ops.short_conv.op import short_conv_qkv
 class Projected(NamedTuple):
     """What the projections make of the input `[B, T, D]`."""
 
-    q: Tensor  # [B, T, H K]
-    k: Tensor  # [B, T, H K]
-    v: Tensor  # [B, T, HV V]
+    qkv: tuple[Tensor, ...]  # q [B, T, H K], k [B, T, H K] and v [B, T, HV V], or all of them side by side
     strength: Tensor  # [B, T, HV], before the sigmoid
     decay: Tensor  # [B, T, HV] or [B, T, HV, K], before the softplus
     gate: Tensor  # [B, T, HV, V]
+
+    @property
+    def joined(self) -> Tensor:
+        """Queries, keys and values side by side, `[B, T, C]`."""
+        return self.qkv[0] if len(self.qkv) == 1 else torch.cat(self.qkv, dim=-1)
 
 
 class NetParameters(NamedTuple):
@@ -46,23 +50,37 @@ class NetParameters(NamedTuple):
 
 def qwen3_next(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Qwen3-Next: two projections, interleaved by key head."""
-    q, k, v, gate, strength, decay = m.fix_query_key_value_ordering(m.in_proj_qkvz(x), m.in_proj_ba(x))
-    return gated(m, False, m.norm, m.out_proj), Projected(
-        q.flatten(2), k.flatten(2), v.flatten(2), strength, decay, gate
-    )
+    net, qkvz, ba = gated(m, False, m.norm, m.out_proj), m.in_proj_qkvz(x), m.in_proj_ba(x)
+    if x.shape[1] == 1 and type(qkvz) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        heads = net.heads, net.value_heads // net.heads
+        order, small = sorted_by_kind(*heads, net.key_dim, net.value_dim, qkvz.device)
+        qkv, gate = qkvz.index_select(2, order).split([m.conv_dim, m.value_dim], dim=2)
+        strength, decay = ba.index_select(2, small).chunk(2, dim=2)
+        return net, Projected((qkv,), strength, decay, gate.unflatten(2, (net.value_heads, net.value_dim)))
+    q, k, v, gate, strength, decay = m.fix_query_key_value_ordering(qkvz, ba)
+    return net, Projected((q.flatten(2), k.flatten(2), v.flatten(2)), strength, decay, gate)
+
+
+@lru_cache(maxsize=64)
+def sorted_by_kind(heads: int, group: int, K: int, V: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where Qwen3-Next's projections have all queries, then all keys, values and gates; and all strengths, then all decays."""
+    sizes = [K, K, group * V, group * V]
+    rows = torch.arange(heads * sum(sizes)).view(heads, -1).split(sizes, dim=1)
+    small = torch.arange(2 * heads * group).view(heads, 2, group).transpose(0, 1)
+    return torch.cat([part.flatten() for part in rows]).to(device), small.flatten().to(device)
 
 
 def qwen3_5(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Qwen3.5 and Qwen4: a projection each for q, k and v, the gate, the strength and the decay."""
-    q, k, v = m.in_proj_qkv(x).split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
     gate = m.in_proj_z(x).unflatten(-1, (m.num_v_heads, m.head_v_dim))
-    return gated(m, False, m.norm, m.out_proj), Projected(q, k, v, m.in_proj_b(x), m.in_proj_a(x), gate)
+    made = Projected((m.in_proj_qkv(x),), m.in_proj_b(x), m.in_proj_a(x), gate)
+    return gated(m, False, m.norm, m.out_proj), made
 
 
 def olmo_hybrid(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """OLMo-hybrid: a projection each for everything."""
     gate = m.g_proj(x).unflatten(-1, (m.num_v_heads, m.head_v_dim))
-    made = Projected(m.q_proj(x), m.k_proj(x), m.v_proj(x), m.b_proj(x), m.a_proj(x), gate)
+    made = Projected((m.q_proj(x), m.k_proj(x), m.v_proj(x)), m.b_proj(x), m.a_proj(x), gate)
     return gated(m, bool(m.allow_neg_eigval), m.o_norm, m.o_proj), made
 
 
@@ -83,7 +101,7 @@ def kimi_linear(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
         norm=m.o_norm,
         output=m.o_proj,
     )
-    return net, Projected(m.q_proj(x), m.k_proj(x), m.v_proj(x), m.b_proj(x), decay, gate)
+    return net, Projected((m.q_proj(x), m.k_proj(x), m.v_proj(x)), m.b_proj(x), decay, gate)
 
 
 def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module) -> NetParameters:
@@ -116,7 +134,7 @@ def forward_by(project: Projection) -> Callable[..., Tensor]:
         with hooks_of(self, "conv1d", "norm", "o_norm", "forget_gate"):
             cached = Cached(cache_params, self.layer_idx, self.conv_kernel_size)
             net, made = project(self, x)
-            if cached.steps_in_place(made.q, net.A_log):
+            if cached.steps_in_place(made.qkv[0], net.A_log):
                 o = one_token(self.conv1d, net, made, cached)
             else:
                 rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
@@ -129,7 +147,7 @@ def forward_by(project: Projection) -> Callable[..., Tensor]:
 def one_token(conv: nn.Conv1d, net: NetParameters, made: Projected, cached: Cached) -> Tensor:
     """Output `[B, 1, HV, V]` of one token; the states in the cache are updated in place."""
     y = delta_net_step(
-        torch.cat([made.q, made.k, made.v], dim=-1).squeeze(1),
+        made.joined.squeeze(1),
         made.strength.squeeze(1),
         cached.state,
         cached.inputs[:, :, 1:].mT,
@@ -151,13 +169,14 @@ def one_token(conv: nn.Conv1d, net: NetParameters, made: Projected, cached: Cach
 
 def tokens(mixer: Any, net: NetParameters, made: Projected, cached: Cached, rows: BatchRows) -> Tensor:
     """Output `[B, T, HV, V]` of many tokens, with gradients."""
-    q, k, v = (rows.join(part) for part in (made.q, made.k, made.v))
-    sizes = [part.shape[-1] for part in (q, k, v)]
+    sizes = [net.heads * net.key_dim] * 2 + [net.value_heads * net.value_dim]
+    parts = made.joined.split(sizes, dim=-1) if len(made.qkv) == 1 else made.qkv
+    q, k, v = (rows.join(part) for part in parts)
     weights = mixer.conv1d.weight.squeeze(1).split(sizes)
     biases = (None, None, None) if mixer.conv1d.bias is None else mixer.conv1d.bias.split(sizes)
     q, k, v, _ = short_conv_qkv(q, k, v, *weights, *biases, initial_state=cached.recent(rows), cu_seqlens=rows.packing)
     if cached.exists:
-        cached.keep_inputs(torch.cat([made.q, made.k, made.v], dim=-1))
+        cached.keep_inputs(made.joined)
     q, k = (l2_norm(part.unflatten(-1, (net.heads, net.key_dim))) for part in (q, k))
     v = v.unflatten(-1, (net.value_heads, net.value_dim))
     beta = write_strength(rows.join(made.strength), negative_eigenvalues=net.negative_eigenvalues)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,6 +104,12 @@ def _from_tokens(name: str, marks: Tensor, batch: int, tokens: int) -> Tensor | 
     return nn.functional.pad(starts, (0, 1), value=batch * tokens)
 
 
+@lru_cache
+def names_of(forward: Callable[..., Any]) -> list[str]:
+    """The arguments of a class's `forward`, after self."""
+    return list(inspect.signature(forward).parameters)[1:]
+
+
 class Given:
     """What the layers around a mixer are told of the boundaries and do not tell the mixer: kept from their call to the mixer's."""
 
@@ -121,10 +128,12 @@ class Given:
 
     def keep(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook of a layer around the mixer."""
+        x = arguments[0] if arguments else options.get("hidden_states")
+        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == 1:  # [B, 1, D]: no sequence begins within one token
+            return
         named = options
         if len(arguments) > 1:
-            names = list(inspect.signature(type(layer).forward).parameters)[1:]
-            named = dict(zip(names, arguments, strict=False)) | options
+            named = dict(zip(names_of(type(layer).forward), arguments, strict=False)) | options
         self.found |= {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
 
     def rows(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> BatchRows:

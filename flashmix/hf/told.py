@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +14,24 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
 
 
-@contextmanager
-def hooks_of(mixer: Any, *children: str) -> Iterator[None]:
+NOTHING = nullcontext()
+
+
+def hooks_of(mixer: Any, *children: str) -> AbstractContextManager[None]:
     """Runs the hooks of the package `accelerate` on the children whose parameters are read without calling them.
 
     With a `device_map` that offloads, such a hook brings the parameters to the device and takes them away again.
     """
-    found = [child for name in children if (child := mixer._modules.get(name)) is not None]
-    hooked = [(child, hook) for child in found if (hook := getattr(child, "_hf_hook", None)) is not None]
+    hooked = []
+    for name in children:
+        child = mixer._modules.get(name)
+        if child is not None and (hook := child.__dict__.get("_hf_hook")) is not None:
+            hooked.append((child, hook))
+    return around(hooked) if hooked else NOTHING
+
+
+@contextmanager
+def around(hooked: list[tuple[Any, Any]]) -> Iterator[None]:
     for child, hook in hooked:
         hook.pre_forward(child)
     try:

@@ -50,6 +50,8 @@ def public(op: Function) -> Function:
 
 def check_number(name: str, value: Any) -> Any:
     """The finite number `value` as a float."""
+    if type(value) is float and LEAST.get(name, -LARGEST_FLOAT) <= value <= LARGEST_FLOAT:
+        return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -63,6 +65,8 @@ def check_number(name: str, value: Any) -> Any:
 
 def check_integer(name: str, value: Any) -> Any:
     """The integer `value`, which fits 64 bits."""
+    if type(value) is int and -LARGEST_INT <= value <= LARGEST_INT:
+        return value
     if isinstance(value, torch.SymInt):
         return value
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):

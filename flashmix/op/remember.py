@@ -1,18 +1,19 @@
 """Calls of ops that write a state, made again at little cost to the host.
 
-A step takes some microseconds of a GPU, and Python as long to look at ten tensors. Checks, the choice of an implementation and its
-launch depend on sizes, dtypes, strides and options alone, so they are done once for each set of them; the calls that follow compare
-these, and launch.
+A step takes some microseconds of a GPU or a CPU, and Python as long to look at ten tensors. Checks, the choice of an implementation and
+its launch depend on sizes, dtypes, strides and options alone, so they are done once for each set of them; the calls that follow compare
+these, and run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from flashmix.op.call import Op
@@ -44,21 +45,18 @@ class Remembered:
 
         `ready(call)` is the call as the op takes it; it raises where its fields do not fit. Raises RuntimeError: a gradient is wanted.
         """
-        key = None
+        key: Any = None
         if not torch.compiler.is_compiling() and rememberable(tensors):
-            key = (asked, impl, *options.values(), signature(tensors))
+            seen = signature(tensors)
+            key = None if seen is None else (asked, impl, *options.values(), seen)
             known = self.known.get(key)
             if known is not None:
-                written = []
+                output = known(tensors)
                 for name in self.written:
                     t = tensors[name]
                     if t is not None:
-                        written.append(t)
-                if aligned(written):
-                    output = known(tensors)
-                    for t in written:
                         increment_version(t)
-                    return output
+                return output
         call = ready(self.op.call.make({**tensors, **options}))
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
             raise RuntimeError(f"{asked} has no gradient, it writes its state in place: call it under torch.no_grad()")
@@ -72,11 +70,18 @@ class Remembered:
 
 
 def rememberable(tensors: Tensors) -> bool:
-    """Whether sizes, dtypes, strides and options tell all about a call: it is on a GPU, has no gradient and asks for no more checks."""
+    """Whether sizes, dtypes, strides and options tell all about a call: it has data and no gradient, and asks for no more checks."""
     first = next(iter(tensors.values()))
-    if type(first) is not Tensor or not first.is_cuda or torch.is_autocast_enabled("cuda"):
+    if type(first) is not Tensor:
         return False
-    if explaining() or contents_everywhere():
+    if first.is_cuda:
+        if torch.is_autocast_enabled("cuda"):
+            return False
+    elif not first.is_cpu or torch.is_autocast_enabled("cpu"):
+        return False
+    if explaining() or contents_everywhere() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     if torch.is_grad_enabled():
         for t in tensors.values():
@@ -90,20 +95,12 @@ def signature(tensors: Tensors) -> Any:
     try:
         return tuple(
             [
-                None if t is None else (t.dtype, t.get_device(), t.shape, None if t.is_contiguous() else t.stride())
+                None if t is None else (t.dtype, t.device, t.shape, None if t.is_contiguous() else t.stride())
                 for t in tensors.values()
             ]
         )
-    except AttributeError:  # not a tensor: the checks will say so
+    except (AttributeError, RuntimeError):  # not a tensor, or one without strides: the checks will say so
         return None
-
-
-def aligned(written: Iterable[Tensor]) -> bool:
-    """Whether written tensors begin on 16 bytes, as all that torch allocates do: what is remembered is compiled for that."""
-    for t in written:  # noqa: SIM110  (a generator takes longer, at every call)
-        if t.data_ptr() & 15:
-            return False
-    return True
 
 
 def by_signature(prepare: Callable[[Any], Again | None]) -> Callable[[Any], Again | None]:
@@ -112,7 +109,7 @@ def by_signature(prepare: Callable[[Any], Again | None]) -> Callable[[Any], Agai
 
     @wraps(prepare)
     def prepared(call: Any) -> Again | None:
-        if call.device.type != "cuda" or not aligned([t for n in call.written if (t := getattr(call, n)) is not None]):
+        if call.device.type != "cuda":
             return None
         key = (signature({n: getattr(call, n) for n in call.names}), *[getattr(call, n) for n in call.options])
         if key not in found:

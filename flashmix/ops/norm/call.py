@@ -61,3 +61,36 @@ class NormCall(Call):
         if dh is not None and "x" in wanted:
             found["x"].copy_(dh)
         return found
+
+
+def norm_call(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    *,
+    eps: float,
+    groups: int,
+    center: bool,
+    activation: str,
+    mean: bool = True,
+) -> NormCall:
+    """The call of a norm that is not checked."""
+    made: NormCall = NormCall.make(
+        {
+            "x": x,
+            "residual": residual,
+            "weight": weight,
+            "bias": bias,
+            "gate": gate,
+            "eps": eps,
+            "groups": groups,
+            "center": center,
+            "mean": mean,
+            "activation": activation,
+            "y_dtype": x.dtype,
+            "sums": residual is not None,
+        }
+    )
+    return made

@@ -10,7 +10,7 @@ from flashmix.op.call import Op, implementations
 from flashmix.op.checks import check_choice, check_floating, check_like, check_multiple, check_shape, check_tensor
 from flashmix.op.public import public
 from flashmix.ops.gated_product.portable import ACTIVATIONS
-from flashmix.ops.norm.call import NormCall
+from flashmix.ops.norm.call import NormCall, norm_call
 from flashmix.ops.norm.portable import formula, own_formula
 
 IMPLEMENTATIONS = implementations("norm", formula=own_formula)
@@ -67,7 +67,7 @@ def rms_norm(
         2.0
     """
     _check(x, gate_activation, weight=weight, gate=gate, residual=residual)
-    call = _call(x, residual, weight, None, gate, eps=eps, groups=1, center=False, activation=gate_activation)
+    call = norm_call(x, residual, weight, None, gate, eps=eps, groups=1, center=False, activation=gate_activation)
     return _results("rms_norm", call, return_residual, impl)
 
 
@@ -119,7 +119,7 @@ def layer_norm(
         [[-1.0, 1.0]]
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
-    call = _call(x, residual, weight, bias, gate, eps=eps, groups=1, center=True, activation=gate_activation)
+    call = norm_call(x, residual, weight, bias, gate, eps=eps, groups=1, center=True, activation=gate_activation)
     return _results("layer_norm", call, return_residual, impl)
 
 
@@ -181,7 +181,7 @@ def group_norm(
     """
     _check(x, gate_activation, weight=weight, bias=bias, gate=gate, residual=residual)
     check_multiple("D", x.shape[-1], "groups", groups)
-    call = _call(x, residual, weight, bias, gate, eps=eps, groups=groups, center=center, activation=gate_activation)
+    call = norm_call(x, residual, weight, bias, gate, eps=eps, groups=groups, center=center, activation=gate_activation)
     return _results("group_norm", call, return_residual, impl)
 
 
@@ -215,7 +215,7 @@ def l2_norm(x: Tensor, *, eps: float = 1e-6, impl: str = "auto") -> Tensor:
         [0.6, 0.8]
     """
     _check(x, "silu")
-    call = _call(x, None, None, None, None, eps=eps, groups=1, center=False, mean=False, activation="silu")
+    call = norm_call(x, None, None, None, None, eps=eps, groups=1, center=False, mean=False, activation="silu")
     return NORM(call, impl, "l2_norm")[0]
 
 
@@ -231,37 +231,6 @@ def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
             check_floating(name, value)
             check_like(name, value, "x", x, dtype=False)
     check_choice("gate_activation", gate_activation, *ACTIVATIONS)
-
-
-def _call(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    *,
-    eps: float,
-    groups: int,
-    center: bool,
-    activation: str,
-    mean: bool = True,
-) -> NormCall:
-    return NormCall.make(
-        {
-            "x": x,
-            "residual": residual,
-            "weight": weight,
-            "bias": bias,
-            "gate": gate,
-            "eps": eps,
-            "groups": groups,
-            "center": center,
-            "mean": mean,
-            "activation": activation,
-            "y_dtype": x.dtype,
-            "sums": residual is not None,
-        }
-    )
 
 
 def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:

@@ -87,10 +87,10 @@ def _is_plain_layer_norm(call: NormCall, h: Tensor) -> bool:
 
     Not of one or two channels, where its zeros are no zeros; not with 16-bit weights on a CPU: it adds their gradients up in 16 bits.
     """
+    if not call.center or not call.mean or call.groups > 1 or call.gate is not None or h.shape[-1] <= 2:
+        return False
     weighted = call.weight is not None or call.bias is not None
     if weighted and h.device.type == "cpu" and h.element_size() == 2:
-        return False
-    if h.shape[-1] <= 2 or not call.center or not call.mean or call.groups > 1 or call.gate is not None:
         return False
     return all(t is None or t.dtype == call.y_dtype for t in (h, call.weight, call.bias))
 

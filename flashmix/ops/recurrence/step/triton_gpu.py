@@ -90,6 +90,7 @@ class StepSpec(NamedTuple):
     DECAY: int  # 0: one factor for the state, 1: one for each row, 2: one for each column
     READ_BEFORE: bool
     ONE: bool  # one token
+    V_FIRST: bool  # the states lie [V, K], the numbers of a key side by side; histories do not
 
 
 @triton.jit
@@ -138,6 +139,7 @@ def step_kernel(x, states, n, strides, R: tl.constexpr):
     c = (tl.program_id(0) % COLUMNS) * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = d < K, c < V
     tile = d[:, None] * V + c[None, :]  # [BK, BV]
+    lying = d[:, None] + c[None, :] * K if R.V_FIRST else tile  # [BK, BV]
     mask = in_k[:, None] & in_v[None, :]
     slot = row
     if x.slots is not None:
@@ -148,7 +150,7 @@ def step_kernel(x, states, n, strides, R: tl.constexpr):
     if states.old is None:
         S = tl.zeros([BK, BV], tl.float32)
     else:
-        old = states.old + slot * strides.old[0] + h * strides.old[1] + tile
+        old = states.old + slot * strides.old[0] + h * strides.old[1] + lying
         S = tl.load(old, mask=mask, other=0.0).to(tl.float32)  # [BK, BV]
     q = x.q + row * n.q[0] + (h // R.GROUP) * n.q[2] + d
     v = x.v + row * n.v[0] + h * n.v[2] + c
@@ -185,7 +187,7 @@ def step_kernel(x, states, n, strides, R: tl.constexpr):
             at = strides.history
             kept = states.history + row * at[0] + j * at[1] + h * at[2] + tile
             tl.store(kept, S.to(states.history.dtype.element_ty), mask=mask & (j >= 0))
-    after = states.new + slot * strides.new[0] + h * strides.new[1] + tile
+    after = states.new + slot * strides.new[0] + h * strides.new[1] + lying
     tl.store(after, S.to(states.new.dtype.element_ty), mask=mask)
 
 
@@ -221,9 +223,7 @@ def forward(call: StepCall, save: bool) -> tuple[Outputs, Outputs]:
         return (again(vars(call)),), ()
     (o,) = call.results()
     if o.numel():
-        copies = {
-            n: t.contiguous() for n in ("state", "history") if (t := getattr(call, n)) is not None and not _is_packed(t)
-        }
+        copies = {name: getattr(call, name).contiguous() for name in _with_gaps(call)}
         changed = call.but(**copies)
         _launch(changed, o, changed.state)
         for name, copy in copies.items():
@@ -234,7 +234,7 @@ def forward(call: StepCall, save: bool) -> tuple[Outputs, Outputs]:
 @by_signature
 def prepare(call: StepCall) -> Again | None:
     """The short way of calls like this one; None if some tensors must be copied first, or nothing is to be launched."""
-    if not all(t is None or _is_packed(t) for t in (call.state, call.history)) or call.v.numel() == 0:
+    if _with_gaps(call) or call.v.numel() == 0:
         return None
     if _with_unit_strides(call) is not call:
         return None
@@ -286,6 +286,7 @@ def _launch(call: StepCall, o: Tensor, new: Tensor, value_decay: bool = False) -
         DECAY=0 if g is None or g.dim() < 4 else 2 if value_decay else 1,
         READ_BEFORE=call.read_before,
         ONE=T == 1,
+        V_FIRST=not _is_packed(new),
     )
     kernel = bound(step_kernel, spec, num_warps=warps, num_stages=1)
     vectors = StepVectors(q, k, call.v, a, b, beta, g, call.state_indices, o)
@@ -302,6 +303,12 @@ def _with_unit_strides(call: StepCall) -> StepCall:
     found = {n: t for n in names if (t := getattr(call, n)) is not None and (n != "log_decay" or t.dim() == 4)}
     copies = {n: t.contiguous() for n, t in found.items() if t.stride(-1) != 1 and t.shape[-1] != 1}
     return call.but(**copies) if copies else call
+
+
+def _with_gaps(call: StepCall) -> list[str]:
+    """The written tensors that the kernel does not take as they lie."""
+    gaps = [] if _is_packed(call.state) or _is_packed(call.state.mT) else ["state"]
+    return gaps if call.history is None or _is_packed(call.history) else [*gaps, "history"]
 
 
 def _is_packed(t: Tensor) -> bool:

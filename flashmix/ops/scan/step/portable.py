@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashmix.op.call import Outputs
-from flashmix.ops.recurrence.step.portable.in_place import put_states, slots_of
+from flashmix.ops.recurrence.step.portable.in_place import put_states, rows_of, slots_of
 from flashmix.ops.scan.call import scan_dtype
 from flashmix.ops.scan.step.call import ScanStepCall
 
@@ -16,13 +16,15 @@ def forward(call: ScanStepCall, save: bool) -> tuple[Outputs, Outputs]:
     if x.numel() == 0:
         return call.results(), ()
     wide = scan_dtype(x.dtype)
-    mask, slots = slots_of(call.state_indices, x.shape[0], state)
+    slots = slots_of(call.state_indices, state)
     g = call.decay
     factor = (g.to(wide) if g.is_complex() or not x.is_complex() else g.to(wide.to_real())).exp()
-    h, outputs = state.index_select(0, slots).to(wide), []
+    h, outputs = rows_of(state, slots).to(wide), []
     for t in range(call.tokens):
         before, h = h, factor[:, t] * h + x[:, t].to(wide)
         outputs.append(before if call.read_before else h)
-    put_states(state, h, call.state_indices, mask, slots)
-    out = torch.stack(outputs, 1)
-    return (out.masked_fill(~mask.view(-1, *(1,) * (out.dim() - 1)), 0).to(x.dtype),), ()
+    out = torch.stack(outputs, 1)  # before the states are written, of which the first output may be a view
+    put_states(state, h, slots)
+    if slots is not None:
+        out.masked_fill_(~slots.mask.view(-1, *(1,) * (out.dim() - 1)), 0)
+    return (out.to(x.dtype),), ()
