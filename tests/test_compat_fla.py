@@ -31,7 +31,7 @@ def inputs(heads: int = H, steps: int = 1) -> Inputs:
     x |= {"beta_atk": torch.rand(B, T, heads), "g_atk": -torch.rand(B, T, heads), "s": torch.randn(B, T, heads, 4)}
     x |= {"g_s": -torch.rand(B, T, heads, 4), "S": torch.randn(B, heads, K, V), "A": torch.rand(B, heads, K)}
     x |= {"A_log": torch.randn(heads), "dt_bias": torch.randn(heads), "dt_bias_k": torch.randn(heads * K)}
-    return x
+    return x | {"scales": torch.rand(B, T, heads, T.bit_length() + 1)}
 
 
 def check(call: Callable[[Inputs], Any], loop: Callable[[Inputs], Any], x: Inputs) -> None:
@@ -459,6 +459,23 @@ same(
 )
 
 
+def log_linear(x: Inputs, scale: float) -> Tensor:
+    """Token t reads token j on level `bit_length(t xor j)`."""
+    level = torch.tensor([[(t ^ j).bit_length() for j in range(T)] for t in range(T)])
+    by_level = x["scales"].gather(3, level[None, :, None].expand(*x["scales"].shape[:3], T)).mT  # [B, T, T, H]
+    past = x["g"].cumsum(1)
+    decay = (
+        (past[:, :, None] - past[:, None]).masked_fill(~torch.ones(T, T).tril().bool()[:, :, None], -torch.inf).exp()
+    )
+    q, k = grouped(x, "q", "k")
+    return torch.einsum("bthk,bjhk,btjh,bjhv->bthv", scale * q, k, by_level * decay, x["v"])
+
+
+LOG_LINEAR = "chunk_log_linear_attn"
+same(LOG_LINEAR, lambda f, x: f(*names(x, "q k v g scales")), lambda x: (log_linear(x, 1.0), None))
+same(LOG_LINEAR, lambda f, x: f(*names(x, "q k v g scales"), scale=None), lambda x: (log_linear(x, K**-0.5), None))
+
+
 def based(x: Inputs, scale: float, eps: float | None) -> Tensor:
     s = loops.scores(x["q"], x["k"], scale)
     return loops.weighted(1 + s + s**2 / 2, x["v"], eps)
@@ -509,6 +526,7 @@ def test_value_heads_share_keys(case: str) -> None:
 
 
 REVERSIBLE = [name for name, declared in fla.FLA.options.items() if declared.marks.get("reverse") == ""]
+REVERSIBLE.remove("fused_recurrent_gsa")  # of two states: a test of its own
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
@@ -542,6 +560,49 @@ def test_reverse_is_the_flipped_sequence(name: str) -> None:
         )
         assert torch.equal(o[:, a:b], alone) and torch.equal(S[place : place + 1], last)
     assert torch.equal(S[1], start[1])
+
+
+def test_slots_in_reverse_are_the_flipped_sequence() -> None:
+    """Both states, packed sequences; without a gate the running softmax still goes from the first token to the last."""
+    x = inputs()
+    tensors, function = names(x, "q k v s g_s"), fla.fused_recurrent_gsa
+    o, S = function(*tensors, initial_state=first_slots(x), reverse=True, output_final_state=True)
+    o_flipped, S_flipped = function(
+        *(y.flip(1) for y in tensors), initial_state=first_slots(x), output_final_state=True
+    )
+    assert torch.equal(o, o_flipped.flip(1))
+    assert torch.equal(S[0], S_flipped[0]) and torch.equal(S[1], S_flipped[1])
+    row, start = [y[:1] for y in tensors], (torch.randn(2, H, K, 4), torch.randn(2, H, 4, V))
+    o, S = function(
+        *row, initial_state=start, reverse=True, output_final_state=True, cu_seqlens=torch.tensor([0, 4, T])
+    )
+    for n, (a, b) in enumerate(((0, 4), (4, T))):
+        part, states = [y[:, a:b] for y in row], tuple(s[n : n + 1] for s in start)
+        alone, last = function(*part, initial_state=states, reverse=True, output_final_state=True)
+        assert (
+            torch.equal(o[:, a:b], alone)
+            and torch.equal(S[0][n : n + 1], last[0])
+            and torch.equal(S[1][n : n + 1], last[1])
+        )
+    check(
+        lambda x: function(*names(x, "q k v s"), reverse=True)[0],
+        lambda x: loops.slots(*(y.flip(1) for y in (*names(x, "q k v"), *loops.additive_gate(x["s"])[:2])))[0].flip(1),
+        x,
+    )
+
+
+def test_log_linear_attention_goes_on_from_its_own_state() -> None:
+    def in_parts(x: Inputs) -> Tensor:
+        parts, state = [], None
+        for a, b in ((0, 3), (3, T)):
+            part = [y[:, a:b] for y in names(x, "q k v g scales")]
+            o, state = fla.chunk_log_linear_attn(*part, initial_state=state, output_final_state=True)
+            parts.append(o)
+        return torch.cat(parts, 1)
+
+    check(in_parts, lambda x: log_linear(x, 1.0), inputs())
+    with pytest.raises(NotImplementedError, match="LogLinearAttentionState"):
+        fla.chunk_log_linear_attn(*names(inputs(), "q k v g scales"), initial_state=object())
 
 
 PACKED = [

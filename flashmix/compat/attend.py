@@ -107,6 +107,7 @@ def attend_to_cache(
     table: Tensor,
     lengths: Tensor,
     *,
+    in_order: bool,
     rotary_table: tuple[Tensor | None, Tensor | None],
     interleaved: bool,
     leftpad: Tensor | None,
@@ -116,7 +117,8 @@ def attend_to_cache(
 ) -> Result:
     """Appends `new` to the caches in place and attends; `lengths` are those before. `q` is `[B, T, HQ, D]`, packed `[total, HQ, D]`.
 
-    Causal calls are `attention_with_cache`; others, and those with `leftpad` or slopes `[B, H]`, gather the keys.
+    Causal calls are `attention_with_cache`. Others, and those with `leftpad`, read the caches where they lie if row n is sequence n
+    (`in_order`); with pages, chosen rows or slopes `[B, H]` the keys are gathered.
     """
     cos, sin = rotary_table
     if cos is not None and new[0] is None:
@@ -144,6 +146,9 @@ def attend_to_cache(
     refuse("flash_attn_with_kvcache", "cu_seqlens_q without causal=True, or with leftpad", cu_seqlens_q is None)
     q, lengths = _append(q, cache, new, table, lengths, turn, interleaved, local)
     start = torch.zeros_like(lengths) if leftpad is None else leftpad.to(torch.int64)
+    if in_order and (slopes is None or slopes.dim() == 1):
+        ranges = {"key_starts": None if leftpad is None else start.minimum(lengths), "key_lengths": lengths}
+        return softmax_attention(q, *cache, **ranges, return_lse=return_lse, **options)
     keys, values = (gather(x, table, start, lengths) for x in cache)
     B, T = q.shape[:2]
     rows = torch.arange(0, B * T + 1, T, device=q.device)

@@ -131,6 +131,7 @@ def with_kvcache(
     lengths = lengths_of(cache_seqlens, rows, table.shape[1] * k_cache.shape[1], q.device)
     result = attend_to_cache(
         *(q, (k_cache, v_cache), (k, v), table, lengths),
+        in_order=block_table is None and cache_batch_idx is None,
         rotary_table=(rotary_cos, rotary_sin),
         interleaved=rotary_interleaved,
         leftpad=cache_leftpad,

@@ -17,8 +17,8 @@ _MISSING = {
     "softmax attention with other scores": "deltaformer_attn parallel_parallax parallel_path_attn parallel_stickbreaking_attn "
     "parallel_wall_attn parallel_wall_attn_decode build_wall_kv_cache",
     "block-sparse attention": "parallel_moba parallel_nsa",
-    "log-linear attention": "chunk_log_linear_attn",
-    "test-time training": "chunk_titans_linear chunk_ttt_linear fused_chunk_ttt_linear",
+    "a layer norm inside, other rates than in `flashmix.titans_linear`": "chunk_titans_linear",
+    "rates of the token that reads, other than in `flashmix.ttt_linear`": "chunk_ttt_linear fused_chunk_ttt_linear",
     "cyclic flow attention": "chunk_cyfa fused_recurrent_cyfa",
     "attention over depth": "fused_attnres",
     "the curvature alone (it is inside chunk_precond_*)": "chunk_atk_fwd chunk_atk_bwd recompute_atk_fwd",
@@ -81,17 +81,17 @@ def run(
     rule: Callable[..., Any],
     q: Tensor,
     *tensors: Tensor,
-    initial_state: Tensor | None,
+    initial_state: Any,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     state_v_first: bool = False,
     transpose_state_layout: bool | None = None,
     reverse: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Any]:
     """Calls a rule of flashmix with a state in the layout and dtype of the original; `reverse` runs from the last token to the first.
 
-    Tensors of less than three axes have no tokens. `options` are the rule's.
+    Tensors of less than three axes have no tokens. `options` are the rule's. A state may be a tuple of tensors.
     """
     if transpose_state_layout is not None:
         if state_v_first:
@@ -99,20 +99,26 @@ def run(
         state_v_first = transpose_state_layout
     state = initial_state
     if state is not None:
-        state = state.to(state_dtype(q.dtype))
+        state = of_each(lambda S: S.to(state_dtype(q.dtype)), state)
         state = state.mT if state_v_first else state
     packed = cu_seqlens is not None
     if reverse:
         q, tensors = q.flip(1), tuple(x.flip(1) if x.dim() > 2 else x for x in tensors)
         cu_seqlens = None if cu_seqlens is None else (cu_seqlens[-1] - cu_seqlens).flip(0)
         options = {n: x.flip(1) if isinstance(x, Tensor) and x.dim() > 2 else x for n, x in options.items()}
-        state = state.flip(0) if packed and state is not None else state
+        state = of_each(lambda S: S.flip(0), state) if packed and state is not None else state
     o, final = rule(
         q, *tensors, initial_state=state, return_state=bool(output_final_state), cu_seqlens=cu_seqlens, **options
     )
     if reverse:
-        o, final = o.flip(1), final.flip(0) if packed and final is not None else final
+        o = o.flip(1)
+        final = of_each(lambda S: S.flip(0), final) if packed and final is not None else final
     return o, final.mT if state_v_first and final is not None else final
+
+
+def of_each(change: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """The state changed, or each of a tuple of states."""
+    return tuple(change(S) for S in state) if isinstance(state, tuple) else change(state)
 
 
 def run_delta(

@@ -179,7 +179,7 @@ def lightnet(
 
 
 @FLA.function("chunk_gsa", f"q k v s g=None {STATE} ~checkpoint_level=2 {PACKED} {HINTS}")
-@FLA.function("fused_recurrent_gsa", f"q k v s g=None {STATE} !reverse=False cu_seqlens=None")
+@FLA.function("fused_recurrent_gsa", f"q k v s g=None {STATE} reverse=False cu_seqlens=None")
 def gated_slots(
     q: Tensor,
     k: Tensor,
@@ -190,21 +190,18 @@ def gated_slots(
     initial_state: States | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    reverse: bool = False,
 ) -> tuple[Tensor, States | None]:
-    """`flashmix.gsa(q, k, v, s, g)`; without `g` the slots hold a running softmax of `s`; heads of keys serve `HQ / H` query heads."""
+    """`flashmix.gsa(q, k, v, s, g)`; without `g` the slots hold a running softmax of `s`; heads of keys serve `HQ / H` query heads.
+
+    The running softmax goes from the first token to the last with `reverse` too, as it does there.
+    """
     if g is None:
         s, g, _ = _additive_gate(s, None, cu_seqlens)
     group = q.shape[2] // k.shape[2]
-    states = initial_state
-    if states is not None:
-        states = tuple(x.to(state_dtype(q.dtype)).repeat_interleave(group, 1) for x in states)  # type: ignore[assignment]
-    o, final = gsa(
-        *(q, k, v, s, g),
-        scale=scale,
-        initial_state=states,
-        return_state=bool(output_final_state),
-        cu_seqlens=cu_seqlens,
-    )
+    states = None if initial_state is None else tuple(x.repeat_interleave(group, 1) for x in initial_state)
+    options: dict[str, Any] = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "reverse": reverse}
+    o, final = run(gsa, q, k, v, s, g, scale=scale, initial_state=states, **options)
     return o, None if final is None else (final[0][:, ::group], final[1][:, ::group])
 
 

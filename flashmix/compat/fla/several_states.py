@@ -1,4 +1,4 @@
-"""The mechanisms of fla.ops with more than one state: MesaNet, the delta rule with momentum, RWKV-4."""
+"""The mechanisms of fla.ops with more than one state: MesaNet, log-linear attention, the delta rule with momentum, RWKV-4."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashmix.compat.fla.common import FLA, unit
 from flashmix.compat.surface import refuse
+from flashmix.mechanisms.log_linear import LevelStates, log_linear
 from flashmix.mechanisms.mesa_net import mesa_net
 from flashmix.mechanisms.momentum_deltanet import momentum_deltanet
 from flashmix.mechanisms.rwkv4 import rwkv4
@@ -62,6 +63,31 @@ def mesa_step(
     token = [x[:, None] for x in (q, k, v, g, beta)]
     o, *states = chunk_mesa(*token, lamb, prev_h_kk, prev_h_kv, True, max_CG_iteration, False, None)
     return o[:, 0], *states
+
+
+@FLA.function(
+    "chunk_log_linear_attn",
+    "q k v g level_scales initial_state=None output_final_state=False cu_seqlens=None scale=1.0",
+    "a `LogLinearAttentionState`",
+)
+def log_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    level_scales: Tensor,
+    initial_state: LevelStates | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, LevelStates | None]:
+    """`flashmix.log_linear`; the state is its pair of levels and numbers of tokens, where the original keeps inputs of a chunk too."""
+    refuse(
+        "fla.chunk_log_linear_attn", "LogLinearAttentionState", initial_state is None or type(initial_state) is tuple
+    )
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    options: dict[str, Any] = {"initial_state": initial_state, "return_state": bool(output_final_state)}
+    return log_linear(q, k, v, g, level_scales, scale=factor, cu_seqlens=cu_seqlens, **options)
 
 
 @FLA.function(
