@@ -147,8 +147,8 @@ def attend_to_cache(
     q, lengths = _append(q, cache, new, table, lengths, turn, interleaved, local)
     start = torch.zeros_like(lengths) if leftpad is None else leftpad.to(torch.int64)
     if in_order and (slopes is None or slopes.dim() == 1):
-        ranges = {"key_starts": None if leftpad is None else start.minimum(lengths), "key_lengths": lengths}
-        return softmax_attention(q, *cache, **ranges, return_lse=return_lse, **options)
+        options |= {"key_starts": None if leftpad is None else start.minimum(lengths), "key_lengths": lengths}
+        return softmax_attention(q, *cache, return_lse=return_lse, **options)
     keys, values = (gather(x, table, start, lengths) for x in cache)
     B, T = q.shape[:2]
     rows = torch.arange(0, B * T + 1, T, device=q.device)
