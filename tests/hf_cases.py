@@ -73,6 +73,28 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 16, "num_hidden_layers": 2},
         2,
     ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2}, 2),
+    "falcon_mamba": (
+        "FalconMambaConfig",
+        "FalconMambaForCausalLM",
+        {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2, "expand": 2},
+        2,
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        ATTENTION
+        | {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "num_experts": 2,
+            "use_mamba_kernels": False,
+        },
+        2,
+    ),
     "bamba": (
         "BambaConfig",
         "BambaForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flashmix.hf import convolution, delta_net, lightning, scan
+from flashmix.hf import convolution, delta_net, lightning, scan, selective
 
 Shapes = dict[str, tuple[int, ...]]
 CACHED = ("hidden_states", "cache_params", "attention_mask", "kwargs")
@@ -152,6 +152,27 @@ def sizes_of_scan(m: Any) -> Shapes:
     }
 
 
+def sizes_of_selective(m: Any) -> Shapes:
+    inner, norms = m.intermediate_size, ("dt_layernorm", "b_layernorm", "c_layernorm")
+    if any(hasattr(m, name) for name in norms) and not all(hasattr(m, name) for name in norms):
+        raise AttributeError("it has some of dt_layernorm, b_layernorm and c_layernorm")
+    return {
+        "in_proj": (2 * inner, m.hidden_size),
+        "conv1d.weight": (inner, 1, m.conv_kernel_size),
+        "x_proj": (m.time_step_rank + 2 * m.ssm_state_size, inner),
+        "dt_proj": (inner, m.time_step_rank),
+        "dt_proj.bias": (inner,),
+        "A_log": (inner, m.ssm_state_size),
+        "D": (inner,),
+        "out_proj": (m.hidden_size, inner),
+    }
+
+
+def limits_of_selective(m: Any) -> str | None:
+    kind = type(m.dt_proj)
+    return None if kind is nn.Linear else f"its dt_proj is a {kind.__name__} in place of torch's Linear"
+
+
 def sizes_of_convolution(m: Any) -> Shapes:
     width = m.conv.weight.shape[0]
     return {"in_proj": (3 * width, width), "out_proj": (width, width)}
@@ -226,6 +247,13 @@ FAMILIES = (
         scan.forward,
         sizes_of_scan,
         limits=limits_of_scan,
+    ),
+    Family(
+        ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"),
+        selective.forward,
+        sizes_of_selective,
+        needs=("layer_idx", "conv_kernel_size", "time_step_rank", "ssm_state_size"),
+        limits=limits_of_selective,
     ),
     Family(
         ("Lfm2ShortConv", "Lfm2MoeShortConv"),
