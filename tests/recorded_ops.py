@@ -25,6 +25,7 @@ NAMED = {
     "gated_deltanet": f"{ROW} beta:BTh!:twice log_decay:BTh!:decay",
     "kda": f"{ROW} beta:BTh!:twice log_decay:BThK!:decay",
     "deltaproduct": "q:BTHK k:BTnHK:unit v:BTnhV beta:BTnh!:twice log_decay:BTh!:decay",
+    "erase_then_delta": f"{ROW} erase_key:BTHK:unit erase_gate:BTh!:uniform beta:BTh!:twice log_decay:BThK!:decay",
     "rwkv7": "r:BTHK log_decay:BTHK!:decay k:BTHK:unit v:BTHV kk:BTHK:unit a:BTHK:uniform",
     "comba": "q:BTHK k:BTHK:unit p:BTHK:share v:BThV beta:BTh!:uniform log_decay:BTh!:decay",
     "gated_deltanet2": f"{ROW} erase_gate:BThK!:uniform write_gate:BThV!:uniform log_decay:BThK!:decay",

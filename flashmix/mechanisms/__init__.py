@@ -26,6 +26,7 @@ from flashmix.mechanisms.rwkv6 import RWKV6 as RWKV6, rwkv6 as rwkv6
 from flashmix.mechanisms.gsa import GSA as GSA, gsa as gsa
 from flashmix.mechanisms.abc import ABC as ABC, abc as abc
 from flashmix.mechanisms.deltaproduct import DeltaProduct as DeltaProduct, deltaproduct as deltaproduct
+from flashmix.mechanisms.erase_then_delta import erase_then_delta as erase_then_delta
 from flashmix.mechanisms.comba import Comba as Comba, comba as comba
 from flashmix.mechanisms.gated_deltanet2 import GatedDeltaNet2 as GatedDeltaNet2, gated_deltanet2 as gated_deltanet2
 from flashmix.mechanisms.preconditioned import PreconditionedGatedDeltaNet as PreconditionedGatedDeltaNet

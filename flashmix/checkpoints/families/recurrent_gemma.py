@@ -90,7 +90,7 @@ def _recurrent_rules(ours: str, theirs: str, width: int, layer: Layer) -> list[W
         same(f"{ours}.convolution.bias", f"{theirs}.conv_1d.bias", inner),
         *(same(f"{ours}.{name}_weight", f"{unit}.{gate}_weight", H, K, K) for name, gate in gates.items()),
         *(same(f"{ours}.{name}_bias", f"{unit}.{gate}_bias", H, K) for name, gate in gates.items()),
-        same(f"{ours}.decay", f"{unit}.recurrent_param", H, K, as_shape=(inner,)),
+        same(f"{ours}.decay.weight", f"{unit}.recurrent_param", H, K, as_shape=(inner,)),
         same(f"{ours}.output.weight", f"{theirs}.linear_out.weight", width, inner),
         same(f"{ours}.output.bias", f"{theirs}.linear_out.bias", width),
     ]

@@ -207,7 +207,7 @@ def _rwkv4_mixer_rules(ours: str, theirs: str, width: int, layer: Layer) -> list
     return [
         *(same(f"{ours}.{n}_mix", f"{theirs}.time_mix_{n}", width, as_shape=(1, 1, width)) for n in mixed),
         *(same(f"{ours}.{n}.weight", f"{theirs}.{n}.weight", D, width) for n in mixed),
-        same(f"{ours}.decay", f"{theirs}.time_decay", D),
+        same(f"{ours}.decay.weight", f"{theirs}.time_decay", D),
         same(f"{ours}.bonus", f"{theirs}.time_first", D),
         same(f"{ours}.output.weight", f"{theirs}.output.weight", width, D),
     ]
