@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 import flashmix
-from flashmix.models import Size
-from flashmix.train import cli, evaluate
+from flashmix.models import PRESETS, Size
+from flashmix.train import cli, evaluate, plot
 from flashmix.train.contenders import contender, memory
 from flashmix.train.evaluate import EvalConfig, Score, run_cell, size_at
+from flashmix.train.folder import RunError
 from flashmix.train.progress import Progress
 from flashmix.train.tasks import IGNORED, KEYS, TASKS, VALUES, permutations, swaps
 
@@ -196,10 +198,15 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_a_plot_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     models = ["gla_nano", "deltanet/transformer"]
     assert run("--out", "e", "--models", *models, "--tasks", "parity", "recall", "--seeds", "1", "2", *SMALL) == 0
-    assert sorted(path.name for path in Path("e").iterdir()) == ["accuracy.png", "results.json", "table.md"]
+    assert sorted(path.name for path in Path("e").iterdir()) == [
+        "accuracy.png",
+        "results.json",
+        "states.png",
+        "table.md",
+    ]
     assert Path("e/accuracy.png").read_bytes().startswith(b"\x89PNG")
     results, printed, table = read("e"), capsys.readouterr().out, Path("e/table.md").read_text()
-    assert table in printed and "8 of 8 cells to do" in printed and "numbers, table and plot are in e" in printed
+    assert table in printed and "8 of 8 cells to do" in printed and "numbers, table and plots are in e" in printed
     found = {(cell["task"], cell["model"], cell["seed"]) for cell in results["cells"]}
     assert found == {(task, model, seed) for task in ("parity", "recall") for model in models for seed in (1, 2)}
     for cell in results["cells"]:
@@ -209,6 +216,43 @@ def test_a_table_a_plot_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> N
     assert results["settings"]["steps"] == 2 and {"flashmix", "torch"} <= set(results["versions"])
     assert "| deltanet/transformer | 1,024 + all keys and values |" in table and "–" in table, "the range of two seeds"
     assert "| 32 | 64 * | seconds |" in table
+
+
+def test_needles_by_place_and_states_are_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = replace(TASKS["needle"], test=(16, 64))
+    monkeypatch.setitem(TASKS, "needle", task)
+    assert run("--out", "e", "--models", "gla_nano", "transformer_nano", "--tasks", "needle", *SMALL) == 0
+    assert sorted(path.name for path in Path("e").iterdir()) == [
+        "accuracy.png",
+        "places.png",
+        "results.json",
+        "table.md",
+    ]
+    tokens, targets = task.draw(64, 2, torch.Generator().manual_seed(1_000_003 * 64))
+    place = task.place(tokens) if task.place else tokens
+    for row, asked in zip(*(targets != IGNORED).nonzero(as_tuple=True), strict=True):
+        stands = int(place[row, asked] * 64)
+        assert tokens[row, stands] == tokens[row, asked] and tokens[row, stands + 1] == targets[row, asked]
+    for cell in read("e")["cells"]:
+        counts = (place[targets != IGNORED] * 8).long().bincount(minlength=8)
+        shares = cell["places"]["64"]
+        assert [share is None for share in shares] == [count == 0 for count in counts.tolist()]
+        right = sum(share * count for share, count in zip(shares, counts.tolist(), strict=True) if count)
+        assert right / 16 == pytest.approx(cell["accuracy"]["64"])
+
+
+def test_presets_name_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[EvalConfig] = []
+
+    def begin(config: EvalConfig, folder: Any) -> Any:
+        begun.append(config)
+        raise RunError("enough")
+
+    monkeypatch.setattr(evaluate, "begin", begin)
+    assert run("--out", "e", "--models", "presets") == 1 and begun[0].models == tuple(PRESETS)
+    assert plot.family("deltanet+heads=2+flag/gla+rank=8") == "deltanet+flag/gla"
 
 
 def test_a_cell_is_the_same_alone_and_among_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def add_eval(commands: Any) -> None:
     """`flashmix eval`: its settings are those of EvalConfig, which is imported only when the command runs."""
     evaluate = commands.add_parser("eval", help="train and score small models on synthetic tasks")
     keep = argparse.SUPPRESS
-    text = "PRESET[_SIZE][+OPTION[=VALUE]]..., several with / between them for a hybrid (default: seven of them)"
+    text = "PRESET[_SIZE][+OPTION[=VALUE]]..., several with / between them for a hybrid, or presets for all (default: seven of them)"
     evaluate.add_argument("--models", nargs="+", metavar="MODEL", default=keep, help=text)
     text = "which of recall, parity, s5, needle (default: all)"
     evaluate.add_argument("--tasks", nargs="+", metavar="TASK", default=keep, help=text)
@@ -246,6 +246,10 @@ def evaluate_in(folder: EvalFolder, arguments: argparse.Namespace) -> int:
     names = ("tasks", "models", "seeds", "lr", "device", *EVAL_NUMBERS)
     settings: dict[str, Any] = {name: chosen[name] for name in names if name in chosen}
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    if settings.get("models") == ("presets",):
+        from flashmix.models import PRESETS
+
+        settings["models"] = tuple(PRESETS)
     if arguments.resume:
         if arguments.out:
             raise RunError("--resume goes on in its own folder: leave --out away")
@@ -260,7 +264,7 @@ def evaluate_in(folder: EvalFolder, arguments: argparse.Namespace) -> int:
         done = total - len(evaluation.left)
         print(f"stopped with {done} of {total} cells done; go on: flashmix eval --resume {path}")
         return 130
-    print(f"numbers, table and plot are in {path}")
+    print(f"numbers, table and plots are in {path}")
     return 0
 
 

@@ -22,7 +22,7 @@ from flashmix.train.contenders import contender, memory
 from flashmix.train.folder import LockedFolder, RunError, TrainConfig, read_json, write_json, written_whole
 from flashmix.train.loop import learning_rate, stop_on_interrupt
 from flashmix.train.optimizer import make_optimizer
-from flashmix.train.plot import draw_accuracy
+from flashmix.train.plot import draw_accuracy, draw_places, draw_states
 from flashmix.train.progress import Progress
 from flashmix.train.session import check_device, default_device
 from flashmix.train.tasks import TASKS, Task
@@ -36,6 +36,7 @@ DEFAULT_MODELS = (
     "deltaproduct",
     "rwkv7",
 )
+PARTS = 8  # of a sequence, by which answers are scored where a task has places
 # The settings that may change when an evaluation is resumed: more cells, or how they are computed. Others would make cells incomparable.
 MAY_CHANGE = {"tasks", "models", "seeds", "threads", "device"}
 
@@ -99,7 +100,7 @@ class EvalConfig:
 
 
 class EvalFolder(LockedFolder):
-    """The files of one evaluation: `results.json` (settings and cells), `table.md` and `accuracy.png`."""
+    """The files of one evaluation: `results.json` (settings and cells), `table.md` and plots, each where there is something to draw."""
 
     kind = "evaluation"
     name = "folder"
@@ -108,7 +109,7 @@ class EvalFolder(LockedFolder):
         super().__init__(path, "results.json")
         self.results = self.settings
         self.table = self.path / "table.md"
-        self.plot = self.path / "accuracy.png"
+        self.plots = {"accuracy": draw_accuracy, "states": draw_states, "places": draw_places}
 
     def read(self) -> dict[str, Any]:
         self.check_used()
@@ -118,21 +119,40 @@ class EvalFolder(LockedFolder):
         return results
 
     def write(self, results: dict[str, Any]) -> None:
-        """Writes the numbers first, then the table and the plot."""
+        """Writes the numbers first, then the table."""
         write_json(self.results, results)
         with written_whole(self.table) as file:
             file.write(make_table(results).encode())
-        with written_whole(self.plot) as file:
-            draw_accuracy(results, file)
+
+    def draw(self, results: dict[str, Any]) -> None:
+        """Writes the plots that there is something for."""
+        for name, draw in self.plots.items():
+            figure = draw(results)
+            if figure is not None:
+                with written_whole(self.path / f"{name}.png") as file:
+                    figure.savefig(file, format="png", dpi=120)
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a cell: accuracy by size, the last training loss (None: it was not finite), and the seconds it took."""
+    """The result of a cell: accuracy by size, the last training loss (None: it was not finite), and the seconds it took.
+
+    `places`: by size, the accuracy of answers that stand in each part of the sequence (None: there are none), where the task has places.
+    """
 
     accuracy: dict[int, float]
     loss: float | None
     seconds: float
+    places: dict[int, list[float | None]] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Sizes are strings, as JSON has them; without places where there are none."""
+        found = asdict(self)
+        for name in ("accuracy", "places"):
+            values = found.pop(name)
+            if values is not None:
+                found[name] = {str(size): value for size, value in values.items()}
+        return found
 
 
 def run_cell(
@@ -162,11 +182,13 @@ def run_cell(
         progress.update()
     last = torch.stack(losses).mean().item()
     accuracy: dict[int, float] = {}
+    places: dict[int, list[float | None]] = {}
     for size in task.test:
         if stopped():
             return None
-        accuracy[size] = score(decoder, task, size, config.examples)
-    return Score(accuracy, last if math.isfinite(last) else None, time.perf_counter() - start)
+        accuracy[size], places[size] = score(decoder, task, size, config.examples)
+    spent = time.perf_counter() - start
+    return Score(accuracy, last if math.isfinite(last) else None, spent, places if task.place else None)
 
 
 def size_at(step: int, steps: int, sizes: tuple[int, ...]) -> int:
@@ -181,16 +203,19 @@ def size_at(step: int, steps: int, sizes: tuple[int, ...]) -> int:
 
 
 @torch.no_grad()
-def score(model: Decoder, task: Task, size: int, examples: int) -> float:
-    """The accuracy: the fraction of targets that the model's likeliest token equals, on the same sequences for every model."""
+def score(model: Decoder, task: Task, size: int, examples: int) -> tuple[float, list[float | None]]:
+    """The fraction of targets that the model's likeliest token equals, on the same sequences for every model; and the same by parts."""
     device = model.embedding.weight.device
     text = torch.Generator().manual_seed(1_000_003 * size)
     tokens, targets = task.draw(size, examples, text)
-    scored, rows, right = task.scored(targets), max(1, 16384 // tokens.shape[1]), 0
-    for part, wanted, counted in zip(tokens.split(rows), targets.split(rows), scored.split(rows), strict=True):
-        answers = model(part.to(device)).argmax(dim=-1).cpu()
-        right += int(((answers == wanted) & counted).sum())
-    return right / int(scored.sum())
+    scored, rows, right = task.scored(targets), max(1, 16384 // tokens.shape[1]), []
+    for part, wanted in zip(tokens.split(rows), targets.split(rows), strict=True):
+        right.append(model(part.to(device)).argmax(dim=-1).cpu() == wanted)
+    hits = torch.cat(right)[scored]
+    place = torch.zeros(tokens.shape) if task.place is None else task.place(tokens)
+    of = (place[scored] * PARTS).long()
+    counts, found = of.bincount(minlength=PARTS).tolist(), of[hits].bincount(minlength=PARTS).tolist()
+    return hits.double().mean().item(), [hit / n if n else None for hit, n in zip(found, counts, strict=True)]
 
 
 class Evaluation:
@@ -205,7 +230,13 @@ class Evaluation:
         return [cell for cell in self.config.cells() if cell not in done]
 
     def run(self) -> bool:
-        """Computes the cells that are left; True if all are done, False if it was stopped before."""
+        """Computes the cells that are left and draws the plots; True if all are done, False if it was stopped before."""
+        try:
+            return self._run()
+        finally:
+            self.folder.draw(self.results)
+
+    def _run(self) -> bool:
         config, left = self.config, self.left
         steps = sum(config.steps or TASKS[task].steps for task, _, _ in left)
         with stop_on_interrupt() as stopped, Progress(steps) as progress:
@@ -216,9 +247,7 @@ class Evaluation:
                 )
                 if found is None:
                     return False
-                cell = {"task": task, "model": model, "seed": seed, **asdict(found)}
-                cell["accuracy"] = {str(size): value for size, value in found.accuracy.items()}  # as JSON has it
-                self.results["cells"].append(cell)
+                self.results["cells"].append({"task": task, "model": model, "seed": seed, **found.as_json()})
                 self.folder.write(self.results)
                 scores = "  ".join(f"{size}: {value:.2f}" for size, value in found.accuracy.items())
                 progress.say(f"{task:<7} {model:<42} {scores}  ({found.seconds:.0f} s)")

@@ -35,6 +35,7 @@ class Task:
         running: whether every token has a target; then only the second half of a sequence is scored, because its first half is a
             sequence of half the size.
         steps, lr: training steps and the highest learning rate, by default.
+        place: `tokens -> [B, T]`, where in its sequence what a token asks for stands, from 0 to 1; None where that has no meaning.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Task:
     running: bool
     steps: int
     lr: float
+    place: Callable[[Tensor], Tensor] | None = None
 
     def batch(self, size: int, batch_tokens: int, generator: torch.Generator) -> Batch:
         """As many sequences as `batch_tokens` hold, at least one and at most 256: more short ones cost time and teach little."""
@@ -105,6 +107,24 @@ def needle(size: int, batch: int, generator: torch.Generator) -> Batch:
     asked = _orders(batch, pairs, generator)
     targets = torch.cat([torch.full_like(tokens, IGNORED), values.gather(1, asked)], dim=1)
     return torch.cat([tokens, keys.gather(1, asked)], dim=1), targets
+
+
+def needle_place(tokens: Tensor) -> Tensor:
+    """`[B, T]`: for each token the first place of the same token in its row, as a fraction of the row.
+
+    Example:
+        >>> needle_place(torch.tensor([[85, 3, 70, 3]]))
+        tensor([[0.0000, 0.2500, 0.5000, 0.2500]])
+    """
+    length = tokens.shape[1]
+    order = tokens.sort(dim=1, stable=True)
+    starts = torch.ones_like(order.values, dtype=torch.bool)
+    starts[:, 1:] = order.values[:, 1:] != order.values[:, :-1]
+    runs = (
+        torch.where(starts, torch.arange(length), 0).cummax(dim=1).values
+    )  # of each token in order: where its run begins
+    first = order.indices.gather(1, runs)
+    return torch.empty_like(first).scatter_(1, order.indices, first) / length
 
 
 def parity(size: int, batch: int, generator: torch.Generator) -> Batch:
@@ -215,5 +235,6 @@ TASKS = {
         running=False,
         steps=800,
         lr=2e-3,
+        place=needle_place,
     ),
 }
