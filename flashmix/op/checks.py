@@ -82,16 +82,15 @@ def check_pair(name: str, value: object, of: str) -> tuple[Any, Any]:
 def dims(name: str, tensor: Tensor, axes: str) -> tuple[int, ...]:
     """The sizes of `tensor`, which must have as many axes as `axes` ("B T H K") names."""
     check_tensor(name, tensor)
-    names = axes.split()
-    if tensor.dim() != len(names):
-        raise ValueError(f"{name} must have shape {_brackets(names)}, got {_brackets(tensor.shape)}")
+    if tensor.dim() != axes.count(" ") + 1:
+        raise ValueError(f"{name} must have shape {_brackets(axes.split())}, got {_brackets(tensor.shape)}")
     return tuple(tensor.shape)
 
 
 def check_shape(name: str, tensor: Tensor, *expected: int) -> None:
     """Raises ValueError unless `tensor` has exactly the sizes `expected`."""
     check_tensor(name, tensor)
-    if tensor.dim() != len(expected) or any(have != want for have, want in zip(tensor.shape, expected, strict=True)):
+    if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} must have shape {_brackets(expected)}, got {_brackets(tensor.shape)}")
 
 

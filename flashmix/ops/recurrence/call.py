@@ -147,20 +147,25 @@ def check_operands(
 
     `names` are what the caller calls `q`, `v`, `k`, `beta` and `log_decay`, where that differs.
     """
-    names = _OWN_NAMES | (names or {})
+    names = _OWN_NAMES if names is None else _OWN_NAMES | names
     q_name, v_name = names["q"], names["v"]
     B, T, H, K = dims(q_name, q, "B T H K")
     check_dtype(q_name, q, *DTYPES)
-    _, _, HV, V = dims(v_name, v, "B T HV V")
-    check_shape(v_name, v, B, T, HV, V)
+    of_v = dims(v_name, v, "B T HV V")
+    _, _, HV, V = of_v
+    if of_v[:2] != (B, T):
+        check_shape(v_name, v, B, T, HV, V)
     check_like(v_name, v, q_name, q)
-    check_multiple(f"the number of heads of {v_name}", HV, f"the number of heads of {q_name}", H)
+    if H < 1 or HV < 1 or HV % H:
+        check_multiple(f"the number of heads of {v_name}", HV, f"the number of heads of {q_name}", H)
     if K < 1 or V < 1:
         raise ValueError(f"{q_name} and {v_name} must have at least one channel, got K = {K} and V = {V}")
     for key_name, key in keys.items():
         name = names.get(key_name, key_name)
-        heads = dims(name, key, "B T H K")[2]
-        check_shape(name, key, B, T, HV if key_name != "k" and heads == HV else H, K)
+        shape = dims(name, key, "B T H K")
+        expected = (B, T, HV if key_name != "k" and shape[2] == HV else H, K)
+        if shape != expected:
+            check_shape(name, key, *expected)
         check_like(name, key, q_name, q)
     if beta is not None:
         _check_per_token(names["beta"], beta, q_name, q, (B, T, HV))

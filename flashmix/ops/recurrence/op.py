@@ -28,10 +28,9 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
         return (
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
         )
-    if not (64 < call.K <= 128 and 64 < call.V <= 128) or call.K % 8 or call.V % 8:
-        return (
-            f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {call.K} and V = {call.V}"
-        )
+    K, V = call.K, call.V
+    if not (64 < K <= 128 and 64 < V <= 128) or K % 8 or V % 8:
+        return f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {K} and V = {V}"
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens >= 2**28:
@@ -194,7 +193,11 @@ def delta_rule(
         >>> o.shape, state.shape
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
-    keys = {"k": k} | ({"erase": erase} if erase is not None else {}) | ({"write": write} if write is not None else {})
+    keys = {"k": k}
+    if erase is not None:
+        keys["erase"] = erase
+    if write is not None:
+        keys["write"] = write
     packing = check_operands(q, v, keys, beta, log_decay, initial_state, cu_seqlens)
     a = b = None
     dtype = exact = v.dtype
