@@ -3,8 +3,9 @@
 `python benchmarks/model.py [--rows gated_deltanet,...] [--contenders flashmix,fla,transformers] [--steps 8] [--table] [--profile]`
 
 Each contender of each row has a process of its own, so that one failure costs nothing, and a Triton cache of its own, empty at first:
-"first step" is from the finished model to the end of its first step, with all that it compiles. `--warm N` first lets N processes
-compile a small model of each contender into one shared cache, for peers whose autotuning takes minutes; the first step is then not shown.
+"first step" is from the finished model to the end of its first step, with all that it compiles. `--warm N` lets N processes compile a
+small model of each row of flash-linear-attention into one shared cache while the others are measured, for its autotuning takes minutes;
+they end after `--warm-limit` seconds, and its first step is not shown. `--tuning-ms` is what its autotuner then times a variant for.
 A step is forward, backward and a fused AdamW on bfloat16 parameters; MFU counts 6 floating-point operations a parameter and token and
 those of attention's matrix products, at 989.5 TFLOP/s. `--table` prints what each module keeps for its backward, `--profile` the kernels.
 """
@@ -71,7 +72,8 @@ class Worker:
 
     def data(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)
-        found = torch.randint(self.sizes.vocabulary, (rows, tokens + 1), generator=generator, device=self.device)
+        shape = rows, tokens + 1
+        found = torch.randint(1, self.sizes.vocabulary, shape, generator=generator, device=self.device)  # 0 is padding
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -128,9 +130,13 @@ class Worker:
 
     @torch.no_grad()
     def generate(self, rows: int, prompt: int, count: int) -> None:
+        """The prompt and the first token, and each token after it; memory beside the parameters and the optimiser's state."""
         model = self.contender.model.eval()
         tokens, _ = self.data(rows, prompt)
         self.contender.generate(tokens, 4)
+        before = torch.cuda.memory_allocated() if self.cuda else 0
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
         times = {}
         for new in (1, count + 1):
             self.wait()
@@ -143,8 +149,10 @@ class Worker:
         self.say(
             kind=f"generate {rows} x {prompt} + {count}",
             prompt_ms=round(times[1] * 1e3, 1),
+            prompt_tokens_per_second=round(rows * prompt / times[1]),
             token_ms=round(token * 1e3, 2),
             tokens_per_second=round(rows / token),
+            more_gib=round((torch.cuda.max_memory_allocated() - before) / 2**30, 2) if self.cuda else None,
         )
 
     def table(self, rows: int, tokens: int) -> None:
@@ -230,24 +238,37 @@ def kept_by(model: nn.Module) -> Iterator[dict[str, int]]:
 
 def command(options: argparse.Namespace, row: str, contender: str, *more: str) -> list[str]:
     flags = [f"--{name}" for name in ("table", "profile", "generate", "keep") if getattr(options, name)]
-    numbers = ["--steps", str(options.steps), "--shapes", options.shapes, "--depth", str(options.depth)]
+    numbers = [
+        f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("steps", "shapes", "depth", "tuning-ms")
+    ]
     return [sys.executable, __file__, "--row", row, "--contender", contender, *numbers, *flags, *more]
 
 
-def warm(options: argparse.Namespace, jobs: list[tuple[str, str]], cache: str) -> None:
-    """Compiles the peers' kernels in many processes; each takes the variants of an autotuned kernel in an order of its own."""
+def warm(options: argparse.Namespace, jobs: list[tuple[str, str]], cache: str) -> list[subprocess.Popen[bytes]]:
+    """Processes that compile the peers' kernels; each takes the variants of an autotuned kernel in an order of its own."""
     peers = [job for job in jobs if job[1] == "fla"]
     started = []
-    for index in range(options.warm):
+    for index in range(options.warm if peers else 0):
         row, contender = peers[index % len(peers)]
         more = ["--warm-worker", str(index + 1), "--depth", "4", "--steps", "1"]
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
         nowhere = subprocess.DEVNULL
         started.append(
-            subprocess.Popen(command(options, row, contender, *more), stdout=nowhere, stderr=nowhere, env=environment)
+            subprocess.Popen(
+                ["nice", *command(options, row, contender, *more)], stdout=nowhere, stderr=nowhere, env=environment
+            )
         )
-    for process in started:
-        process.wait()
+    return started
+
+
+def ended(processes: list[subprocess.Popen[bytes]], until: float) -> None:
+    """Waits for the processes, at most until that time; ends those that are not done."""
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def measure(options: argparse.Namespace, row: str, contender: str, cache: str | None) -> dict[str, Any]:
@@ -262,12 +283,12 @@ def measure(options: argparse.Namespace, row: str, contender: str, cache: str | 
                 capture_output=True,
                 text=True,
                 env=environment,
-                timeout=options.timeout,
+                timeout=options.fla_timeout if contender == "fla" and options.fla_timeout else options.timeout,
             )
             output, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            problem = [f"longer than {options.timeout} s"]
+            problem = [f"longer than {error.timeout:.0f} s"]
     found: dict[str, Any] = {"row": row, "contender": contender, "seconds": round(time.perf_counter() - start, 1)}
     for line in output.splitlines():
         if line.startswith("{"):
@@ -312,7 +333,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--depth", type=int, default=0, help="layers, if not 24")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a contender")
-    parser.add_argument("--warm", type=int, default=0, help="processes that compile the peers' kernels first")
+    parser.add_argument("--fla-timeout", type=float, help="seconds for one of flash-linear-attention, if not --timeout")
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile the peers' kernels beforehand")
+    parser.add_argument("--warm-limit", type=float, default=300, help="seconds for them, from the start")
+    parser.add_argument("--tuning-ms", type=int, default=0, help="milliseconds for a variant of the peers' autotuning")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--generate", action="store_true")
@@ -346,28 +370,43 @@ def compile_only(number: int) -> None:
     Autotuner.prune_configs, Autotuner._bench = shuffled, compiled  # type: ignore[method-assign]
 
 
+def tuned_in(milliseconds: int) -> None:
+    """Lets Triton's autotuner time a variant for that long, in place of its 125 milliseconds."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    times = {"warmup": max(1, milliseconds // 4), "rep": milliseconds}
+    Autotuner.do_bench = property(lambda self: lambda call, quantiles: do_bench(call, quantiles=quantiles, **times))  # type: ignore[assignment]
+
+
 def main() -> None:
     options = arguments()
     if options.row:
         if options.warm_worker:
             compile_only(options.warm_worker)
+        elif options.tuning_ms and options.contender == "fla":
+            tuned_in(options.tuning_ms)
         Worker(options).run()
         return
-    jobs = [(row, who) for row in options.rows.split(",") for who in options.contenders.split(",")]
+    jobs = [(row, who) for who in options.contenders.split(",") for row in options.rows.split(",")]
     jobs = [job for job in jobs if job[1] != "transformers" or job[0] == "transformer"]
+    jobs.sort(key=lambda job: job[1] == "fla")  # last, so that its kernels compile meanwhile
     results: list[dict[str, Any]] = []
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
-        if options.warm:
-            start = time.perf_counter()
-            warm(options, jobs, cache)
-            print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
-        for row, contender in jobs:
-            found = measure(options, row, contender, cache if options.warm and contender == "fla" else None)
-            show(found)
-            results.append(found)
-            if options.out or torch.cuda.is_available():
-                about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-                timing.write_results("model", results, options.out, about)
+        compiling = warm(options, jobs, cache)
+        try:
+            for row, contender in jobs:
+                if contender == "fla":
+                    ended(compiling, start + options.warm_limit)
+                found = measure(options, row, contender, cache if options.warm and contender == "fla" else None)
+                show(found)
+                results.append(found)
+                if options.out or torch.cuda.is_available():
+                    about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+                    timing.write_results("model", results, options.out, about)
+        finally:
+            ended(compiling, 0.0)
 
 
 if __name__ == "__main__":
