@@ -13,7 +13,9 @@ from torch import Tensor
 
 from flashmix.gpu.tma import Tiles
 
-local = threading.local()  # of a role: `baton`, `program`, `pending` products, `stores` not read yet, its name `role`
+local = (
+    threading.local()
+)  # of a role: `baton`, `program`, `pending` products, `stores` not read yet, its name `role`, its `threads`
 
 
 def plain(x: Any) -> Any:
@@ -67,6 +69,9 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory, self.dtype, self.where.permute(*order), self.lines)
 
+    def reshape(self, shape: Sequence[Any]) -> Shared:
+        return Shared(self.memory, self.dtype, self.where.reshape([plain(n) for n in shape]), self.lines)
+
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared:
         shape = [plain(n) for n in shape]
         assert math.prod(shape) * dtype.itemsize <= self.where.numel() * self.dtype.itemsize, (
@@ -85,12 +90,18 @@ class Shared:
         local.baton.step()
 
 
+def storage(t: Tensor) -> Tensor:
+    """All of the memory that a tensor lies in."""
+    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+
+
 class Described:
     """A tensor that TMA moves."""
 
     def __init__(self, tiles: Tiles) -> None:
         self.tiles, self.dtype = tiles, tiles.tensor.dtype
-        self.block_type = SimpleNamespace(shape=list(tiles.block))
+        size = math.prod(tiles.block) * self.dtype.itemsize
+        self.block_type = SimpleNamespace(shape=list(tiles.block), nbytes=size)
         self.layout = tiles.described(True).layout
 
     def places(self, at: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -109,25 +120,27 @@ class Described:
             inside = inside & (first + steps < length)
         start = (start * self.dtype.itemsize) % 2**64
         start = (start - 2**64 if start >= 2**63 else start) // self.dtype.itemsize
-        return offset + start, inside
+        return offset + start + t.tensor.storage_offset(), inside
 
     def read(self, at: Sequence[Any]) -> Tensor:
         where, inside = self.places(at)
-        memory = self.tiles.tensor.reshape(-1)
+        inside = inside.expand(where.shape)
         found = torch.zeros(where.shape, dtype=self.dtype)
-        found[inside.expand(where.shape)] = memory[where[inside.expand(where.shape)]]
+        found[inside] = storage(self.tiles.tensor)[where[inside]]
         return found
+
+    load = read  # a descriptor of Triton's
 
     def write(self, at: Sequence[Any], value: Tensor) -> None:
         where, inside = self.places(at)
         inside = inside.expand(where.shape)
-        self.tiles.tensor.view(-1)[where[inside]] = value[inside]
+        storage(self.tiles.tensor)[where[inside]] = value[inside]
 
 
 class Pointer:
-    """An address, or a tile of them."""
+    """An address in memory of one dtype, or a tile of them."""
 
-    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+    def __init__(self, memory: Tensor, offset: Any) -> None:
         self.memory, self.offset = memory, offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
@@ -137,7 +150,7 @@ class Pointer:
     __radd__ = __add__
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        where = torch.as_tensor(self.offset)
+        where = torch.as_tensor(self.offset).long()
         mask = torch.as_tensor(True if mask is None else mask)
         where, mask = torch.broadcast_tensors(where, mask)
         size = self.memory.numel()
@@ -148,12 +161,19 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     where, mask = pointer.places(mask)
     found = torch.full(where.shape, other, dtype=pointer.memory.dtype)
-    found[mask] = pointer.memory.reshape(-1)[where[mask]]
+    found[mask] = pointer.memory[where[mask]]
     return found
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     where, mask = pointer.places(mask)
     where, mask, value = torch.broadcast_tensors(where, mask, torch.as_tensor(value))
-    pointer.memory.view(-1)[where[mask]] = value[mask].to(pointer.memory.dtype)
+    pointer.memory[where[mask]] = value[mask].to(pointer.memory.dtype)
     local.baton.step()
+
+
+def atomic_add(pointer: Pointer, value: Any) -> Tensor:
+    at = int(pointer.offset)
+    before = pointer.memory[at].clone()
+    pointer.memory[at] = before + int(value)
+    return before
