@@ -23,6 +23,8 @@ SCANS = (
     "slstm/native/slstm",
     "wkv/native/call",
     "wkv/native/wkv",
+    "preconditioner/native/call",
+    "preconditioner/native/preconditioner",
 )
 HEADERS = [f"{NATIVE}/{name}.h" for name in ("problem", "tiles", "pairs", "gradients", "correlated", "chunk")]
 STRIPPED = ["-s"] if sys.platform == "linux" else []

@@ -13,6 +13,9 @@ from cases import PAIRS, Case, make_inputs, run_op
 from test_recurrence import STAGES, assert_within_budget, evaluate, references
 
 import flashmix
+from flashmix.ops.preconditioner.call import PreconditionerCall
+from flashmix.ops.preconditioner.native.binding import missing as preconditioner_missing
+from flashmix.ops.preconditioner.op import PRECONDITIONER
 from flashmix.ops.recurrence import native, op
 from flashmix.ops.recurrence.native.binding import library, missing
 
@@ -125,3 +128,34 @@ def test_a_loss_of_the_output_alone_or_of_the_state_alone():
             grads.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
         for name, got, reference, baseline in zip(inputs, *grads, strict=True):
             budget.assert_within_budget(name, got, reference, baseline, steps=STAGES)
+
+
+def written(impl: str, dtype: torch.dtype, inputs: list[torch.Tensor], packing: flashmix.Packing | None):
+    """Write keys, the last curvature, and the gradient of every tensor."""
+    leaves = [t.to(dtype).requires_grad_() for t in inputs]
+    outputs = PRECONDITIONER(PreconditionerCall(*leaves, 1.5, 1e-6, packing), impl)
+    generator = torch.Generator().manual_seed(1)
+    flows = [torch.randn(t.shape, generator=generator).to(dtype) for t in outputs]
+    return [t.detach() for t in outputs] + list(torch.autograd.grad(outputs, leaves, flows))
+
+
+@pytest.mark.skipif(preconditioner_missing() is not None, reason=str(preconditioner_missing()))
+@pytest.mark.parametrize("level", range(MOST + 1))
+@pytest.mark.parametrize(("heads", "width", "lengths"), [(3, 19, (3, 0, 50, 7)), (2, 64, None), (1, 1, None)])
+def test_the_preconditioner_is_its_formula(instructions, heads, width, lengths, level):
+    if instructions(level) != level:
+        pytest.skip("this machine does not have them")
+    packing, batch, tokens = (
+        (None, 2, 70) if lengths is None else (flashmix.Packing.from_lengths(lengths), 1, sum(lengths))
+    )
+    generator, rows = torch.Generator().manual_seed(0), (batch, tokens, heads)
+    k, weight, g = torch.randn(*rows, width, generator=generator), *torch.rand(2, *rows, generator=generator)
+    start = torch.rand(batch if lengths is None else len(lengths), heads, width, generator=generator)
+    inputs = [k, weight, -g, torch.randn(heads, generator=generator), start]
+    exact, plain, got = (
+        written(impl, dtype, inputs, packing)
+        for impl, dtype in (("portable", torch.float64), ("portable", torch.float32), ("native", torch.float32))
+    )
+    names = ("write", "last", "d_k", "d_weight", "d_log_decay", "d_log_scale", "d_curvature")
+    for name, *three in zip(names, got, exact, plain, strict=True):
+        budget.assert_within_budget(name, *three, steps=STAGES)

@@ -1,8 +1,7 @@
-"""Preconditioned DeltaNet: Gated DeltaNet and KDA with a preconditioned write key, a scan and a call of `delta_rule`."""
+"""Preconditioned DeltaNet: Gated DeltaNet and KDA with a preconditioned write key and a call of `delta_rule`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -10,24 +9,25 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import check_per_head, check_states, scan_beside, unrounded
+from flashmix.mechanisms.common import check_per_head, check_states, unrounded
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import MambaDecay
 from flashmix.modules.projection import HeadProjection
-from flashmix.op.checks import dims, have_addresses
+from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.ops.preconditioner.call import PreconditionerCall
+from flashmix.ops.preconditioner.op import preconditioner
 from flashmix.ops.recurrence import delta_rule
 from flashmix.ops.recurrence.call import check_operands
 
 States = tuple[Tensor, Tensor]
 BOUND, EPS = 1.5, 1e-6
-BLOCK = 128  # tokens whose numbers stay in a cache
 LOG_SCALE = -0.2
 
 
@@ -74,41 +74,19 @@ def _preconditioned(
         check_per_head("log_scale", log_scale, "q", q, H)
     N = B if packing is None else packing.count
     check_states(initial_state, q, (N, HV, K, V), (N, H, K))
-    S, A = (None, None) if initial_state is None else initial_state
     wide = state_dtype(q.dtype)
-    options: dict[str, Any] = {"cu_seqlens": packing, "impl": impl}
-    squares = _of_square(k.to(wide), curvature_beta.to(wide))
-    A_t, A = scan_beside(squares, curvature_log_decay, initial_state=A, packing=packing, impl=impl)
-    centre = log_scale.to(wide)[:, None] if isinstance(log_scale, Tensor) else log_scale
-    write = _preconditioned_keys(k.to(wide), A_t, centre, bound, eps).to(k.dtype)
-    o, S = delta_rule(
-        q, k, v, beta, log_decay, write=write, scale=scale, initial_state=S, return_state=return_state, **options
-    )
+    if initial_state is None:
+        S, A = None, torch.zeros(N, H, K, dtype=wide, device=q.device)
+    else:
+        S, A = initial_state
+    if not isinstance(log_scale, Tensor):
+        log_scale = torch.full((H,), log_scale, dtype=wide, device=q.device)
+    keys, weight, decay, centre = (x.to(wide) for x in (k, curvature_beta, curvature_log_decay, log_scale))
+    prepared = PreconditionerCall(keys, weight, decay, centre, A, float(bound), float(eps), packing)
+    write, A = preconditioner(prepared, impl)
+    options: dict[str, Any] = {"scale": scale, "return_state": return_state, "cu_seqlens": packing, "impl": impl}
+    o, S = delta_rule(q, k, v, beta, log_decay, write=write.to(k.dtype), initial_state=S, **options)
     return o, None if S is None else (S, A)
-
-
-def _of_square(k: Tensor, weight: Tensor) -> Tensor:
-    """`weight k^2`, `[B, T, H, K]`."""
-    weighted = weight.unsqueeze(-1) * k
-    return torch.mul(weighted, k, out=weighted if _is_free(weighted) else None)
-
-
-def _preconditioned_keys(k: Tensor, curvature: Tensor, centre: Tensor | float, bound: float, eps: float) -> Tensor:
-    """`k bound^{-r / (1 + |r|)}` with `r = log(A + eps) - centre`; on a CPU block by block in the place of `A`, which nobody else reads."""
-    if curvature.device.type != "cpu" or not _is_free(curvature, k, centre):
-        r = torch.log(curvature + eps) - centre
-        return k * torch.exp(-math.log(bound) * r / (1 + r.abs()))
-    for r, key in zip(curvature.split(BLOCK, 1), k.split(BLOCK, 1), strict=True):
-        r.add_(eps).log_().sub_(centre)
-        torch.div(r.mul(-math.log(bound)), r.abs_().add_(1), out=r)
-        r.exp_().mul_(key)
-    return curvature
-
-
-def _is_free(*tensors: Tensor | float) -> bool:
-    """Whether results may overwrite one another: nothing is recorded and nothing transformed."""
-    recorded = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    return not recorded and have_addresses(*[t for t in tensors if isinstance(t, Tensor)])
 
 
 @public

@@ -1,5 +1,5 @@
 /* The recurrence of docs/chunk_algorithm.md on the CPU, in float32: sequence by sequence and head by head, chunk after chunk, each
- * chunk's tiles in cache; the scans of ../../scan and ../../selective_scan, by sequence and block of channels; and ../../slstm, ../../wkv. The functions at the end are called from outside.
+ * chunk's tiles in cache; the scans of ../../scan and ../../selective_scan, by sequence and block of channels; and ../../slstm, ../../wkv, ../../preconditioner. The functions at the end are called from outside.
  */
 
 #include <math.h>
@@ -52,6 +52,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../selective_scan/native/call.h"
 #include "../../slstm/native/call.h"
 #include "../../wkv/native/call.h"
+#include "../../preconditioner/native/call.h"
 
 #if defined(__x86_64__)
 #define NAME(x) x##_avx512
@@ -73,6 +74,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
 #include "../../wkv/native/wkv.h"
+#include "../../preconditioner/native/preconditioner.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -101,6 +103,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
 #include "../../wkv/native/wkv.h"
+#include "../../preconditioner/native/preconditioner.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
@@ -124,6 +127,7 @@ enum { NO_DECAY, TOKEN_DECAY, CHANNEL_DECAY };
 #include "../../selective_scan/native/selective.h"
 #include "../../slstm/native/slstm.h"
 #include "../../wkv/native/wkv.h"
+#include "../../preconditioner/native/preconditioner.h"
 #undef NAME
 
 typedef void (*Pass)(const void *call, int64_t sequence, int64_t part, float *scratch);
@@ -208,6 +212,12 @@ static void run_wkv(const Wkv *call, Pass pass) {
     run(&w);
 }
 
+static void run_preconditioner(const Preconditioner *call, Pass pass) {
+    long blocks = (call->heads + call->block - 1) / call->block;
+    Work w = {.call = call, .pass = pass, .items = call->sequences * blocks, .parts = blocks, .threads = call->threads};
+    run(&w);
+}
+
 void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
@@ -220,6 +230,8 @@ void flashmix_slstm(const Slstm *call) { run_slstm(call, PASS_OF(slstm)); }
 void flashmix_slstm_backward(const Slstm *call) { run_slstm(call, PASS_OF(slstm_backward)); }
 void flashmix_wkv(const Wkv *call) { run_wkv(call, PASS_OF(wkv)); }
 void flashmix_wkv_backward(const Wkv *call) { run_wkv(call, PASS_OF(wkv_backward)); }
+void flashmix_preconditioner(const Preconditioner *call) { run_preconditioner(call, PASS_OF(preconditioner)); }
+void flashmix_preconditioner_backward(const Preconditioner *call) { run_preconditioner(call, PASS_OF(preconditioner_backward)); }
 
 /* Numbers of scratch memory that a thread needs. */
 int64_t flashmix_scratch(int64_t K, int64_t V) {
