@@ -5,6 +5,7 @@ Each check returns its complaints, a list of strings that the test expects to be
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -22,6 +23,11 @@ from flashmix.op.packing import Packing
 from flashmix.parallel.shard import Shard
 
 LENGTHS = [17, 0, 2, 30]
+# options of layers that have no preset
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "log_linear": [{"heads": 2, "state_dim": 4, "levels": 6}],
+    "latent_attention": [{"heads": 2, "rank": 4, "shared_dim": 4}],
+}
 REFUSED = {"slstm", "momentum_deltanet", "titans_linear", "ttt_linear", "mom", "attention_with_cache"}
 
 
@@ -146,7 +152,12 @@ def errors(group: Any) -> list[str]:
     assert layer is not None
     mixer = layer(8, heads=2).double()
     x = torch.rand(1, shard.total, 8, dtype=torch.float64)
+    elsewhere = Packing(torch.zeros(2, dtype=torch.int64, device="meta"), T)
+    stranger = copy.copy(shard)
+    stranger.group = "another"  # type: ignore[assignment]
     wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("lengths must be on the host", elsewhere.shard, {"group": group}),
+        ("a Shard of another group", attend, {**local, "cu_seqlens_k": stranger}),
         ("order must be one of", whole.shard, {"group": group, "order": "ring"}),
         ("an overlap between 20 and 19", whole.shard, {"group": group, "ranges": [(0, 0, 20), (1, 19, T)]}),
         ("a gap between 20 and 21", whole.shard, {"group": group, "ranges": [(0, 0, 20), (1, 21, T)]}),
@@ -193,9 +204,9 @@ def layers(group: Any) -> list[str]:
     shard = whole.shard(group)
     size = Size(width=16, depth=2, head_dim=8, window=5)
     for name, entry in MECHANISMS.items():
-        if entry.layer is None or entry.preset is None or name in REFUSED:
-            continue
-        for options in {str(o): o for o in entry.preset(size) if not o.get("value_residual")}.values():
+        presets = OTHERS.get(name, [] if entry.preset is None else entry.preset(size))
+        for options in {str(o): o for o in presets if not o.get("value_residual")}.values():
+            assert entry.layer is not None and name not in REFUSED
             torch.manual_seed(0)
             layer = entry.layer(16, **options).double()
             x, flow = torch.randn(2, 1, T, 16, dtype=torch.float64)
