@@ -43,6 +43,13 @@ SEGMENTED = [
 ]
 
 
+COMPLEX = [  # case, and whether the decay is complex
+    (Case((1, 5, 2, 2), "token"), True),
+    (Case((1, 4, 2, 2), "head", read_before=True), False),
+    (Case((1, 5, 2, 2), "constant head", (3, 0, 2), read_before=True), True),
+]
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a few tokens, of which short sequences have several."""
@@ -61,6 +68,18 @@ def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
 def test_the_kernels_with_segments(case: Case, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "SEGMENT", 4 if case.lengths else 16)
     assert_scans(case, torch.float32, "triton")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case, turning", COMPLEX, ids=str)
+def test_complex_numbers(case: Case, turning: bool, small_tiles: None) -> None:
+    assert_scans(case, torch.complex64, "triton", complex_decay=turning)
+
+
+@pytest.mark.interpreted
+def test_complex_numbers_with_segments(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "SEGMENT", 4)
+    assert_scans(Case((1, 9, 1, 2), "constant", (3, 0, 6)), torch.complex64, "triton", complex_decay=True)
 
 
 @pytest.mark.interpreted
@@ -98,9 +117,11 @@ def test_segments_follow_from_the_sizes() -> None:
 
 
 def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, width: int) -> None:
-    """A scan forward and backward; contents are never looked at."""
+    """A scan forward and backward; contents are never looked at. A decay of complex numbers is complex."""
     sizes = {"token": (1, tokens, 4, width), "head": (1, tokens, 4), "constant": (4, width)}[decay]
-    leaves = torch.empty(1, tokens, 4, width, dtype=dtype), torch.zeros(sizes), torch.zeros(len(lengths) or 1, 4, width)
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    starts = torch.zeros(len(lengths) or 1, 4, width, dtype=wide)
+    leaves = torch.empty(1, tokens, 4, width, dtype=dtype), torch.zeros(sizes, dtype=wide), starts
     x, g, state = (t.requires_grad_() for t in leaves)
     ends = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
     for late in (False, True):
@@ -108,7 +129,8 @@ def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, w
         outputs = scan(x, g, initial_state=given, return_state=True, cu_seqlens=ends, read_before=late, impl="triton")
         wanted = (x, g) if late else (x, g, state)
         torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
-    scan_max(x.detach(), g.detach(), cu_seqlens=ends, impl="triton")
+    if not dtype.is_complex:
+        scan_max(x.detach(), g.detach(), cu_seqlens=ends, impl="triton")
 
 
 ALL = (
@@ -120,7 +142,7 @@ ALL = (
 @pytest.mark.parametrize("decay", ["token", "head", "constant"] if ALL else ["head"])
 def test_the_kernels_compile_without_spills(decay: str, capability: tuple[int, int]) -> None:
     shapes = [((), 70, 64), ((3, 67), 70, 33), ((), 2048, 16), ((1000, 1048), 2048, 16)] if ALL else [((), 2048, 16)]
-    for dtype in (torch.bfloat16, torch.float32) if ALL else (torch.bfloat16,):
+    for dtype in (torch.bfloat16, torch.float32, torch.complex64) if ALL else (torch.bfloat16,):
         with recording(capability) as launches:
             for lengths, tokens, width in shapes:
                 calls(decay, dtype, lengths, tokens, width)
@@ -129,6 +151,22 @@ def test_the_kernels_compile_without_spills(decay: str, capability: tuple[int, i
         for launch in launches:
             compiled = compile_launch(launch)
             assert compiled.stack <= STACK, (launch.name, compiled.stack)
+
+
+def test_complex_kernels_compile_without_spills() -> None:
+    with recording((9, 0)) as launches:
+        calls("constant", torch.complex64, (), 60, 8)
+    assert all(launch.args[-1].TURNING for launch in launches)
+    assert all(compile_launch(launch).stack <= STACK for launch in launches[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("turning", [False, True])
+@pytest.mark.parametrize("case", [*CASES[::3], *SEGMENTED], ids=str)
+def test_complex_numbers_on_the_device(case: Case, turning: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case in SEGMENTED:
+        monkeypatch.setattr(plans, "SEGMENT", 4)
+    assert_scans(case, torch.complex64, "triton", "cuda", complex_decay=turning)
 
 
 @pytest.mark.gpu

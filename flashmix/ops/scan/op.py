@@ -14,11 +14,11 @@ from flashmix.op.public import public
 from flashmix.ops.scan.call import ScanCall, check_decays, check_scanned, check_start, scan_dtype
 from flashmix.ops.scan.native.binding import missing
 
+PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtypes of the real part
+
 
 def _triton_supports(call: ScanCall) -> str | None:
-    if call.log_decay.is_complex():
-        return "its kernels have no complex numbers"
-    return gpu.refuses(call.device, call.dtype)
+    return gpu.refuses(call.device, PARTS.get(call.dtype, call.dtype))
 
 
 def _native_supports(call: ScanCall) -> str | None:

@@ -29,8 +29,8 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
     if not h.numel():
         return outputs, ()
     plan = plan_of(call)
-    inputs = ScanInputs(call.x.contiguous(), _decays(call, plan), start, None, None, None, None, None)
-    results = ScanResults(h, state, None, None, None, None)
+    inputs = ScanInputs(words(call.x), _decays(call, plan), words(start), None, None, None, None, None)
+    results = ScanResults(words(h), words(state), None, None, None, None)
     _launch(scan_kernel, call, plan, inputs, results)
     return outputs, ()
 
@@ -42,7 +42,7 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
     found = {"x": torch.empty(size=h.shape, dtype=h.dtype, device=h.device)}
     d_start = d_g = None
     if "initial_state" in wanted:
-        d_start = torch.empty((call.sequences, *h.shape[2:]), dtype=torch.float32, device=h.device)
+        d_start = torch.empty((call.sequences, *h.shape[2:]), dtype=call.state_dtype, device=h.device)
         if not h.numel() or call.packing is not None:
             d_start.zero_() if d_state is None else d_start.copy_(d_state)
         found["initial_state"] = d_start
@@ -50,12 +50,16 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
         S = plan.spec
         shape = {BY_CHANNEL: h.shape, BY_HEAD: h.shape[:3], CONSTANT: (plan.slots, *h.shape[2:])}[S.DECAY]
         wide = S.DECAY == CONSTANT or (call.by_head and S.DECAY == BY_CHANNEL)
-        dtype = torch.float32 if wide else call.log_decay.dtype
+        dtype = call.log_decay.dtype
+        if S.TURNING:
+            dtype = torch.complex64
+        elif wide:
+            dtype = torch.float32
         d_g = torch.empty(shape, dtype=dtype, device=h.device)
     if h.numel():
-        start = None if call.initial_state is None else call.initial_state.contiguous()
-        inputs = ScanInputs(None, _decays(call, plan), start, h.contiguous(), d_h, d_state, None, None)
-        results = ScanResults(None, d_start, found["x"], d_g, None, None)
+        given = (None, _decays(call, plan), words(call.initial_state), words(h), words(d_h), words(d_state))
+        inputs = ScanInputs(*given, None, None)
+        results = ScanResults(None, words(d_start), words(found["x"]), words(d_g), None, None)
         _launch(scan_backward_kernel, call, plan, inputs, results)
     elif d_g is not None:
         d_g.zero_()  # that of a decay that all tokens share
@@ -71,17 +75,34 @@ def _launch(kernel: Any, call: ScanCall, plan: ScanPlan, inputs: ScanInputs, res
     slots = slots_of(call.packing, plan)
     run = bound(kernel, S, num_warps=WARPS)
     if S.SEGMENTS:
-        totals, ends = torch.empty((2, plan.slots, S.WIDTH), dtype=torch.float32, device=call.device)
+        totals, ends = (
+            torch.empty((plan.slots, S.WIDTH), dtype=torch.int64 if wide else torch.float32, device=call.device)
+            for wide in (S.TURNING, S.COMPLEX)
+        )
         run(grid, inputs, ScanResults(None, None, None, None, totals, ends), slots, numbers)
         inputs = inputs._replace(totals=totals, ends=ends)
     run(grid, inputs, results, slots, numbers)
 
 
 def _decays(call: ScanCall, plan: ScanPlan) -> Tensor:
-    """The log decay as the kernels read it."""
-    if plan.spec.DECAY == BY_HEAD:
+    """The log decay as the kernels read it; of complex numbers a constant one as factors."""
+    S, g = plan.spec, call.decay
+    if S.DECAY == BY_HEAD:
         return call.log_decay.contiguous()
-    return call.decay.expand(call.x.shape[2:] if plan.spec.DECAY == CONSTANT else call.x.shape).contiguous()
+    if S.TURNING and S.DECAY == CONSTANT:  # an error of one factor would grow with the tokens
+        wide = g.to(torch.complex128)
+        size, angle = wide.real.exp(), wide.imag
+        g = torch.complex(size * angle.cos(), size * angle.sin())
+    if S.TURNING:
+        g = g.to(torch.complex64)
+    return words(g.expand(call.x.shape[2:] if S.DECAY == CONSTANT else call.x.shape))
+
+
+def words(t: Tensor | None) -> Any:
+    """A tensor contiguous; complex numbers as words of 64 bits, the same memory where they lie there."""
+    if t is None or not t.is_complex():
+        return None if t is None else t.contiguous()
+    return t.resolve_conj().resolve_neg().contiguous().view(torch.int64)
 
 
 def _as_decay(call: ScanCall, plan: ScanPlan, d_g: Tensor) -> Tensor:
@@ -90,4 +111,4 @@ def _as_decay(call: ScanCall, plan: ScanPlan, d_g: Tensor) -> Tensor:
         d_g = d_g.sum(0)
     if call.by_head and plan.spec.DECAY != BY_HEAD:
         d_g = d_g.sum(-1)
-    return d_g.to(call.log_decay.dtype)
+    return (d_g.real if d_g.is_complex() and not call.log_decay.is_complex() else d_g).to(call.log_decay.dtype)

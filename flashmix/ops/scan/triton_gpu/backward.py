@@ -2,6 +2,7 @@
 
     l_t = dh_t + c_{t+1},  c_t = e^{g_t} l_t, where c after the last token is the gradient of the last state
     dx = l,  dg_t = c_t h_{t-1},  and c of the first token is the gradient of the state that came in
+    of complex numbers the factors and h_{t-1} are conjugates
     read_before: l_t = c_{t+1}, c_t = do_t + e^{g_t} l_t
 
 Tiles: `c` channels (with a decay a head: those of one head).
@@ -23,9 +24,12 @@ from flashmix.ops.scan.triton_gpu.kernels import (
     factor_of,
     joined,
     left_of,
+    no_factor,
+    put_segment,
     span_of,
     states_at,
 )
+from flashmix.ops.scan.triton_gpu.numbers import added, chosen, constant, number_of, stored, times, times_conjugate
 
 
 @triton.jit
@@ -33,7 +37,7 @@ def gradient_at(inputs, token, OFFSET: tl.constexpr, column, exists, S: tl.const
     """The gradient [c] of a token's output, zeros if there are none."""
     BLOCK: tl.constexpr = S.BLOCK
     if inputs.d_h is None:
-        return tl.full([BLOCK], 0.0, tl.float32)
+        return tl.full([BLOCK], 0, tl.int64 if S.COMPLEX else tl.float32)
     else:
         return tl.load(inputs.d_h + (token * S.WIDTH + column) + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
 
@@ -54,9 +58,9 @@ def state_before(inputs, results, token, OFFSET: tl.constexpr, column, exists, s
 def state_or_begin(h, begin, is_first, S: tl.constexpr):
     """`h_{t-1}` in float32; of a sequence's first token the state `begin` that came in, which no output holds."""
     if S.READ_BEFORE:
-        return h.to(tl.float32)
+        return number_of(h, S)
     else:
-        return tl.where(is_first, begin, h.to(tl.float32))
+        return chosen(is_first, begin, number_of(h, S), S)
 
 
 @triton.jit
@@ -66,38 +70,57 @@ def prepend(tile, tiles):
 
 
 @triton.jit
+def no_sums(S: tl.constexpr):
+    """The sums of `decay_gradient` before the first token."""
+    BLOCK: tl.constexpr = S.BLOCK
+    zero = tl.full([BLOCK], 0.0, tl.float32)
+    if S.COMPLEX:
+        return zero, zero, zero, zero
+    else:
+        return zero, zero
+
+
+@triton.jit
+def lengthened(sum_, lost, x):
+    """A sum and what rounding lost of it, with one more summand."""
+    more = x - lost
+    after = sum_ + more
+    return after, (after - sum_) - more
+
+
+@triton.jit
 def decay_gradient(results, d_g, sums, at, OFFSET: tl.constexpr, column, left, S: tl.constexpr):
-    """Writes the gradient [c] of one token's decay, or adds that of a constant decay to `sums`: a sum and what rounding lost of it.
-    `left` are the tokens from `at` on, of channels [c] and of all.
+    """Writes the gradient [c] of one token's decay, or adds that of a constant decay to `sums`: a sum and what rounding lost of it,
+    of complex numbers those of both parts. `left` are the tokens from `at` on, of channels [c] and of all.
     """
     exists = OFFSET < left[0]
     if S.DECAY == 2:
-        sum_, lost = sums
-        more = tl.where(exists, d_g, 0.0) - lost
-        after = sum_ + more
-        sums = (after, (after - sum_) - more)
+        if S.COMPLEX:
+            real, lost_real = lengthened(sums[0], sums[1], tl.where(exists, d_g[0], 0.0))
+            imaginary, lost_imaginary = lengthened(sums[2], sums[3], tl.where(exists, d_g[1], 0.0))
+            sums = (real, lost_real, imaginary, lost_imaginary)
+        else:
+            sums = lengthened(sums[0], sums[1], tl.where(exists, d_g, 0.0))
     elif S.DECAY == 1:
         heads: tl.constexpr = S.WIDTH // S.HEAD
         ptr = results.dg + (at * heads + tl.min(column, 0) // S.HEAD) + OFFSET * heads
         tl.store(ptr, tl.sum(d_g, 0).to(results.dg.dtype.element_ty), mask=OFFSET < left[1])
     else:
         ptr = results.dg + (at * S.WIDTH + column) + OFFSET * S.WIDTH
-        tl.store(ptr, d_g.to(results.dg.dtype.element_ty), mask=exists)
+        tl.store(ptr, stored(d_g, results.dg.dtype.element_ty, S), mask=exists)
     return sums
 
 
 @triton.jit(do_not_specialize=["n"])
 def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
     """The same from the last token to the first."""
-    BLOCK: tl.constexpr = S.BLOCK
     GROUP: tl.constexpr = S.GROUP
     slot, column, inside = columns(S)
     span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
-    total, nothing = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 0.0, tl.float32)
-    sums = (nothing, nothing)
+    total, sums = no_factor(S), no_sums(S)
     if results.totals is not None:
-        c = tl.full([BLOCK], 0.0, tl.float32)
+        c = constant(0.0, S)
     else:
         c = states_at(inputs.d_state, span.sequence, column, inside, S)
         if S.SEGMENTS:
@@ -121,18 +144,19 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
         next_gs, next_ds, next_hs = (), (), ()
         for j in tl.static_range(GROUP - 1, -1, -1):
             factor = factor_of(gs[j], j < left, S)
-            d_x = c if S.READ_BEFORE else ds[j].to(tl.float32) + c
-            decayed = factor * d_x
-            c = ds[j].to(tl.float32) + decayed if S.READ_BEFORE else decayed
+            d_h = number_of(ds[j], S)
+            d_x = c if S.READ_BEFORE else added(d_h, c, S)
+            decayed = times(factor, d_x, S, True)
+            c = added(d_h, decayed, S) if S.READ_BEFORE else decayed
             if results.totals is not None:
-                total = total * factor
+                total = times(factor, total, S, True) if S.TURNING else total * factor
             else:
                 out = results.dx + (at * S.WIDTH + column) + j * S.WIDTH
-                tl.store(out, d_x.to(results.dx.dtype.element_ty), mask=j < left)
+                tl.store(out, stored(d_x, results.dx.dtype.element_ty, S), mask=j < left)
                 if results.dg is not None:
                     sums = decay_gradient(
                         results,
-                        decayed * state_or_begin(hs[j], begin, at + j == span.start, S),
+                        times_conjugate(decayed, state_or_begin(hs[j], begin, at + j == span.start, S), S),
                         sums,
                         at,
                         j,
@@ -146,13 +170,14 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
         gs, ds, hs = next_gs, next_ds, next_hs
         at = before
     if results.totals is not None:
-        tl.store(results.totals + slot * S.WIDTH + column, total, mask=inside)
-        tl.store(results.ends + slot * S.WIDTH + column, c, mask=inside)
+        put_segment(results, slot * S.WIDTH + column, inside, total, c, S)
     else:
         if results.dg is not None and S.DECAY == 2:
-            tl.store(results.dg + slot * S.WIDTH + column, sums[0], mask=inside)
+            sum_ = (sums[0], sums[2]) if S.COMPLEX else sums[0]
+            tl.store(results.dg + slot * S.WIDTH + column, stored(sum_, results.dg.dtype.element_ty, S), mask=inside)
         if results.state is not None:
             mine = inside & (span.first == span.start)
             if S.SEGMENTS:
                 mine = mine & (span.first < span.last)
-            tl.store(results.state + span.sequence * S.WIDTH + column, c, mask=mine)
+            place = span.sequence * S.WIDTH + column
+            tl.store(results.state + place, stored(c, results.state.dtype.element_ty, S), mask=mine)

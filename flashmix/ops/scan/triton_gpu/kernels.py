@@ -15,6 +15,18 @@ import triton
 import triton.language as tl
 
 from flashmix.ops.recurrence.triton_gpu.tiles import append
+from flashmix.ops.scan.triton_gpu.numbers import (
+    added,
+    constant,
+    cosine_and_sine,
+    exponential,
+    number_of,
+    parts_of,
+    stored,
+    times,
+)
+
+ONE_AS_WORD = tl.constexpr(0x3F800000)  # of complex numbers
 
 
 class ScanInputs(NamedTuple):
@@ -70,23 +82,6 @@ class SlotSpan(NamedTuple):
     first: Any
     last: Any
     place: Any
-
-
-@triton.jit
-def exponential(x):
-    """`e^x` to float32's rounding for `x` up to 0: the card's own errs by two steps, which a factor that comes back for thousands of tokens
-    multiplies. With `x = n log 2 + r`; below -87.3 it is 0.
-    """
-    least: tl.constexpr = -87.3
-    whole: tl.constexpr = 12582912.0  # 1.5 2^23: a sum with it is rounded to whole numbers, which are its last bits
-    part = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
-    shifted = part * 1.44269504 + whole
-    n = shifted - whole
-    r = part - n * 0.693359375 + n * 2.12194440e-4
-    y = ((r * 1.9875691500e-4 + 1.3981999507e-3) * r + 8.3334519073e-3) * r + 4.1665795894e-2
-    y = ((y * r + 1.6666665459e-1) * r + 5.0000001201e-1) * r * r + r + 1.0
-    power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(x < least, 0.0, y * power)
 
 
 @triton.jit
@@ -180,8 +175,12 @@ def decays_of(source, token, column, limit, last, S: tl.constexpr):
 
 @triton.jit
 def decay_source(inputs, column, inside, S: tl.constexpr):
-    """What `decay_place` takes: the tensor, or of a constant decay its factors (with a maximum its logarithms) [c]."""
-    if S.DECAY == 2:
+    """What `decay_place` takes: the tensor, or of a constant decay its factors (with a maximum its logarithms) [c]; those of complex
+    numbers come as factors.
+    """
+    if S.DECAY == 2 and S.TURNING:
+        return tl.load(inputs.g + column, mask=inside, other=0)  # [c]
+    elif S.DECAY == 2:
         power = tl.load(inputs.g + column, mask=inside, other=0.0).to(tl.float32)  # [c]
         return power if S.MAXIMUM else exponential(power)
     else:
@@ -191,7 +190,15 @@ def decay_source(inputs, column, inside, S: tl.constexpr):
 @triton.jit
 def factor_of(g, exists, S: tl.constexpr):
     """`e^g` of one token, with a maximum g; of none 1, or 0."""
-    if S.DECAY == 2:
+    if S.TURNING:
+        re, im = parts_of(g)
+        if S.DECAY == 2:
+            return tl.where(exists, re, 1.0), tl.where(exists, im, 0.0)
+        else:
+            size = exponential(re)
+            cosine, sine = cosine_and_sine(im)
+            return size * cosine, size * sine
+    elif S.DECAY == 2:
         return tl.where(exists, g, 0.0 if S.MAXIMUM else 1.0)
     elif S.MAXIMUM:
         return g.to(tl.float32)
@@ -204,11 +211,10 @@ def factor_of(g, exists, S: tl.constexpr):
 @triton.jit
 def states_at(states, row, column, inside, S: tl.constexpr):
     """States [c] of a row, zeros if there are none."""
-    BLOCK: tl.constexpr = S.BLOCK
     if states is None:
-        return tl.full([BLOCK], 0.0, tl.float32)
+        return constant(0.0, S)
     else:
-        return tl.load(states + row * S.WIDTH + column, mask=inside, other=0.0).to(tl.float32)  # [c]
+        return number_of(tl.load(states + row * S.WIDTH + column, mask=inside, other=0), S)  # [c]
 
 
 @triton.jit
@@ -217,14 +223,24 @@ def advanced(h, factor, x, S: tl.constexpr):
     if S.MAXIMUM:
         return tl.maximum(h + factor, x, propagate_nan=tl.PropagateNan.ALL)
     else:
-        return factor * h + x
+        return added(times(factor, h, S), x, S)
+
+
+@triton.jit
+def no_factor(S: tl.constexpr):
+    """The product [c] of no factors, with a maximum their sum."""
+    BLOCK: tl.constexpr = S.BLOCK
+    if S.TURNING:
+        return constant(1.0, S)
+    else:
+        return tl.full([BLOCK], 0.0 if S.MAXIMUM else 1.0, tl.float32)
 
 
 @triton.jit
 def joined(inputs, h, slot, count, STEP: tl.constexpr, column, inside, S: tl.constexpr):
     """The state after `count` segments, the slots from `slot` on, every STEP-th."""
     NOTHING: tl.constexpr = float("-inf") if S.MAXIMUM else 0.0
-    ONE: tl.constexpr = 0.0 if S.MAXIMUM else 1.0
+    ONE: tl.constexpr = ONE_AS_WORD if S.TURNING else 0.0 if S.MAXIMUM else 1.0
     JOINED: tl.constexpr = S.JOINED
     for first in range(0, count, JOINED):
         totals, ends = (), ()
@@ -234,22 +250,29 @@ def joined(inputs, h, slot, count, STEP: tl.constexpr, column, inside, S: tl.con
             totals = append(totals, tl.load(inputs.totals + at, mask=mask, other=ONE))  # [c]
             ends = append(ends, tl.load(inputs.ends + at, mask=mask, other=NOTHING))  # [c]
         for i in tl.static_range(JOINED):
-            h = advanced(h, totals[i], ends[i], S)
+            factor = parts_of(totals[i]) if S.TURNING else totals[i]
+            h = advanced(h, factor, number_of(ends[i], S), S)
     return h
+
+
+@triton.jit
+def put_segment(results, place, inside, total, end, S: tl.constexpr):
+    """Writes the product of a segment's factors and its end from a state of zeros, [c] each."""
+    tl.store(results.totals + place, stored(total, tl.int64, S) if S.TURNING else total, mask=inside)
+    tl.store(results.ends + place, stored(end, results.ends.dtype.element_ty, S), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
 def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
     """The tokens of a slot; with `totals`, only the product of its factors and its end from a state of zeros."""
-    BLOCK: tl.constexpr = S.BLOCK
     GROUP: tl.constexpr = S.GROUP
     NOTHING: tl.constexpr = float("-inf") if S.MAXIMUM else 0.0
     slot, column, inside = columns(S)
     span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
-    total = tl.full([BLOCK], 0.0 if S.MAXIMUM else 1.0, tl.float32)
+    total = no_factor(S)
     if results.totals is not None:
-        h = tl.full([BLOCK], NOTHING, tl.float32)
+        h = constant(NOTHING, S)
     else:
         h = states_at(inputs.start, span.sequence, column, inside, S)
         if S.SEGMENTS:
@@ -264,22 +287,23 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
         for i in tl.static_range(GROUP):
             factor = factor_of(gs[i], i < left, S)
             before = h
-            h = advanced(h, factor, xs[i].to(tl.float32), S)
+            h = advanced(h, factor, number_of(xs[i], S), S)
             if results.totals is not None:
-                total = total + factor if S.MAXIMUM else total * factor
+                total = total + factor if S.MAXIMUM else times(total, factor, S) if S.TURNING else total * factor
             else:
                 y = before if S.READ_BEFORE else h
                 out = results.h + (at * S.WIDTH + column) + i * S.WIDTH
-                tl.store(out, y.to(results.h.dtype.element_ty), mask=i < left)
+                tl.store(out, stored(y, results.h.dtype.element_ty, S), mask=i < left)
             exists = GROUP + i < left
             next_xs = append(next_xs, tl.load(ptr + (GROUP + i) * S.WIDTH, mask=exists, other=NOTHING))  # [c]
             next_gs = append(next_gs, decay_at(place, GROUP + i, exists, GROUP + i < some, S))
         xs, gs = next_xs, next_gs
     if results.totals is not None:
-        tl.store(results.totals + slot * S.WIDTH + column, total, mask=inside)
-        tl.store(results.ends + slot * S.WIDTH + column, h, mask=inside)
+        put_segment(results, slot * S.WIDTH + column, inside, total, h, S)
     else:
         ends = inside & (span.last == span.end)
         if S.SEGMENTS:  # an empty sequence, which has no segment, keeps the state that its results began with
             ends = ends & (span.first < span.last)
-        tl.store(results.state + span.sequence * S.WIDTH + column, h, mask=ends)
+        tl.store(
+            results.state + span.sequence * S.WIDTH + column, stored(h, results.state.dtype.element_ty, S), mask=ends
+        )

@@ -29,6 +29,8 @@ class ScanSpec(NamedTuple):
     PACKED: bool
     SEGMENTS: bool
     MAXIMUM: bool
+    COMPLEX: bool
+    TURNING: bool  # complex factors
     PRECISE: bool  # factors to float32's rounding; else they err by two steps of it, far below those of 16 bits
 
 
@@ -50,8 +52,9 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     sizes = call.x.shape[2:]
     width, head = sizes.numel(), sizes[-1]
     packed, N, T = call.packing is not None, call.sequences, call.tokens
+    pairs = call.dtype.is_complex
     decay, block = CONSTANT if call.constant else BY_CHANNEL, THREADS
-    if call.by_head and not call.constant and head <= WIDEST_HEAD:
+    if call.by_head and not call.constant and head <= WIDEST_HEAD and not pairs:
         decay, block = BY_HEAD, power_of_two(head)
     blocks = width // head if decay == BY_HEAD else cdiv(width, block)
     tokens = T if not packed else cdiv(T, max(N, 1))  # of a sequence, on average
@@ -61,7 +64,7 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     segment = cdiv(tokens, max(each, 1))
     each = cdiv(tokens, max(segment, 1)) if segments else 1
     slots = N * each if not (packed and segments) else T // segment + N
-    group = (GROUP_BACKWARD if backward else GROUP) // cdiv(block, 2 * THREADS)
+    group = (GROUP_BACKWARD if backward else GROUP) // (2 if pairs else cdiv(block, 2 * THREADS))
     group = min(max(group, 1), power_of_two(tokens))
     spec = ScanSpec(
         WIDTH=width,
@@ -74,6 +77,8 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
         PACKED=packed,
         SEGMENTS=segments,
         MAXIMUM=call.maximum,
-        PRECISE=call.dtype.itemsize == 4,
+        COMPLEX=pairs,
+        TURNING=pairs and (decay == CONSTANT or call.log_decay.is_complex()),
+        PRECISE=pairs or call.dtype.itemsize == 4,
     )
     return ScanPlan(spec, slots, each, segment)

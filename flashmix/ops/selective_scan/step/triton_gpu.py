@@ -19,7 +19,7 @@ from flashmix.gpu.rows import activation
 from flashmix.op.call import Outputs
 from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.delta_net_step.triton_gpu import find_slot
-from flashmix.ops.scan.triton_gpu.kernels import exponential
+from flashmix.ops.scan.triton_gpu.numbers import exponential
 from flashmix.ops.selective_scan.step.call import SelectiveStepCall
 
 NUMBERS, WARPS = 1024, 1  # of states in a program

@@ -19,7 +19,8 @@ import triton.language as tl
 
 from flashmix.gpu.rows import activation
 from flashmix.ops.decay.triton_gpu import softplus
-from flashmix.ops.scan.triton_gpu.kernels import exponential, left_of, span_of, tokens_of
+from flashmix.ops.scan.triton_gpu.kernels import left_of, span_of, tokens_of
+from flashmix.ops.scan.triton_gpu.numbers import exponential
 from flashmix.ops.selective_scan.call import CHUNK as _CHUNK
 
 CHUNK = tl.constexpr(_CHUNK)

@@ -19,7 +19,8 @@ import triton.language as tl
 
 from flashmix.gpu.rows import exp_of_minus, sigmoid
 from flashmix.ops.decay.triton_gpu import softplus
-from flashmix.ops.scan.triton_gpu.kernels import exponential, span_of
+from flashmix.ops.scan.triton_gpu.kernels import span_of
+from flashmix.ops.scan.triton_gpu.numbers import exponential
 
 LEAST = tl.constexpr(-3.4028234663852886e38)
 
