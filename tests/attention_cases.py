@@ -36,7 +36,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sink: bool = False
-    alibi: bool = False
+    alibi: bool | str = False  # "rows": each sequence has slopes of its own
     decay: bool = False
     gate: float = 0.2  # how strong gates are
     walls: float = 0.0  # the gate of every 90th key
@@ -105,6 +105,7 @@ CASES = (
     Case("sink", sink=True, heads_q=8),
     Case("sink, not causal", sink=True, causal=False, tokens_k=90, heads_q=8),
     Case("alibi", alibi=True, heads_q=8),
+    Case("alibi of each sequence", alibi="rows", heads_q=8, batch=3, tokens_k=90),
     Case("alibi on both sides", alibi=True, causal=False, tokens_k=90, heads_q=8),
     Case("decay", decay=True),
     Case("decay, grouped heads, more keys", decay=True, heads_q=4, tokens_k=300),
@@ -283,7 +284,8 @@ def make_call(case: Case, dtype: torch.dtype, seed: int = 0) -> Call:
     if case.sink:
         tensors["sink"] = normal(case.heads_q)
     if case.alibi:
-        tensors["alibi_slopes"] = normal(case.heads_q).abs() / 10
+        rows = (batch,) if case.alibi == "rows" else ()
+        tensors["alibi_slopes"] = normal(*rows, case.heads_q).abs() / 10
     if case.decay:
         gates = -normal(batch, tokens_k, case.heads_q).abs() * case.gate
         if case.walls:

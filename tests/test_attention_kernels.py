@@ -239,7 +239,7 @@ SMALL = [
     Case("packed", lengths=(33, 0, 5), lengths_k=(40, 2, 0), dim=12, heads_q=4, window=(9, 3), causal=False),
     Case("weak decay over several tiles", decay=True, gate=0.001, tokens=20, tokens_k=420, batch=1, heads_q=1, heads=1),
     Case("two parts", tokens=40, dim=70, dim_v=90, batch=1, heads_q=2, heads=1),
-    Case("ranges", tokens=37, tokens_k=80, batch=3, key_starts=(0, 21, 80), key_lengths=(70, 80, 9), alibi=True, dim=12, heads=1),
+    Case("ranges", tokens=37, tokens_k=80, batch=3, key_starts=(0, 21, 80), key_lengths=(70, 80, 9), alibi="rows", dim=12, heads=1),
 ]  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_interpreted_kernels_are_within_budget(case: Case, dtype: torch.dtype) -
 def hopper_cases() -> list[Case]:
     """The cases that the Hopper kernels take, at their head dims: those of 16 channels at each tile of theirs."""
     cases = [replace(case, dropout_p=0.0) for case in CASES if 0 not in (case.batch, case.tokens, case.tokens_k)]
-    cases = [case for case in cases if not case.ranges]
+    cases = [case for case in cases if not case.ranges and case.alibi != "rows"]
     made = [case for case in cases if max(case.dim, case.dim_v or 0) >= 65]
     for dim, dim_v in ((128, 128), (96, 96), (192, 128), (256, 256)):
         made += [

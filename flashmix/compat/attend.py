@@ -35,14 +35,8 @@ def options_of(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, alibi_slopes: Tensor | None, return_lse: bool, **options: Any) -> Result:
-    """`softmax_attention` of `[B, T, H, D]`; slopes `[B, H]` are those of the heads of one row, so rows become heads."""
-    if alibi_slopes is None or alibi_slopes.dim() == 1:
-        return softmax_attention(q, k, v, alibi_slopes=alibi_slopes, return_lse=return_lse, **options)
-    B, Tq, HQ, _ = q.shape
-    folded = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
-    o, lse = softmax_attention(*folded, alibi_slopes=alibi_slopes.reshape(-1), return_lse=return_lse, **options)
-    o = o[0].unflatten(1, (B, HQ)).transpose(0, 1)
-    return o, None if lse is None else lse.view(B, HQ, Tq)
+    """`softmax_attention` of `[B, T, H, D]`; slopes are `[H]` or `[B, H]`."""
+    return softmax_attention(q, k, v, alibi_slopes=alibi_slopes, return_lse=return_lse, **options)
 
 
 def attend_packed(
@@ -117,8 +111,8 @@ def attend_to_cache(
 ) -> Result:
     """Appends `new` to the caches in place and attends; `lengths` are those before. `q` is `[B, T, HQ, D]`, packed `[total, HQ, D]`.
 
-    Causal calls are `attention_with_cache`. Others, and those with `leftpad`, read the caches where they lie if row n is sequence n
-    (`in_order`); with pages, chosen rows or slopes `[B, H]` the keys are gathered.
+    Causal calls are `attention_with_cache`. Others, and those with `leftpad` or slopes `[B, H]`, read the caches where they lie if row n
+    is sequence n (`in_order`); with pages or chosen rows the keys are gathered.
     """
     cos, sin = rotary_table
     if cos is not None and new[0] is None:
@@ -146,7 +140,7 @@ def attend_to_cache(
     refuse("flash_attn_with_kvcache", "cu_seqlens_q without causal=True, or with leftpad", cu_seqlens_q is None)
     q, lengths = _append(q, cache, new, table, lengths, turn, interleaved, local)
     start = torch.zeros_like(lengths) if leftpad is None else leftpad.to(torch.int64)
-    if in_order and (slopes is None or slopes.dim() == 1):
+    if in_order:
         options |= {"key_starts": None if leftpad is None else start.minimum(lengths), "key_lengths": lengths}
         return softmax_attention(q, *cache, return_lse=return_lse, **options)
     keys, values = (gather(x, table, start, lengths) for x in cache)

@@ -20,13 +20,14 @@ from .sample import Sample, Tensors
 WALL = -1e6  # what a gate is clamped at, see docs/numerics.md
 
 
-def features(draw: Draw, heads_q: int) -> Tensors:
-    """Sink and slopes."""
+def features(draw: Draw, heads_q: int, rows: int = 0) -> Tensors:
+    """Sink and slopes, which `rows` sequences may have each for itself."""
     x: Tensors = {}
     if draw.chance(0.25):
         x["sink"] = draw.normal(heads_q).to(draw.pick(FLOATS[:2]))
     if draw.chance(0.25):
-        x["alibi_slopes"] = draw.uniform(heads_q).to(draw.pick(FLOATS[:2]))
+        own = (rows,) if rows and draw.chance(0.3) else ()
+        x["alibi_slopes"] = draw.uniform(*own, heads_q).to(draw.pick(FLOATS[:2]))
     return x
 
 
@@ -92,14 +93,15 @@ def drawn(draw: Draw) -> Sample:
         "q": draw.normal(B, tokens, H * group, K).to(dtype),
         "k": draw.normal(B, tokens_k, H, K).to(dtype),
         "v": draw.normal(B, tokens_k, H, V).to(dtype),
-    } | features(draw, H * group)
+    } | features(draw, H * group, 0 if packed else B)
     if causal and draw.chance(0.3):
         x["log_decay"] = draw.decay(B, tokens_k, H * group).to(draw.pick(FLOATS[:2]))
     ranges = {} if packed else key_ranges(draw, B, tokens_k)
     x |= ranges
     own = frozenset(name for name in ("q", "k", "v", "log_decay") if name in x)
     meaning = {name: value for name, value in options.items() if name != "return_lse"}
-    taken = ({"packed"} if other_keys else set()) | ({"packed", "prefix"} if ranges else set())
+    by_row = frozenset(name for name in ("alibi_slopes",) if name in x and x[name].dim() == 2)
+    taken = ({"packed"} if other_keys or by_row else set()) | ({"packed", "prefix"} if ranges else set())
     case = AttentionCase(
         op="softmax_attention",
         dtype=dtype,
@@ -108,7 +110,7 @@ def drawn(draw: Draw) -> Sample:
         axes=("token", "lse")[: 2 if lse else 1],
         options=options | ({"return_lse": True} if lse else {}),
         per_token=own if tokens == tokens_k else frozenset(),
-        per_row=own | frozenset(ranges),
+        per_row=own | frozenset(ranges) | by_row,
         fixed=frozenset(ranges),
         lengths=lengths,
         packs=True,

@@ -24,8 +24,9 @@ class AttentionCall(Call):
     """Queries `q [B, Tq, HQ, K]` over keys `k [B, Tk, H, K]` and values `v [B, Tk, H, V]`.
 
     Query `i` of a sequence stands at position `i + Tk - Tq` and sees the keys from `left` before to `right` after it (None: all of
-    them); causal attention is `right = 0`. `seed`: the random number that dropout is a function of. `key_starts`, `key_lengths`
-    `[B]`: the first key of each sequence, and the key after its last one, which takes the place of `Tk`.
+    them); causal attention is `right = 0`. `alibi_slopes`: `[HQ]`, or `[B, HQ]` where nothing is packed. `seed`: the random number that
+    dropout is a function of. `key_starts`, `key_lengths` `[B]`: the first key of each sequence, and the key after its last one, which
+    takes the place of `Tk`.
     """
 
     q: Tensor
@@ -85,6 +86,11 @@ class AttentionCall(Call):
         """Whether sequences have fewer keys than `Tk`."""
         return self.key_starts is not None or self.key_lengths is not None
 
+    @property
+    def slopes_by_sequence(self) -> bool:
+        """Whether each sequence has slopes of its own, `[B, HQ]`."""
+        return self.alibi_slopes is not None and self.alibi_slopes.dim() == 2
+
     def key_ranges(self) -> tuple[Tensor, Tensor]:
         """The first key of each sequence and the end of its keys, `[B]` each, within the tensors."""
         end = torch.full((self.batch,), self.tokens_k, device=self.device)
@@ -132,6 +138,8 @@ def hopper_supports(call: AttentionCall) -> str | None:
         return "it has no dropout"
     if call.ranged:
         return "it has no key_starts or key_lengths"
+    if call.slopes_by_sequence:
+        return "it has no alibi_slopes of each sequence"
     if min(call.q.numel(), call.k.numel(), call.v.numel()) == 0:
         return "the inputs are empty"
     return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))

@@ -41,7 +41,7 @@ def softmax_attention(
     i = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]  # the newest query sees all keys
     j = torch.arange(k.shape[1], device=q.device)
     if alibi_slopes is not None:
-        s = s - alibi_slopes[:, None, None] * (i - j).abs()
+        s = s - alibi_slopes[..., None, None] * (i - j).abs()
     if log_decay is not None and k.shape[1] > 0:
         g = log_decay.cumsum(1).transpose(1, 2)
         s = s + g[:, :, i.clamp(min=0)[:, 0], None] - g[:, :, None, :]
@@ -85,8 +85,10 @@ def _by_sequence(
         keys = slice(0 if starts is None else min(max(int(starts[b]), 0), end), end)
         one, count = slice(b, b + 1), end - keys.start
         own: dict[str, Any] = {"log_decay": None if log_decay is None else log_decay[one, keys]}
+        if (slopes := options["alibi_slopes"]) is not None and slopes.dim() == 2:
+            own["alibi_slopes"] = slopes[one]
         own |= {"dropout": None if dropout is None else dropout[one, :, :, :count]}
-        found.append(softmax_attention(q[one], k[one, keys], v[one, keys], **own, **options))
+        found.append(softmax_attention(q[one], k[one, keys], v[one, keys], **options | own))
     if not found:
         return softmax_attention(q, k, v, log_decay=log_decay, dropout=dropout, **options)
     return torch.cat([o for o, _ in found]), torch.cat([lse for _, lse in found])

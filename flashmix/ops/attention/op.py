@@ -85,7 +85,7 @@ def softmax_attention(
         window: `(left, right)`: query `i` sees `p_i - left <= j <= p_i + right`, both ends included; None is unbounded.
         softcap: scores are squashed into `(-softcap, softcap)`.
         sink: `[HQ]` floating, a logit per head that takes probability and gives no value.
-        alibi_slopes: `[HQ]` floating, ALiBi's slope per head, in natural-log units per token.
+        alibi_slopes: `[HQ]`, or `[B, HQ]` for each sequence its own, floating: ALiBi's slope per head, in natural-log units per token.
         log_decay: `[B, Tk, HQ]` floating, at most 0: log of the forget gate of each key token, not cumulative; needs
             `causal`.
         dropout_p: share of the probabilities that is dropped, drawn from torch's generator; the rest grows by
@@ -121,13 +121,18 @@ def softmax_attention(
     left, right = check_window(window)
     if causal:
         right = 0
-    check_features(q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right)
+    by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.shape == (q.shape[0], q.shape[2])
+    check_features(
+        q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right, by_sequence=by_sequence
+    )
     check_softcap(softcap)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     _check_ranges(q, key_starts, key_lengths, packing)
+    if by_sequence and alibi_slopes is not None and packing is not None:
+        alibi_slopes = alibi_slopes[0]  # one row, whatever it packs
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
     q, k, v = autocast(q, k, v)
     values: dict[str, Any] = {
@@ -202,12 +207,17 @@ def check_features(
     log_decay: Tensor | None,
     decay_shape: tuple[int, int, int],
     right: int | None,
+    *,
+    by_sequence: bool = False,
 ) -> None:
-    """Raises unless sink, slopes and decay fit the query heads, and decay comes with a causal mask (`right == 0`)."""
+    """Raises unless sink, slopes and decay fit the query heads, and decay comes with a causal mask (`right == 0`).
+
+    `by_sequence`: slopes are `[B, HQ]`.
+    """
     heads_q = decay_shape[2]
     for name, tensor, shape in (
         ("sink", sink, (heads_q,)),
-        ("alibi_slopes", alibi_slopes, (heads_q,)),
+        ("alibi_slopes", alibi_slopes, (q.shape[0], heads_q) if by_sequence else (heads_q,)),
         ("log_decay", log_decay, decay_shape),
     ):
         if tensor is not None:

@@ -97,7 +97,10 @@ def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None],
         sums.add_all(d_slopes is not None, d_decay is not None)
         sums.write_qkv(found["q"], found["k"], found["v"])
         if d_slopes is not None:
-            d_slopes[part.query_heads].add_(sums.of_slopes())
+            if call.slopes_by_sequence:
+                d_slopes[part.sequences, part.query_heads].add_(sums.of_slopes())
+            else:
+                d_slopes[part.query_heads].add_(sums.of_slopes().sum(0))
         if d_decay is not None:
             part.at_keys_by_query_head(d_decay).copy_(sums.of_decay())
 
@@ -239,8 +242,8 @@ class _Gradients:
             target.copy_(found[..., : part.tokens_k].permute(0, 3, 1, 2))
 
     def of_slopes(self) -> Tensor:
-        """The gradient of ALiBi's slopes of the part's query heads."""
-        return self.d_slopes.view(self.tiles.part.count[0], -1).sum(0)
+        """The gradient of ALiBi's slopes at each sequence and query head of the part, `[sequences, HQ]`."""
+        return self.d_slopes.view(self.tiles.part.count[0], -1)
 
     def of_decay(self) -> Tensor:
         """The gradient of `log_decay` `[B, Tk, HQ]`: a gate counts in the running sum at its own and all later keys."""

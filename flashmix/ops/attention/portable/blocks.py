@@ -65,7 +65,9 @@ class Part:
         return x[self.sequences, self.of_k, self.query_heads]
 
     def repeated(self, per_head: Tensor) -> Tensor:
-        """`[HQ]` at every pair, `[pairs, R, 1, 1]`."""
+        """`[HQ]` or `[B, HQ]` at every pair, `[pairs, R, 1, 1]`."""
+        if per_head.dim() == 2:
+            return per_head[self.sequences, self.query_heads].reshape(-1, self.group, 1, 1)
         return per_head[self.query_heads].view(-1, self.group, 1, 1).repeat(self.count[0], 1, 1, 1)
 
 

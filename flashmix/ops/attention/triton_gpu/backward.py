@@ -152,8 +152,8 @@ def attention_backward(call: AttentionCall, kept: Outputs, d_o: Tensor | None, d
 
 
 def summed_over_rows(gradient: Tensor, feature: Tensor) -> Tensor:
-    """The gradient of a `feature` by head, from that of each row `[B, HQ, Tq]`."""
-    return gradient.sum((0, 2), dtype=torch.float64).to(feature.dtype)
+    """The gradient of a `feature` `[HQ]` or `[B, HQ]`, from that of each row `[B, HQ, Tq]`."""
+    return gradient.sum((0, 2) if feature.dim() == 1 else 2, dtype=torch.float64).to(feature.dtype)
 
 
 def row_statistics(call: AttentionCall, x: RowInputs, exact: bool) -> RowResults:

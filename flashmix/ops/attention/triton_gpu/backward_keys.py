@@ -172,7 +172,7 @@ def head_statistics(x, at, head, n, S: tl.constexpr):
     rows_of_all = (n.batches * n.heads_q).to(tl.int64)
     slope = 0.0
     if S.ALIBI:
-        slope = in_units(tl.load(x.alibi_slopes + head), S)
+        slope = in_units(tl.load(x.alibi_slopes + (row if S.SLOPES_BY_SEQUENCE else head)), S)
     gates, decay_k, decay_ref, key_bias = (0, 0), (0.0, 0.0), (0.0, 0.0), 0.0
     reference = at.first + S.BN - 1
     if S.DECAY:

@@ -146,7 +146,7 @@ def query_tile(x, at, n, S: tl.constexpr):
     shift = at.tokens_k - at.tokens_q
     slope, hashes = 0.0, 0
     if S.ALIBI:
-        slope = in_units(tl.load(x.alibi_slopes + at.head), S)
+        slope = in_units(tl.load(x.alibi_slopes + (at.bh if S.SLOPES_BY_SEQUENCE else at.head)), S)
     if S.DROPOUT:
         hashes = dropout_rows(x.seed, at.head, at.batch * n.tokens_q + at.start_q + index)[:, None]
     position = index + shift

@@ -198,7 +198,7 @@ def query_rows(x, at, index, n, S: tl.constexpr):
     shift = at.tokens_k - at.tokens_q
     slope = 0.0
     if S.ALIBI:
-        slope = in_units(tl.load(x.alibi_slopes + at.head), S)
+        slope = in_units(tl.load(x.alibi_slopes + (at.bh if S.SLOPES_BY_SEQUENCE else at.head)), S)
     hashes = 0
     if S.DROPOUT:
         hashes = dropout_rows(x.seed, at.head, at.batch * n.tokens_q + at.start_q + index)[:, None]

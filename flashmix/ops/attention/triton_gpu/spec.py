@@ -61,6 +61,7 @@ class AttentionSpec(NamedTuple):
     V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
     WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
     BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
+    SLOPES_BY_SEQUENCE: bool = False  # ALiBi's slopes are [B, HQ]
 
 
 class KeyRanges(NamedTuple):
@@ -148,6 +149,7 @@ def spec_of(
         WITH_K=phase != "values",
         WITH_V=phase != "keys alone",
         DELTA=phase == "delta",
+        SLOPES_BY_SEQUENCE=call.slopes_by_sequence,
     )
     options = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers is not None and (decay or call.alibi_slopes is not None):
