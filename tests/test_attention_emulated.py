@@ -28,7 +28,10 @@ FAST = (
 ALL = [
     replace(case, dim=max(case.dim, 66), dim_v=max(case.dim_v or case.dim, 66))
     for case in CASES
-    if 0 not in (case.batch, case.tokens, case.tokens_k) and not case.dropout_p and not case.ranges
+    if 0 not in (case.batch, case.tokens, case.tokens_k)
+    and not case.dropout_p
+    and not case.ranges
+    and case.alibi != "rows"
 ]
 
 
