@@ -3,7 +3,8 @@
 #   make test      runs the tests
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
-#   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0"
+#   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0",
+#                  DIST_PYTHON="python3.10 python3.13"
 #   make docs      builds the documentation site into build/site, plots and all; a warning is an error
 #   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
 # For another torch: make train TORCH="torch==2.9.1"
@@ -15,6 +16,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 DIST_TORCH ?= $(TORCH)
+DIST_PYTHON ?= $(PYTHON)
 
 MINUTES ?= 10
 SEED ?= 1
@@ -46,7 +48,7 @@ dist: $(VENV)/has-dist
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/linux/*.whl
 	mv dist/linux/*.tar.gz dist && rm -r dist/linux
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tests/installed.py dist/*.whl --torch $(DIST_TORCH)
+	$(BIN)/python tests/installed.py dist/*.whl --torch $(DIST_TORCH) --python $(DIST_PYTHON)
 
 docs: $(VENV)/has-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,8 +1,9 @@
 """Whether built wheels work where nothing else is: each in a new virtual environment, in an empty folder.
 
-    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.13.0]
+    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.13.0] [--python python3.10 python3.13]
 
-Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`.
+Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`: each wheel
+with each torch by each Python.
 `make dist` runs it.
 """
 
@@ -12,22 +13,22 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import venv
+from itertools import product
 from pathlib import Path
 
 PROGRAM = """
 import importlib.metadata, flashmix
 assert importlib.metadata.version("flashmix") == flashmix.__version__
-from flashmix.ops.recurrence.native.binding import missing
-print("library in C:", missing() or "there")
+from flashmix.ops.recurrence.native import binding as recurrence
+print("library in C:", recurrence.missing() or "there")
 """
 
 
-def try_wheel(wheel: Path, torch: str) -> None:
+def try_wheel(wheel: Path, torch: str, python: str) -> None:
     """Raises CalledProcessError where a step fails; what a step prints is shown."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        venv.create(place / "venv", with_pip=True)
+        subprocess.run([python, "-m", "venv", place / "venv"], check=True)
         empty = place / "empty"
         empty.mkdir()
 
@@ -47,11 +48,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--torch", nargs="+", default=["torch"], metavar="REQUIREMENT")
+    parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="COMMAND")
     given = parser.parse_args()
-    for torch in given.torch:
-        for wheel in given.wheels:
-            print(f"== {wheel.name} with {torch}", flush=True)
-            try_wheel(wheel, torch)
+    for torch, python, wheel in product(given.torch, given.python, given.wheels):
+        print(f"== {wheel.name} with {torch}, {python}", flush=True)
+        try_wheel(wheel, torch, python)
     return 0
 
 

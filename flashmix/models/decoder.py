@@ -15,7 +15,7 @@ from flashmix.layer.cache import LayerCache, RecurrentCache
 from flashmix.layer.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
 from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
-from flashmix.modules import ChannelMixing, LinearCrossEntropy, MixtureOfExperts
+from flashmix.modules import ChannelMixing, LayerNorm, LinearCrossEntropy, MixtureOfExperts, RMSNorm
 from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
 from flashmix.op.recompute import recomputing
@@ -43,10 +43,14 @@ class Block(nn.Module):
         cache: LayerCache | None,
         shared: dict[str, Tensor],
         mlp_cache: RecurrentCache | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The block's output, and the values of the first layer of each kind that shares them (`Mixer.shares`)."""
+        added: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The residual stream and what is still to be added to it, both ways: the next norm adds it in the pass that it makes anyway.
+
+        The dictionary holds the values of the first layer of each kind that shares them (`Mixer.shares`).
+        """
         with contextlib.nullcontext() if packing is not None and packing.sharded else recomputing(x):
-            return self._run(x, packing, cache, shared, mlp_cache)
+            return self._run(x, packing, cache, shared, mlp_cache, added)
 
     def _run(
         self,
@@ -55,8 +59,12 @@ class Block(nn.Module):
         cache: LayerCache | None,
         shared: dict[str, Tensor],
         mlp_cache: RecurrentCache | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        y = x if self.norm_after else self.mixer_norm(x)
+        added: Tensor | None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if self.norm_after:
+            y = x = x if added is None else x + added
+        else:
+            y, x = normalised(self.mixer_norm, x, added)
         if self.mixer.shares is None:
             y = self.mixer(y, cu_seqlens=packing, cache=cache)
         else:
@@ -66,12 +74,12 @@ class Block(nn.Module):
         if self.norm_after:
             y = self.mixer_norm(y)
         if self.mlp is None or self.mlp_norm is None:
-            return x + y, shared
+            return x, y, shared
         if self.norm_after:
             x = x + y
-            return x + self.mlp_norm(self._mlp(x, packing, mlp_cache)), shared
+            return x, self.mlp_norm(self._mlp(x, packing, mlp_cache)), shared
         y, x = self.mlp_norm.add_and_norm(y, x)
-        return x + self._mlp(y, packing, mlp_cache), shared
+        return x, self._mlp(y, packing, mlp_cache), shared
 
     def _mlp(self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:
         """The MLP, which may look at the token before."""
@@ -90,6 +98,17 @@ class Block(nn.Module):
         yield self.mixer.output.weight
         if self.mlp is not None:
             yield from self.mlp.writers()  # type: ignore[operator]
+
+
+def normalised(norm: RMSNorm | LayerNorm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`(norm(x + added), x + added)`, where None adds nothing."""
+    return (norm(x), x) if added is None else norm.add_and_norm(added, x)
+
+
+def summed(block: nn.Module, x: Tensor, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A block with its sum made, so that the next one keeps one tensor as its input."""
+    x, added, shared = block(x, *arguments)
+    return x + added, shared
 
 
 class Decoder(nn.Module):
@@ -263,16 +282,18 @@ class Decoder(nn.Module):
             x = self.embedding_norm(x)
         mlp_caches = iter([] if cache is None else cache.layers[len(self.blocks) :])
         shared: dict[str, Tensor] = {}
+        added: Tensor | None = None
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]
             if recompute and layer_cache is None:
                 options: dict[str, Any] = {"context_fn": keep_states} if packing is not None and packing.sharded else {}
-                x, shared = checkpoint(block, x, packing, None, shared, use_reentrant=False, **options)
+                x, shared = checkpoint(summed, block, x, packing, None, shared, use_reentrant=False, **options)
             else:
                 has_memory = layer_cache is not None and isinstance(block.mlp, ChannelMixing)
-                x, shared = block(x, packing, layer_cache, shared, next(mlp_caches) if has_memory else None)
-        return self.norm(x), padding
+                mlp_cache = next(mlp_caches) if has_memory else None
+                x, added, shared = block(x, packing, layer_cache, shared, mlp_cache, added)
+        return normalised(self.norm, x, added)[0], padding
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
