@@ -170,7 +170,9 @@ def sizes_of_selective(m: Any) -> Shapes:
 
 def limits_of_selective(m: Any) -> str | None:
     kind = type(m.dt_proj)
-    return None if kind is nn.Linear else f"its dt_proj is a {kind.__name__} in place of torch's Linear"
+    if kind is nn.Linear:
+        return None
+    return f"its dt_proj is a {kind.__module__}.{kind.__qualname__} in place of torch's Linear"
 
 
 def sizes_of_convolution(m: Any) -> Shapes:
