@@ -155,7 +155,7 @@ def test_a_killed_rank_ends_the_others_and_torchrun_goes_on(small: TrainConfig, 
     options = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in config.to_dict().items()
-        if name not in ("text", "compile", "tokenizer")
+        if name != "text" and value is not None and not isinstance(value, bool)
     ]
     run = RunFolder(tmp_path / "run")
     process = torchrun("--out", str(run.path), "--sample=0", "--text", *config.text, *options, restarts=3)
