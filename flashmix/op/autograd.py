@@ -172,6 +172,8 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, impl: str, call: Any, names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, kept = op.forward(call, True, impl)
+        # Autograd refuses to write in place into views that were made here; detached tensors are none, and still counted as one memory.
+        outputs = tuple([t.detach() if t._is_view() else t for t in outputs])
         save(op, ctx, call, outputs, kept, impl)
         ctx.op, ctx.names = op, names
         return outputs
