@@ -48,7 +48,7 @@ def contents_are_checked(tensor: Tensor) -> bool:
 
 def is_mapped(tensor: Tensor) -> bool:
     """Whether it stands for a row of each of many tensors, under vmap."""
-    while is_functorch_wrapped_tensor(tensor):
+    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(tensor):
         if is_batchedtensor(tensor):
             return True
         tensor = get_unwrapped(tensor)
@@ -129,7 +129,7 @@ def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dty
 
 def check_written(name: str, tensor: Tensor) -> None:
     """Raises ValueError unless each number of a tensor that is written has memory of its own, with the sign that it has there."""
-    if tensor.is_neg():
+    if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(f"{name} must not be a negated view, whose memory has the other sign (resolve_neg copies it)")
     if tensor.is_contiguous():
         return
