@@ -130,3 +130,9 @@ def test_the_table_is_in_the_docs() -> None:
     text = DOC.read_text()
     for what, (_, *cells) in TABLE.items():
         assert f"| {what} | {' | '.join(cells)} |" in text, what
+
+
+def test_strides_of_gates_change_no_bit_of_the_slstm() -> None:
+    strided = torch.randn(4, 1, 26, 2, 44).mT[..., ::2, :].transpose(2, 3)  # [4, 1, 22, 2, 26]
+    y, _ = flashmix.slstm(*strided, impl="portable")
+    assert torch.equal(y, flashmix.slstm(*strided.contiguous(), impl="portable")[0])

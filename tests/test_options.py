@@ -145,6 +145,12 @@ def test_tensors_of_another_kind(op: str) -> None:
         refused(op, name, torch.nested.nested_tensor(list(value.clone())), TypeError, ValueError)
 
 
+def test_groups_of_a_selective_scan_may_not_be_nested() -> None:
+    groups = torch.nested.nested_tensor([torch.randn(6, 2, 4)])
+    refused("selective_scan", "B", groups, TypeError)
+    refused("selective_scan_step", "B", groups, TypeError)
+
+
 def test_lengths_are_integers() -> None:
     for lengths in ([1.5, 2.0], torch.tensor([1.0]), [True, False], [1 + 0j]):
         with pytest.raises(TypeError, match=r"^lengths must be integers, got"):

@@ -179,6 +179,16 @@ def test_kernels_compile(name: str) -> None:
             assert made.stack <= STACK.get(name, 0), (launch.name, capability, made.stack)
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_norm_of_one_channel_has_no_gradient(groups: int) -> None:
+    """Its `dn - mean(dn)` is 0; as one multiply-add it would be the rounding of `dy weight`, times a scale of up to `1 / sqrt(eps)`."""
+    weight = torch.empty(groups)
+    for capability in ((9, 0), (8, 0)):
+        launches = launches_of(lambda: group_norm(leaf(70, groups), groups, weight, center=True), capability)
+        backward = next(launch for launch in launches if "backward" in launch.name)
+        assert "fma.rn.f32" not in compile_launch(backward).ptx
+
+
 def resident(registers: int, warps: int) -> int:
     """Programs of so many registers a thread that a multiprocessor holds: each of its quarters has 16,384 of them."""
     return 16384 // (-(-registers // 8) * 8 * 32) * 4 // warps

@@ -8,7 +8,7 @@ from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.op.checks import check_dtype, check_like, check_shape, dims
+from flashmix.op.checks import check_dtype, check_like, check_shape, dims, is_mapped
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, check_whole
 from flashmix.op.public import public
@@ -48,6 +48,8 @@ def mom(
     check_whole(options.get("cu_seqlens"), "mom")
     packing, M = _checked(q, k, v, beta, log_decay, scores, options)
     (B, T), (n, HV, V), K = q.shape[:2], v.shape[2:], q.shape[3]
+    if is_mapped(scores):
+        raise NotImplementedError("mom: vmap must not map scores, which memories a token visits makes the shapes")
     share, memory = torch.softmax(scores.to(state_dtype(q.dtype)), -1).topk(n, dim=-1)
     sequence = torch.arange(B, device=q.device).unsqueeze(1) if packing is None else packing.sequence
     N = B if packing is None else packing.count

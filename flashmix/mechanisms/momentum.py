@@ -99,7 +99,7 @@ def _chunks(tokens: list[Tensor], S: Tensor, M: Tensor) -> tuple[Tensor, Tensor,
     """
     T = tokens[0].shape[1]
     if T == 0 or not tokens[0].shape[0]:
-        return tokens[3], S, M
+        return tokens[3].clone(), S.clone(), M.clone()
     C = CHUNK if T > 1 else 1  # of one size, so that later tokens do not change the order of sums
     q, k, p, v, log_decay, momentum_log_decay, beta, rate = (_tiles(x, C) for x in tokens)
     a, m = _products(log_decay), _products(momentum_log_decay)  # [B, HV, n, C + 1, C + 1]

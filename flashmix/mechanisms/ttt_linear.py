@@ -94,7 +94,8 @@ def ttt_linear(
     if not return_state:
         return o.to(v.dtype), None
     lengths = T if packing is None else packing.lengths[:, None]
-    return o.to(v.dtype), (W[:, :, :D], W[:, :, D], sums[:, :, :D], sums[:, :, D], count + lengths)
+    W, b, sums, b_sums = (t.clone() for part in (W, sums) for t in (part[:, :, :D], part[:, :, D]))
+    return o.to(v.dtype), (W, b, sums, b_sums, count + lengths)
 
 
 def _rows(before: Tensor, T: int, packing: Packing | None, begun: bool, mini_batch: int) -> tuple[Tensor, Tensor, int]:

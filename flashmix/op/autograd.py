@@ -92,6 +92,7 @@ def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence
             values[name] = None
     ctx.save_for_backward(*tensors, *kept)
     ctx.given, ctx.values, ctx.impl = given, values, impl
+    ctx.packings = [(t, t.version) for name in op.call.packings if (t := values[name]) is not None]
 
 
 def _dtypes(op: Any, call: Any) -> dict[str, torch.dtype] | None:
@@ -109,6 +110,9 @@ def gradients(
     needed = list(compress(names, needs))
     if not needed or not [grad for grad in grads if grad is not None]:
         return [None] * len(names)
+    for packing, version in ctx.packings:
+        if packing.version != version:
+            raise RuntimeError(f"{op.name}: cu_seqlens was overwritten between the forward and the backward")
     saved, given, shared = ctx.saved_tensors, ctx.given, ctx.shared  # once: checkpoints make them again
     call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})
     kept, recorded = saved[len(given) :], torch.is_grad_enabled()
@@ -172,6 +176,8 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, impl: str, call: Any, names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, kept = op.forward(call, True, impl)
+        # Autograd refuses to write in place into views that were made here; detached tensors are none, and still counted as one memory.
+        outputs = tuple([t.detach() if t._is_view() else t for t in outputs])
         save(op, ctx, call, outputs, kept, impl)
         ctx.op, ctx.names = op, names
         return outputs
@@ -190,31 +196,39 @@ _apply_eager = super(torch.autograd.Function, Eager).apply
 
 def once_differentiable(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The same tensors for operators of torch that have no second derivative, which raises by the name of our op."""
-    if torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return tensors
-    return OnceDifferentiable.apply(name, *tensors) if any(t.requires_grad for t in tensors) else tensors
+    return OnceDifferentiable.apply(name, *tensors)
 
 
-class OnceDifferentiable(torch.autograd.Function):
-    """The identity, whose derivative is `NotDifferentiable`."""
+class Identity(torch.autograd.Function):
+    """The identity of tensors behind a name, under transforms too."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
-        return tuple(t.view_as(t) for t in tensors)
+    def forward(name: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(t if t is None else t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name, *_ = inputs
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        return tuple(t if t is None else t.view_as(t) for t in tangents[1:])
+
+
+class OnceDifferentiable(Identity):
+    """The identity, whose derivative is `NotDifferentiable`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return None, *NotDifferentiable.apply(ctx.name, *grads)
 
 
-class NotDifferentiable(torch.autograd.Function):
+class NotDifferentiable(Identity):
     """The identity, which has no derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.name = name
-        return tuple(g if g is None else g.view_as(g) for g in grads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -306,5 +320,11 @@ def row_by_row(function: Any, info: Any, in_dims: Sequence[int | None], args: Se
     def row(i: int) -> list[Any]:
         return [t.select(d, i) if isinstance(d, int) else t for t, d in zip(args, in_dims, strict=True)]
 
+    def zeros(t: Tensor, d: int) -> Tensor:
+        return t.new_zeros([n for axis, n in enumerate(t.shape) if axis != d % t.dim()])
+
     rows = [function.apply(*row(i)) for i in range(info.batch_size)]
-    return tuple(torch.stack(part) for part in zip(*rows, strict=True)), (0,) * len(rows[0])
+    if not rows:  # one that says what the results of none look like
+        none = [zeros(t, d) if isinstance(d, int) else t for t, d in zip(args, in_dims, strict=True)]
+        rows = [function.apply(*none)]
+    return tuple(torch.stack(part)[: info.batch_size] for part in zip(*rows, strict=True)), (0,) * len(rows[0])

@@ -353,8 +353,8 @@ over_ranks._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
-    """Names and tensors of the given operands; whether none is without data or of a subclass (fake, functional, …), which must go through
-    the dispatcher; whether one requires a gradient.
+    """Names and tensors of the given operands; whether none is without data, of a subclass (fake, functional, …) or a view whose numbers
+    are read with the other sign (`z.conj().imag`), which must go through the dispatcher; whether one requires a gradient.
     """
     names, tensors, data, gradient = [], [], True, False
     for name in call.names:
@@ -362,7 +362,7 @@ def given(call: Call) -> tuple[list[str], list[Tensor], bool, bool]:
         if t is not None:
             names.append(name)
             tensors.append(t)
-            if (type(t) is not Tensor and type(t) is not Parameter) or t.is_meta:
+            if (type(t) is not Tensor and type(t) is not Parameter) or t.is_meta or t.is_neg():
                 data = False
             if t.requires_grad:
                 gradient = True

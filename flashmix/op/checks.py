@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _contents_everywhere = False
@@ -43,6 +44,15 @@ def contents_are_checked(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return tensor.device.type == "cpu" or _contents_everywhere
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether it stands for a row of each of many tensors, under vmap."""
+    while not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
 
 
 def have_addresses(*tensors: Tensor) -> bool:
@@ -118,7 +128,9 @@ def check_like(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dty
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raises ValueError unless each number of a tensor that is written has memory of its own."""
+    """Raises ValueError unless each number of a tensor that is written has memory of its own, with the sign that it has there."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(f"{name} must not be a negated view, whose memory has the other sign (resolve_neg copies it)")
     if tensor.is_contiguous():
         return
     layout = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims
+from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims, is_mapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,6 +45,8 @@ class Packing:
     def __init__(self, cu_seqlens: Tensor, total: int, *, host: Sequence[int] | None = None) -> None:
         check_tensor("cu_seqlens", cu_seqlens)
         check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
+        if is_mapped(cu_seqlens):
+            raise ValueError("cu_seqlens must be the same for all rows that vmap maps, got one for each")
         (entries,) = dims("cu_seqlens", cu_seqlens, "N+1")
         if entries < 1:
             raise ValueError("cu_seqlens must have shape [N+1], got [0]")
@@ -93,16 +95,19 @@ class Packing:
 
     def _is_current(self) -> bool:
         """Whether the boundaries are those of the last time; what was made of others is forgotten."""
-        if torch.compiler.is_compiling():  # which does not trace versions, and checks no contents
+        if torch.compiler.is_compiling():  # which checks no contents
             return True
-        version = (
-            0 if self.cu_seqlens.is_inference() else self.cu_seqlens._version
-        )  # tensors of inference mode count none
+        version = self.version
         if version == self._version:
             return True
         self._sequence = self._positions = self._host = None
         self._tables, self._version = {}, version
         return False
+
+    @property
+    def version(self) -> int:
+        """How often the boundaries were overwritten; 0 where nobody counts: in compiled code, and of tensors of inference mode."""
+        return 0 if torch.compiler.is_compiling() or self.cu_seqlens.is_inference() else self.cu_seqlens._version
 
     def table(self, key: Hashable, make: Callable[[], Table]) -> Table:
         """`make()`, a table of the boundaries, made once a batch whichever ops ask for it, forward or backward.

@@ -20,7 +20,9 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._size = 0
-        self._memory = {torch.uint8: torch.empty(0, dtype=torch.uint8)}  # the same bytes as numbers of each dtype
+        self._memory = {
+            torch.uint8: torch.empty(0, dtype=torch.uint8, device="cpu")
+        }  # the same bytes as numbers of each dtype
         self._wanted = 0
 
     def restart(self) -> None:
@@ -28,7 +30,7 @@ class Scratch(threading.local):
         if self._size < min(self._wanted, LIMIT):
             self._size = min(self._wanted, LIMIT)
             with torch.inference_mode(False):  # or calls outside of it could not write to it
-                self._memory = {torch.uint8: torch.empty(self._size, dtype=torch.uint8)}
+                self._memory = {torch.uint8: torch.empty(self._size, dtype=torch.uint8, device="cpu")}
         self._wanted = 0
 
     def tile(self, like: Tensor, *shape: int) -> Tensor:

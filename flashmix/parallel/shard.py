@@ -129,7 +129,7 @@ class Shard(Packing):
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Numbers of the host on the device of the shard, which is not waited for."""
-        found, device = torch.tensor(values, dtype=dtype), self._like.device
+        found, device = torch.tensor(values, dtype=dtype, device="cpu"), self._like.device
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
     def made(self, key: Hashable, make: Callable[[], Table]) -> Table:

@@ -115,13 +115,18 @@ def drawn(draw: Draw) -> Sample:
         lengths=lengths,
         packs=True,
         steps=2 + logit_steps(options, K),
-        bound=ONE_KEY if ranges or 1 in (lengths_k or (tokens_k,)) else 1.0,
+        bound=ONE_KEY if ranges or forgets(x) or 1 in (lengths_k or (tokens_k,)) else 1.0,
         causal=causal and not other_keys and not ranges,
         loose=frozenset({"batch", "packed", "prefix"}) if min(K, V) == 1 else frozenset(),  # products with a vector
         laws=frozenset({"repeat", "batch", "layout"} | ({"prefix", "packed"} - taken)),
     )
     case.lengths_k = lengths_k if other_keys else None
     return case
+
+
+def forgets(x: Tensors) -> bool:
+    """Whether a query sees little but its own key."""
+    return "log_decay" in x and bool((x["log_decay"] < -3).any())
 
 
 def _attend(options: dict[str, Any], x: Tensors) -> tuple[Tensor, Tensor]:

@@ -69,12 +69,16 @@ def sample_of(draw: Draw, op: str) -> Sample:
             layout.kind == "expanded" and name in KEYS and recurrence.corrects(sample.tensors) and not draw.correlated
         ):  # one key for all tokens
             layout = Layout()
+        if layout.kind == "expanded" and (op, name) == ("mesa_net", "initial_state0"):  # is symmetric
+            layout = Layout()
         if (
             layout.kind == "expanded"
             and op in NORMS
             and layout.axis % sample.tensors[name].dim() == sample.tensors[name].dim() - 1
         ):
             layout = Layout()  # a row of equal channels has its own roundings, all in one direction
+        if layout.kind == "axes swapped" and name == "state":  # products with a transposed state add in another order
+            sample.loose |= {"layout"}
         sample.layouts[name] = layout
         sample.tensors[name] = layout.values(sample.tensors[name])
     return sample

@@ -165,8 +165,9 @@ def cancelled(have: Tensor, want: Tensor, exact: Tensors, budget: float) -> bool
 
 
 def finite_part(sample: Sample, name: str, have: Tensor, want: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A logarithm of a sum may be -inf, exactly where the definition says so, and a number be beyond float16; the rest of it."""
-    fits = (want.abs() <= torch.finfo(have.dtype).max) | (want == -torch.inf)
+    """The numbers that are compared: not those beyond float16, of the plain evaluation too, nor logarithms that are rightly -inf."""
+    largest = torch.finfo(have.dtype).max
+    fits = ((want.abs() <= largest) & (base.abs() <= largest)) | (want == -torch.inf)
     if not fits.all():
         have, want, base = have[fits], want[fits], base[fits]
     seen = want != -torch.inf

@@ -23,6 +23,7 @@ EXACT = (
 )  # the implementations whose bits the laws are about, besides "repeat", which holds for all
 RULES = ("linear_attention", "delta_rule", "dplr")
 PLAIN = (  # products and powers of plain PyTorch, whatever `impl` is
+    "s4d",
     "s5",
     "lru",
     "rodimus",

@@ -32,8 +32,7 @@ def forward(call: AttentionCacheCall, save: bool) -> tuple[Outputs, Outputs]:
 
     rows = q.flatten(0, 1)
     o = q.new_zeros(batch * tokens, heads, values.shape[3])
-    lse = torch.zeros(batch * tokens, heads, dtype=state_dtype(q.dtype))
-    lse = lse.to(q.device) if call.return_lse else lse[:0]
+    lse = q.new_zeros(batch * tokens if call.return_lse else 0, heads, dtype=state_dtype(q.dtype))
     for n, (end, count) in enumerate(zip(after, counts, strict=True)):
         if count == 0:
             continue

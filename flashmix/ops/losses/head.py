@@ -139,7 +139,7 @@ def as_rows(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = autocast_dtype(hidden)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return hidden.reshape(-1, hidden.shape[-1]) if hidden.shape[-1] else hidden.flatten(0, -2), weight
+    return hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0), weight
 
 
 def count_of(target: Tensor, ignore_index: int) -> Tensor:

@@ -107,7 +107,7 @@ def cross_entropy(
     check_target(target, logits.shape[:-1], "logits", logits, vocabulary, ignore_index)
     options = row_options(ignore_index, label_smoothing, z_loss, softcap, reduction)
     overwrite = overwrite_logits and not torch.compiler.is_compiling()
-    rows = logits.reshape(-1, vocabulary)
+    rows = logits.reshape(target.numel(), vocabulary)
     call = CrossEntropyCall(logits=rows, target=target.flatten(), overwrite_logits=overwrite, **options)
     losses = CROSS_ENTROPY(call, impl)[0]
     if reduction == "none":

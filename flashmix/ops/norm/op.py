@@ -43,7 +43,7 @@ def rms_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual.
+        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -99,7 +99,7 @@ def layer_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual.
+        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -158,7 +158,7 @@ def group_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual.
+        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:

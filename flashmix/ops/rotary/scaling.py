@@ -96,7 +96,7 @@ class YarnScaling(_Scaling):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
         theta = plain_frequencies(dim, base)
-        pairs = torch.arange(dim // 2, dtype=torch.float64)
+        pairs = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
         interpolated = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
         return theta / self.factor * interpolated + theta * (1 - interpolated)
 
@@ -147,4 +147,4 @@ def rotary_scaling(kind: str, **values: Any) -> RotaryScaling:
 
 
 def plain_frequencies(dim: int, base: float) -> Tensor:
-    return base ** (torch.arange(0, dim, 2, dtype=torch.float64) / -dim)
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / -dim)

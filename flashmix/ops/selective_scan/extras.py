@@ -14,6 +14,7 @@ from flashmix.op.checks import (
     check_like,
     check_multiple,
     check_shape,
+    check_tensor,
     contents_are_checked,
     dims,
     have_addresses,
@@ -39,7 +40,8 @@ class Extras(NamedTuple):
         S = dims("A", A, "D S")[1]
         check_shape("dt", dt, batch, tokens, channels)
         check_shape("A", A, channels, S)
-        groups = B.shape[2:3] if isinstance(B, Tensor) and B.dim() == 4 else ()
+        check_tensor("B", B)
+        groups = B.shape[2:3] if B.dim() == 4 else ()
         for name, t in (("B", B), ("C", C)):
             check_shape(name, t, batch, tokens, *groups, S)
             check_like(name, t, "u", u)

@@ -38,7 +38,8 @@ def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
         states.append(torch.stack([c, n, m, y]))
     every = torch.stack(states, 2)  # [4, B, T, H, D]
     last = _last(call, every, torch.stack(state))
-    outputs = (every[3].clone(), *last.unbind(0))  # of memory of their own, for they outlive the states of all tokens
+    # Of memory of their own, for they outlive the states of all tokens.
+    outputs = (every[3].clone(), *(t.clone() for t in last))
     return outputs, (torch.stack(logits, 2), every[:3].contiguous()) if save else ()
 
 
@@ -113,7 +114,7 @@ def _starts(call: SlstmCall) -> tuple[Tensor, Tensor, Tensor]:
 def _last(call: SlstmCall, every: Tensor, state: Tensor) -> Tensor:
     """The state after each sequence `[4, N, H, D]`, from those after each token."""
     if call.packing is None:
-        return every[:, :, -1].clone()
+        return every[:, :, -1]
     ends = (call.packing.cu_seqlens[1:] - 1).clamp(min=0).long()
     empty = (call.packing.lengths == 0).view(1, -1, 1, 1)
     return torch.where(empty, state, every[:, 0, ends])
@@ -141,19 +142,18 @@ def formula(call: SlstmCall, impl: str) -> Outputs | None:
     """`m`, and two scans with its weights; None of a call with recurrent weights, which is no scan."""
     if call.recurrent is not None:
         return None
-    write, m = call.write, call.m.detach()
-    decay, past = (
-        logsigmoid(call.forget),
-        torch.exp(call.m - finite(m)),
-    )  # past: 1, through which the gradient of m_0 passes
+    # Contiguous, for the bits of an exponential depend on its place in memory.
+    write, forget, candidate, output = (getattr(call, name).contiguous() for name in GATES)
+    m = call.m.detach()
+    decay, past = logsigmoid(forget), torch.exp(call.m - finite(m))  # past: 1, through which the gradient of m_0 passes
     given: dict[str, Any] = {"return_state": True, "cu_seqlens": call.packing, "impl": impl}
     before, last = scan_max(write.detach(), decay.detach(), initial_state=m, read_before=True, **given)
     base = finite(torch.maximum(before + decay.detach(), write.detach()))
     weight, log_keep = torch.exp(write - base), decay + before - base
     n_t, n = scan(weight, log_keep, initial_state=call.n * past, **given)
-    c_t, c = scan(weight * torch.tanh(call.candidate), log_keep, initial_state=call.c * past, **given)
+    c_t, c = scan(weight * torch.tanh(candidate), log_keep, initial_state=call.c * past, **given)
     assert c is not None and n is not None and last is not None
-    y = torch.sigmoid(call.output) * c_t / n_t
+    y = torch.sigmoid(output) * c_t / n_t
     return y, c, n, last, last_output(call, y)
 
 
@@ -162,6 +162,6 @@ def last_output(call: SlstmCall, y: Tensor) -> Tensor:
     if not call.tokens:
         return call.y.clone()
     if call.packing is None:
-        return y[:, -1]
+        return y[:, -1].clone()
     ends = (call.packing.cu_seqlens[1:] - 1).clamp(min=0).long()
     return torch.where((call.packing.lengths == 0).view(-1, 1, 1), call.y, y[0, ends])

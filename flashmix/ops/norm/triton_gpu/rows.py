@@ -120,7 +120,9 @@ def norm_backward_kernel(saved, gradients, count, S: tl.constexpr):
             dweight += dy * n
         if gradients.h is not None:  # dh = scale (dn - n sum(n dn) / DIVISOR - mean)
             dn = dy * weight if saved.weight is not None else dy
-            if S.CENTER:  # the mean of what is taken off is that of dn: n has mean 0 but for rounding
+            if S.CENTER and S.WIDTH == 1:  # fused into one multiply-add, dn - dn would leave the rounding of dy weight
+                dn *= 0.0
+            elif S.CENTER:  # the mean of what is taken off is that of dn: n has mean 0 but for rounding
                 along, total = tl.reduce((dn * n, dn), 1, add_pairs)
                 dn -= n * (along / S.DIVISOR)[:, None] + (total / S.WIDTH)[:, None]
             else:

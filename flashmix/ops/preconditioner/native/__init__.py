@@ -40,7 +40,7 @@ def backward(
     d_out, d_last = grads
     rows, heads = call.weight.shape, (call.sequences, call.log_scale.shape[0])
     shapes = {"dk": call.k.shape, "dweight": rows, "dg": rows, "dscale": heads, "d_start": call.curvature.shape}
-    found = {name: torch.empty(size=shape, dtype=call.dtype) for name, shape in shapes.items()}
+    found = {name: torch.empty(size=shape, dtype=call.dtype, device="cpu") for name, shape in shapes.items()}
     _run("_backward", call, found, d_out=d_out, d_last=d_last, kept=kept[0])
     d_scale = found["dscale"].sum(0, dtype=torch.float64).to(call.dtype)
     gradients = {"k": found["dk"], "weight": found["dweight"], "log_decay": found["dg"], "log_scale": d_scale}
@@ -54,7 +54,7 @@ def _run(way: str, call: PreconditionerCall, results: dict[str, Tensor], **opera
     tensors = {name: t.contiguous() for name, t in operands.items() if t is not None} | results
     batch, tokens, heads, width = call.k.shape
     if call.packing is None:
-        starts = torch.arange(batch + 1) * tokens
+        starts = torch.arange(batch + 1, device="cpu") * tokens
     else:
         starts = call.packing.cu_seqlens.to(torch.int64).contiguous()
         check_boundaries(starts.tolist(), call.packing.total)  # compiled, nothing has looked at them before

@@ -67,7 +67,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 
 def _empty(*shape: int) -> Tensor:
-    return torch.empty(size=shape, dtype=torch.float32)
+    return torch.empty(size=shape, dtype=torch.float32, device="cpu")
 
 
 def _like(gradient: Tensor, operand: Tensor | None) -> Tensor:
@@ -87,13 +87,13 @@ def _run(name: str, call: RecurrenceCall, results: dict[str, Tensor], **grads: T
     given = {**keys, "v": call.v, "beta": call.beta, "g": g, "initial_state": call.initial_state, **grads}
     tensors = {n: t.to(torch.float32).contiguous() for n, t in given.items() if t is not None} | results
     if call.packing is None:
-        starts, chunks = _starts(torch.arange(call.batch + 1) * call.tokens)
+        starts, chunks = _starts(torch.arange(call.batch + 1, device="cpu") * call.tokens)
     else:
         starts, chunks = call.packing.table((_run, CHUNK), lambda: _packed_starts(call.packing))
     threads = max(1, min(torch.get_num_threads(), call.sequences * call.value_heads))
     numbers = library().flashmix_scratch(call.K, call.V)
     scratch.restart()
-    memory = scratch.tile(torch.empty(0, dtype=torch.float32), threads, numbers)
+    memory = scratch.tile(_empty(0), threads, numbers)
     tensors |= {"starts": starts, "chunk_starts": chunks, "scratch": memory}
     sizes: dict[str, Any] = {
         n: getattr(call, n) for n in ("sequences", "value_heads", "K", "V", "read_before", "scale")

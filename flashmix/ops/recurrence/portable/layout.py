@@ -64,14 +64,14 @@ class PackedChunks:
     def make(packing: Packing, C: int) -> PackedChunks:
         boundaries, device = packing.cu_seqlens.tolist(), packing.cu_seqlens.device
         check_boundaries(boundaries, packing.total)
-        cu = torch.tensor(boundaries, dtype=torch.int64)
+        cu = torch.tensor(boundaries, dtype=torch.int64, device="cpu")
         chunks = -(-cu.diff() // C)
         order = torch.argsort(chunks, descending=True, stable=True)
         depths = int(chunks.max()) if len(chunks) else 0
-        reach = chunks[order][None, :] > torch.arange(depths)[:, None]  # [depths, sequences]
+        reach = chunks[order][None, :] > torch.arange(depths, device="cpu")[:, None]  # [depths, sequences]
         depth, place = reach.nonzero(as_tuple=True)
         sequence = order[place]
-        token = (cu[sequence] + depth * C)[:, None] + torch.arange(C)
+        token = (cu[sequence] + depth * C)[:, None] + torch.arange(C, device="cpu")
         index = torch.where(token < cu[sequence + 1][:, None], token, packing.total)
         return PackedChunks(reach.sum(1).tolist(), order.to(device), index.to(device))
 

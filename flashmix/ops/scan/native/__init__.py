@@ -59,7 +59,7 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
 
 
 def _empty(call: ScanCall, *shape: int) -> Tensor:
-    return torch.empty(size=shape, dtype=call.state_dtype)
+    return torch.empty(size=shape, dtype=call.state_dtype, device="cpu")
 
 
 def _decay(call: ScanCall) -> int:
@@ -78,7 +78,7 @@ def _run(way: str, call: ScanCall, results: dict[str, Tensor], **operands: Tenso
     operands |= {"g": g, "initial_state": call.initial_state}
     tensors = {n: _wide(t) for n, t in operands.items() if t is not None} | results
     if call.packing is None:
-        starts = torch.arange(batch + 1) * tokens
+        starts = torch.arange(batch + 1, device="cpu") * tokens
     else:
         packing = call.packing
         starts = packing.table(_run, lambda: _packed_starts(packing))

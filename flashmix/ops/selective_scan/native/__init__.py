@@ -56,7 +56,7 @@ def backward(
 
 
 def _empty(*shape: int) -> Tensor:
-    return torch.empty(size=shape, dtype=torch.float32)
+    return torch.empty(size=shape, dtype=torch.float32, device="cpu")
 
 
 def _blocks(call: SelectiveScanCall) -> tuple[int, int]:
@@ -78,8 +78,8 @@ def _run(
     operands |= {n: getattr(call, n) for n in ("u", "dt", "A", "B", "C", "initial_state")}
     tensors = {n: t.to(torch.float32).contiguous() for n, t in operands.items() if t is not None} | results
     if call.packing is None:
-        starts = torch.arange(batch + 1) * tokens
-        chunks = torch.arange(batch + 1) * -(-tokens // CHUNK)
+        starts = torch.arange(batch + 1, device="cpu") * tokens
+        chunks = torch.arange(batch + 1, device="cpu") * -(-tokens // CHUNK)
     else:
         packing = call.packing
         starts, chunks = packing.table(_run, lambda: _packed_starts(packing))

@@ -70,7 +70,7 @@ def _run(way: str, call: SlstmCall, results: dict[str, Tensor], **operands: Tens
     operands |= {name: getattr(call, name) for name in STATE}
     tensors = {name: t.contiguous() for name, t in operands.items() if t is not None} | results
     if call.packing is None:
-        starts = torch.arange(batch + 1) * tokens
+        starts = torch.arange(batch + 1, device="cpu") * tokens
     else:
         starts = call.packing.cu_seqlens.to(torch.int64).contiguous()
         check_boundaries(starts.tolist(), call.packing.total)  # compiled, nothing has looked at them before

@@ -38,7 +38,7 @@ def backward(call: WkvCall, kept: Outputs, grads: Sequence[Tensor | None], wante
     shapes = dict.fromkeys(("dk", "dv"), call.k.shape) | dict.fromkeys(
         ("dw", "du", "d_start_a", "d_start_b"), call.a.shape
     )
-    found = {name: torch.empty(size=shape, dtype=call.dtype) for name, shape in shapes.items()}
+    found = {name: torch.empty(size=shape, dtype=call.dtype, device="cpu") for name, shape in shapes.items()}
     _run("_backward", call, found, d_out=d_out, d_a=d_a, d_b=d_b, kept=kept[0])
     d_a, d_b = found["d_start_a"], found["d_start_b"]
     sums = {name: found[short].sum(0, dtype=torch.float64) for name, short in (("log_decay", "dw"), ("bonus", "du"))}
@@ -52,7 +52,7 @@ def _run(way: str, call: WkvCall, results: dict[str, Tensor], **operands: Tensor
     tensors = {name: t.contiguous() for name, t in operands.items() if t is not None} | results
     batch, tokens = call.k.shape[:2]
     if call.packing is None:
-        starts = torch.arange(batch + 1) * tokens
+        starts = torch.arange(batch + 1, device="cpu") * tokens
     else:
         starts = call.packing.cu_seqlens.to(torch.int64).contiguous()
         check_boundaries(starts.tolist(), call.packing.total)  # compiled, nothing has looked at them before
