@@ -98,3 +98,15 @@ def test_the_second_derivative_of_torchs_attention_under_torch_func() -> None:
 
     with pytest.raises(NotImplementedError, match=r"^softmax_attention has no second derivative"):
         grad(lambda x: grad(loss)(x).sum())(q)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_attention_compiles_where_every_size_is_a_symbol(causal: bool) -> None:
+    q, k, v = torch.randn(3, 3, 6, 2, 8)
+
+    def attend(*x: Tensor) -> Tensor:
+        return flashmix.softmax_attention(*x, causal=causal, impl="sdpa")[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", dynamic=True, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), attend(q, k, v))
