@@ -716,7 +716,7 @@ def test_lightnet_and_abc_go_on_from_a_state() -> None:
             NotImplementedError,
             "no cp_context",
         ),
-        (lambda x: fla.chunk_ttt_linear(*names(x, "q k v")), AttributeError, "test-time training"),
+        (lambda x: fla.chunk_ttt_linear(*names(x, "q k v")), AttributeError, "rates of the token that reads"),
         (lambda x: fla.chunk_nothing, AttributeError, "chunk_nothing"),
     ],
 )

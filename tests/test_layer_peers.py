@@ -51,7 +51,7 @@ def test_rg_lru_is_that_of_recurrent_gemma() -> None:
         "recurrence_bias": unit.recurrent_gate_bias,
         "input_weight": unit.input_gate_weight,
         "input_bias": unit.input_gate_bias,
-        "decay": unit.recurrent_param.view(4, -1),
+        "decay.weight": unit.recurrent_param.view(4, -1),
         "output.weight": theirs.linear_out.weight,
         "output.bias": theirs.linear_out.bias,
     }
@@ -83,7 +83,7 @@ def test_rwkv4_is_that_of_rwkv() -> None:
 
     config = transformers.RwkvConfig(hidden_size=WIDTH, attention_hidden_size=24)
     theirs: Any = random_weights(RwkvSelfAttention(config))
-    layer, other = RWKV4(WIDTH, inner=24), {"decay": "time_decay", "bonus": "time_first"}
+    layer, other = RWKV4(WIDTH, inner=24), {"decay.weight": "time_decay", "bonus": "time_first"}
     other |= {f"{name}_mix": f"time_mix_{name}" for name in ("key", "value", "receptance")}
     given = theirs.state_dict()
     layer.load_state_dict({name: given[other.get(name, name)].squeeze() for name in layer.state_dict()})

@@ -362,7 +362,11 @@ GOOD: dict[str, Any] = {
         ),
         ({"norm": "none"}, ValueError, "norm must be one of 'rms', 'unit_offset_rms', 'layer'"),
         ({"embedding_norm": 1}, TypeError, "embedding_norm must be true or false, got 1"),
-        ({"layers": [ATTENTION | {"mlp": {}}]}, ValueError, "layers[0].mlp.kind must be one of 'none', 'swiglu', 'exp"),
+        (
+            {"layers": [ATTENTION | {"mlp": {}}]},
+            ValueError,
+            "layers[0].mlp.kind must be one of 'none', 'swiglu', 'gated'",
+        ),
         (
             {"layers": [ATTENTION | {"mlp": {"kind": "swiglu", "wide": 2}}]},
             ValueError,
