@@ -119,7 +119,7 @@ def test_a_compiled_decoder_ends_its_graphs_at_the_ops_over_ranks_alone() -> Non
     breaks = counters["graph_break"]
     assert breaks and all("over_ranks" in reason or "exchanged" in reason for reason in breaks), breaks
     # of each op over ranks once in each frame around it, and of the four calls that reach `exchanged` once there
-    assert sum(breaks.values()) <= 38, breaks
+    assert sum(breaks.values()) <= 39, breaks
 
 
 def test_the_exchange_is_an_operator_with_a_fake() -> None:

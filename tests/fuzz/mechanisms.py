@@ -78,7 +78,7 @@ def drawn(draw: Draw, op: str) -> Sample:
         states=tuple(state_names(op)),
         lengths=lengths,
         plain_dtype=torch.float32,
-        steps=STAGES,
+        steps=STAGES * (2 if op == "oja" else 1),  # whose second call of the engine reads results of the first
         bound=bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
         laws=LAWS,
         loose=loose(1 if op in SCANNING else K, V),
