@@ -228,7 +228,7 @@ def gradients(
     if decayed is None:
         output_backward(run, values, reads, found)
     else:
-        output_backward_of_channels(run.base, decayed, values, found)
+        output_backward_of_channels(run.base, run.plan, run.n, decayed, values, found)
 
 
 def finished(call: RecurrenceCall, found: Gradients, wanted: frozenset[str]) -> Gradients:

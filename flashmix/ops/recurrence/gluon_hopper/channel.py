@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.op.call import Gradients
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan
-from flashmix.ops.recurrence.gluon_hopper.structs import ChannelMemory, FarNumbers, HopperNumbers
+from flashmix.ops.recurrence.gluon_hopper.structs import ChannelMemory, ChannelOutputMemory, FarNumbers, HopperNumbers
 from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores, ChunkValues, KeyGradients
@@ -25,6 +27,7 @@ class ChannelScores(NamedTuple):
 
     inputs: ChunkInputs
     scores: ChunkScores
+    far: Tensor
 
 
 def decayed_keys(
@@ -47,15 +50,34 @@ def decayed_keys(
     if before is not None:
         plan.channel_inverse(run.chunk_programs, before, descriptors.pairs(A, 1))
     *rows, b = keys.unbind(0)
-    return ChannelScores(inputs, ChunkScores(tuple(rows), (b,), A, None, total))
+    return ChannelScores(inputs, ChunkScores(tuple(rows), (b,), A, None, total), far)
 
 
-def output_backward_of_channels(run: Run, made: ChannelScores, values: tuple[Tensor, ...], found: Gradients) -> None:
+def output_backward_of_channels(
+    run: Run,
+    plan: HopperPlan,
+    numbers: HopperNumbers,
+    made: ChannelScores,
+    values: tuple[Tensor, ...],
+    found: Gradients,
+) -> None:
     """Makes the gradients of keys, by value head, of beta and of the decay."""
     do, dr, nu, states, dstates = values
-    inputs, scores = made
+    call, (inputs, scores, far) = run.call, made
     rows = len(inputs.rows)
     x = ChunkValues((do, dr)[:rows], (nu,), states, dstates)
     out = KeyGradients((found["q"], None)[:rows], (found["k"],), found.get("beta"), found["log_decay"], scores.A)
-    run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
+    if found["log_decay"].dtype == torch.float64:
+        run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
+    else:
+        tokens = partial(descriptors.tokens, packed=call.packed)
+        tiles = [
+            tokens(t, width) for t, width in ((call.q, 128), (call.k, 128), (inputs.decay, 64), (nu, 128), (do, 128))
+        ]
+        tiles.append(tokens(dr, 128) if call.rule.corrected else None)
+        tiles += [descriptors.states(t, 128, 64) for t in (states, dstates)]
+        tiles += [tokens(found[name], width) for name, width in (("q", 128), ("k", 128), ("log_decay", 64))]
+        memory = ChannelOutputMemory(run.where.spans, call.beta, found.get("beta"), far, inputs.reach)
+        programs = min(run.chunk_programs, gpu.target(call.device).multiprocessors)
+        plan.channel_output(programs, *tiles, memory, numbers)
     run.plan.pairs(run.chunk_programs, inputs, x, out, run.where, run.n)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.triton_gpu.decay import channel_sums, load_reach, reach_of, to_base_2
+from flashmix.ops.recurrence.triton_gpu.decay import NEAR, channel_sums, load_reach, reach_of, to_base_2
 from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
 from flashmix.ops.recurrence.triton_gpu.scores import channel_products
 from flashmix.ops.recurrence.triton_gpu.tiles import chunk_place, load_rows, pair_tile, zeros
@@ -19,7 +19,10 @@ PROGRAM_CHUNKS: tl.constexpr = tl.constexpr(8)  # chunks and value heads that a 
 
 @triton.jit
 def store_reach(out, at, S: tl.constexpr):
-    """Writes how far back the rows of a chunk reach; returns the least of that over all channels, [C]."""
+    """Writes how far back the rows of a chunk reach; returns the least of that over all channels, [C].
+
+    A row that does not reach the chunk's start in some channels is taken not to in any: its pairs are left whole to the other passes.
+    """
     BLOCKS: tl.constexpr = (S.K + S.REACH - 1) // S.REACH
     to = out.reach + (at.chunk.to(tl.int64) * S.HV + at.head) * (BLOCKS * S.C) + tl.arange(0, S.C)
     least = tl.full([S.C], S.LEVELS, tl.int32)
@@ -30,6 +33,9 @@ def store_reach(out, at, S: tl.constexpr):
         reach = reach_of(own, G, S)
         tl.store(to + block * S.C, reach)
         least = tl.minimum(least, reach)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        reach = tl.load(to + block * S.C).to(tl.int32)  # [C]
+        tl.store(to + block * S.C, tl.where((least < S.LEVELS) & (reach > NEAR), NEAR, reach))
     return least
 
 

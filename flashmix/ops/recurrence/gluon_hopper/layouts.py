@@ -19,5 +19,6 @@ ROWS_128 = gl.constexpr(gl.SliceLayout(1, ACC_128.value))
 COLUMNS_128 = gl.constexpr(gl.SliceLayout(0, ACC_128.value))
 # Shared tiles of 16-bit numbers, 64 channels or more wide, as `wgmma` and TMA read them; vectors of float32.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+TILE_32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32, as TMA copies it
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

@@ -10,6 +10,7 @@ from flashmix.gpu.launch import Kernel
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper.channel_far_rows import channel_far_rows_kernel
 from flashmix.ops.recurrence.gluon_hopper.channel_inverse import channel_inverse_kernel
+from flashmix.ops.recurrence.gluon_hopper.channel_output import channel_output_kernel
 from flashmix.ops.recurrence.gluon_hopper.channel_scores import channel_scores_kernel
 from flashmix.ops.recurrence.gluon_hopper.output import output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
@@ -35,6 +36,7 @@ class HopperPlan(NamedTuple):
     channel_scores_save: Kernel
     channel_far_rows: Kernel
     channel_inverse: Kernel
+    channel_output: Kernel
 
 
 def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
@@ -72,6 +74,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),
         channel_inverse=Kernel(channel_inverse_kernel, HopperSpec(0, 0, 0, 0), num_warps=1),
+        channel_output=Kernel(channel_output_kernel, basic, num_warps=4, maxnreg=128),
     )
 
 

@@ -172,3 +172,32 @@ class OutputBarriers(NamedTuple):
     pairs: Ring
     sums: Ring
     gradients: Any
+
+
+class ChannelOutputMemory(NamedTuple):
+    """What the backward of the output reads and writes with a per-channel decay, beside the tiles that TMA copies."""
+
+    spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
+    beta: Any  # [B, T, HV]
+    dbeta: Any  # [B, T, HV]
+    far: Any  # [chunks, HV] int32: whether a row is out of range for one pass over the pairs
+    reach: Any  # [chunks, HV, blocks of channels, 64] int8, the same in all blocks as far as a row reaches the chunk's start
+
+
+class ChannelTiles(NamedTuple):
+    """Shared memory of the output's backward with a per-channel decay."""
+
+    slots: Any  # [SLOTS, 64, 128]: nu, dO, dR, dS', S, q, k and, in float32, G
+    pairs: Any  # [2, 64, 64]: dA_q, dA_a
+    triangle: Any  # [64, 64]: 1 on and below the diagonal
+    beta: Any  # [2, 64] float32
+    sums: Any  # [8, 64] float32: dbeta of each consumer's four warps
+
+
+class ChannelBarriers(NamedTuple):
+    """A ring of one stage for each slot and for the pairs; `beta` and `gradients` are left to the finisher."""
+
+    slots: Ring
+    pairs: Ring
+    beta: Any
+    gradients: Any

@@ -1,0 +1,400 @@
+"""The backward of `output` and `scores` with a per-channel decay: by way of the states, and of the pairs of rows in range for one pass.
+
+    ~x = e^G x (x = scale q, -k)        y = e^{-G} beta k        dA_q = dO nu^T        dA_a = dR nu^T        (6.1)
+    dX_q = dO S^T + dA_q y              dX_a = dR S^T + dA_a y                                              (3.3), (6.2)
+    dY = dA_q^T ~q + dA_a^T ~a          w = e^{G_C - G} nu dS'^T
+    dq = scale e^G dX_q                 d(beta k) = w + e^{-G} dY                  dk = beta d(beta k) - e^G dX_a
+    dg_t = sum_{i >= t} (~q dX_q + ~a dX_a - y dY - beta k w)_i + sum_i (beta k w)_i + e^{G_C} <S, dS'>      (2.9)
+
+channel by channel. `triton_gpu/channel_pairs.py` adds the pairs of rows out of range. Without corrections beta is 1, nu is V, and there
+are no ~a, dA_a and dX_a.
+
+Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
+registers, what is summed over tokens is summed along rows, and the suffix sums of dg are products with a triangle of ones on the right.
+Persistent programs, an item is a (chunk, value head). Roles: `pair_gradients`, a warpgroup for dA; two `consumer` warpgroups; a producer
+of one warp; a `finisher` of one warp that sends the gradients to memory. These lie where q, k and G were.
+Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    allocate_barriers,
+    ex2,
+    expect_bytes,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    opaque_zero,
+    product,
+    products_done,
+    signal,
+    stores_done,
+    wait_empty,
+    wait_full,
+    warpgroup_mma,
+)
+from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE
+from flashmix.ops.recurrence.gluon_hopper.layouts import (
+    ACC_64,
+    COLUMNS_64,
+    LEFT_64,
+    ROWS_64,
+    TILE,
+    TILE_32,
+    VECTOR,
+    VECTORS,
+)
+from flashmix.ops.recurrence.gluon_hopper.output_sums import LANES_2
+from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
+from flashmix.ops.recurrence.gluon_hopper.state_parts import ring
+from flashmix.ops.recurrence.gluon_hopper.structs import ChannelBarriers, ChannelTiles
+
+# Slots of 16 KiB: tokens of 128 channels; states in two halves of K, one a consumer, and sums of decays likewise.
+SLOTS = gl.constexpr(11)
+NU = gl.constexpr(0)
+DO = gl.constexpr(1)
+DR = gl.constexpr(2)
+DSTATE = gl.constexpr(3)
+STATE = gl.constexpr(5)
+Q = gl.constexpr(7)
+K = gl.constexpr(8)
+G = gl.constexpr(9)
+READERS = gl.constexpr(3)  # releases of a slot: by all readers, or as many by its one
+
+
+@gluon.jit
+def channel_item_count(n, S: gl.constexpr):
+    """Items of this program."""
+    H: gl.constexpr = S.HV // S.GROUP
+    return (n.items // H * S.HV - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def channel_item(x, n, i, S: gl.constexpr):
+    """Item i of this program, its value head and its chunk."""
+    H: gl.constexpr = S.HV // S.GROUP
+    item = gl.program_id(0) + i * gl.num_programs(0)
+    head = item % S.HV
+    return item, head, chunk_of_item(item // S.HV * H + head // S.GROUP, x, n, S)
+
+
+@gluon.jit
+def await_slot(slots, slot, i):
+    """Waits until a tile of item i lies in its slot."""
+    mbarrier.wait(slots.full.index(slot), i & 1)
+
+
+@gluon.jit
+def leave_slot(slots, slot, COUNT: gl.constexpr):
+    """A reader leaves a slot; it may count as several."""
+    mbarrier.arrive(slots.empty.index(slot), count=COUNT)
+
+
+@gluon.jit
+def fill_slot(slots, slot, i):
+    """The barrier of a slot that its readers of item i - 1 have left, which 16 KiB by TMA will complete."""
+    mbarrier.wait(slots.empty.index(slot), (i & 1) ^ 1)
+    bar = slots.full.index(slot)
+    mbarrier.expect(bar, 64 * 128 * 2)
+    return bar
+
+
+@gluon.jit
+def channel_producer(keys_d, values_d, states_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """Copies the tiles of each item to their slots as these are left, in the order in which they are needed."""
+    q_d, k_d, G_d = keys_d
+    nu_d, do_d, dr_d = values_d
+    s_d, ds_d = states_d
+    sums = tiles.slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+    for i in range(channel_item_count(numbers, S)):
+        item, head, at = channel_item(x, numbers, i, S)
+        fetch_tokens(nu_d, at.span, at.t, head, 0, fill_slot(bars.slots, NU, i), tiles.slots.index(NU), S)
+        fetch_tokens(do_d, at.span, at.t, head, 0, fill_slot(bars.slots, DO, i), tiles.slots.index(DO), S)
+        for w in gl.static_range(2):
+            fetch_tile(ds_d, [item, 0, w * 64], fill_slot(bars.slots, DSTATE + w, i), tiles.slots.index(DSTATE + w))
+        for w in gl.static_range(2):
+            bar = fill_slot(bars.slots, G + w, i)
+            fetch_tokens(G_d, at.span, at.t, head, w * 64, bar, sums.index(G + w), S)
+        fetch_tokens(k_d, at.span, at.t, at.key_head, 0, fill_slot(bars.slots, K, i), tiles.slots.index(K), S)
+        for w in gl.static_range(2):
+            fetch_tile(s_d, [item, 0, w * 64], fill_slot(bars.slots, STATE + w, i), tiles.slots.index(STATE + w))
+        fetch_tokens(q_d, at.span, at.t, at.key_head, 0, fill_slot(bars.slots, Q, i), tiles.slots.index(Q), S)
+        if S.CORRECTED:
+            fetch_tokens(dr_d, at.span, at.t, head, 0, fill_slot(bars.slots, DR, i), tiles.slots.index(DR), S)
+
+
+@gluon.jit
+def rows_in_range(dA, x, item, far, S: gl.constexpr):
+    """dA [C, C] of the rows that reach back to the chunk's start, else 0."""
+    if far != 0:
+        t = gl.arange(0, 64, ROWS_64)
+        reach = gl.load(x.reach + item.to(gl.int64) * ((S.K + 31) // 32 * 64) + t)  # [C]
+        dA = gl.where((reach == WHOLE)[:, None], dA, 0.0)
+    return dA
+
+
+@gluon.jit
+def pair_gradients(x, numbers, tiles, bars, S: gl.constexpr):
+    """dA of the pairs that a row sees, if it is in range for one pass; before the first the triangle of ones."""
+    DT: gl.constexpr = tiles.slots.dtype
+    row = gl.arange(0, 64, ROWS_64)
+    column = gl.arange(0, 64, COLUMNS_64)
+    tiles.triangle.store(gl.where(row[:, None] >= column[None, :], 1.0, 0.0).to(DT))
+    for i in range(channel_item_count(numbers, S)):
+        item = gl.program_id(0) + i * gl.num_programs(0)
+        far = gl.load(x.far + item)
+        here = (row + opaque_zero())[:, None]
+        nu = tiles.slots.index(NU).permute((1, 0))  # [V, C]
+        await_slot(bars.slots, NU, i)
+        await_slot(bars.slots, DO, i)
+        dA = product(tiles.slots.index(DO), nu, ACC_64, 64, 64)
+        dA = products_done(0, deps=[dA])
+        leave_slot(bars.slots, DO, 1)
+        if not S.CORRECTED:
+            leave_slot(bars.slots, NU, 1)
+        dA = rows_in_range(gl.where(here >= column[None, :], dA, 0.0), x, item, far, S)
+        wait_empty(bars.pairs.empty, i)
+        tiles.pairs.index(0).store(dA.to(DT))
+        if S.CORRECTED:
+            await_slot(bars.slots, DR, i)
+            dA = product(tiles.slots.index(DR), nu, ACC_64, 64, 64)
+            dA = products_done(0, deps=[dA])
+            leave_slot(bars.slots, DR, 1)
+            leave_slot(bars.slots, NU, 1)
+            dA = rows_in_range(gl.where(here > column[None, :], dA, 0.0), x, item, far, S)
+            tiles.pairs.index(1).store(dA.to(DT))
+        fence_async_shared()
+        signal(bars.pairs.full, i)
+
+
+@gluon.jit
+def float_keys(half):
+    """A tile of keys [C, K] as [K, C] in float32."""
+    return half.permute((1, 0)).load(ACC_64).to(gl.float32)
+
+
+@gluon.jit
+def float_sums(decay):
+    """G [C, K] as [K, C], read anew wherever it is used: registers are scarce."""
+    return decay.permute((1, 0)).load(ACC_64)
+
+
+@gluon.jit
+def written_keys(half, beta, S: gl.constexpr):
+    """beta k, [K, C] in float32."""
+    if S.CORRECTED:
+        return float_keys(half) * beta.load(COLUMNS_64)[None, :]
+    else:
+        return float_keys(half)
+
+
+@gluon.jit
+def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
+    """w and -beta k w, [K, C], and what dg has of every token, [K]: sum_i (beta k w)_i + e^{G_C} <S, dS'>."""
+    z = opaque_zero()
+    states = slots._reinterpret(slots.dtype, [SLOTS, 128, 64], TILE)
+    state = states.index(STATE + w + z)  # [V, K]
+    dstate = states.index(DSTATE + w + z)  # [V, K]
+    await_slot(bars.slots, NU, i)
+    await_slot(bars.slots, DSTATE + w, i)
+    d = product(dstate.permute((1, 0)), slots.index(NU + z).permute((1, 0)), ACC_64, 64, 64)  # (6.2)
+    await_slot(bars.slots, STATE + w, i)
+    inner = product(state.permute((1, 0)), dstate, ACC_64, 64, 64)  # [K, K]
+    await_slot(bars.slots, G + w, i)
+    sums = float_sums(decay)  # [K, C]
+    last = gl.min(sums, 1)  # sums never rise
+    column = ex2(last[:, None] - sums)
+    d, inner, column = products_done(0, deps=[d, inner, column])
+    leave_slot(bars.slots, NU, 1)
+    leave_slot(bars.slots, DSTATE + w, READERS)
+    here = gl.arange(0, 64, ROWS_64)
+    there = gl.arange(0, 64, COLUMNS_64)
+    carried = gl.sum(gl.where((here + z)[:, None] == there[None, :], inner, 0.0), 1)
+    d = d * column
+    await_slot(bars.slots, K, i)
+    shares = d * written_keys(half, beta, S)
+    return d, 0.0 - shares, gl.sum(shares, 1) + carried * ex2(last)
+
+
+@gluon.jit
+def decayed_rows(half, factor, DT: gl.constexpr):
+    """~x, [K, C]."""
+    return (float_keys(half) * factor).to(DT)
+
+
+@gluon.jit
+def suffix_sums(z, triangle):
+    """Sums of z [K, C] from each token to the chunk's end: a product with a triangle of ones, z in three parts of 16 bits."""
+    DT: gl.constexpr = triangle.dtype
+    high = z.to(DT)
+    z -= high.to(gl.float32)
+    middle = z.to(DT)
+    z -= middle.to(gl.float32)
+    high_left = gl.convert_layout(high, LEFT_64)
+    middle_left = gl.convert_layout(middle, LEFT_64)
+    low_left = gl.convert_layout(z.to(DT), LEFT_64)
+    d = product(low_left, triangle, ACC_64, 64, 64)
+    d = warpgroup_mma(middle_left, triangle, d, is_async=True)
+    d = warpgroup_mma(high_left, triangle, d, is_async=True)
+    d, high_left, middle_left, low_left = products_done(0, deps=[d, high_left, middle_left, low_left])
+    return d
+
+
+@gluon.jit
+def store_sums(own, w: gl.constexpr, sums):
+    """Leaves the sums of a consumer over each warp's channels, [C], to the finisher."""
+    parts = gl.sum(own.reshape([4, 2, 8, 64]), 1)
+    parts = gl.sum(parts, 1)  # [4, C]
+    sums._reinterpret(gl.float32, [2, 4, 64], VECTORS).index(w).store(parts)
+
+
+@gluon.jit
+def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
+    """The channels 64 w ... of dq, dk and dg, which are left in the places of q, k and G."""
+    DT: gl.constexpr = tiles.slots.dtype
+    scale = numbers.scale
+    slots = tiles.slots
+    halves = slots._reinterpret(DT, [2 * SLOTS, 64, 64], TILE)
+    states = slots._reinterpret(DT, [SLOTS, 128, 64], TILE)
+    decays = slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+    for i in range(channel_item_count(numbers, S)):
+        zero = opaque_zero()  # lest addresses of slots be hoisted into registers
+        q = halves.index(2 * Q + w + zero)  # [C, K]
+        k = halves.index(2 * K + w + zero)  # [C, K]
+        decay = decays.index(G + w + zero)  # [C, K]
+        state = states.index(STATE + w + zero).permute((1, 0))  # [K, V]
+        beta = tiles.beta.index(i % 2)
+        if S.CORRECTED:
+            wait_full(bars.beta, i)
+        dk, z, rest = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C], [K, C], [K]
+        sums = float_sums(decay)  # [K, C]
+        y = (written_keys(k, beta, S) * ex2(gl.minimum(0.0 - sums, LIMIT))).to(DT)
+        row = ex2(sums)
+        await_slot(bars.slots, Q, i)
+        q_left = gl.convert_layout(decayed_rows(q, row * scale, DT), LEFT_64)
+        if S.CORRECTED:
+            a_left = gl.convert_layout(decayed_rows(k, 0.0 - row, DT), LEFT_64)
+        wait_full(bars.pairs.full, i)
+        d = product(q_left, tiles.pairs.index(zero), ACC_64, 64, 64)  # dY^T, (3.3)
+        if S.CORRECTED:
+            d = warpgroup_mma(a_left, tiles.pairs.index(1 + zero), d, is_async=True)
+            d, q_left, a_left = products_done(0, deps=[d, q_left, a_left])
+        else:
+            d, q_left = products_done(0, deps=[d, q_left])
+        z -= y.to(gl.float32) * d
+        dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
+        y_left = gl.convert_layout(y, LEFT_64)
+        dX = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
+        await_slot(bars.slots, DO, i)
+        dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
+        if S.CORRECTED:
+            store_sums(float_keys(k) * dk, w, tiles.sums)
+            dk = dk * beta.load(COLUMNS_64)[None, :]
+        dX, y_left, z, dk = products_done(0, deps=[dX, y_left, z, dk])
+        leave_slot(bars.slots, DO, 1)
+        row = ex2(float_sums(decay))
+        z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
+        dq = (dX * (row * scale)).to(DT)
+        if S.CORRECTED:
+            dX = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
+            await_slot(bars.slots, DR, i)
+            dX = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX, is_async=True)  # dX_a^T
+            dX, y_left, z, dq = products_done(0, deps=[dX, y_left, z, dq])
+            leave_slot(bars.slots, DR, 1)
+            row = ex2(float_sums(decay))
+            z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX
+            dk -= dX * row
+        mbarrier.arrive(bars.pairs.empty.index(0), count=1)
+        leave_slot(bars.slots, STATE + w, READERS)
+        q.permute((1, 0)).store(dq)
+        k.permute((1, 0)).store(dk.to(DT))
+        dg = suffix_sums(z, tiles.triangle) + rest[:, None]
+        if dg_d.dtype == gl.float32:
+            decay.permute((1, 0)).store(dg)
+        else:
+            narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
+            narrow.index(2 * (G + w) + zero).permute((1, 0)).store(dg.to(dg_d.dtype))
+        fence_async_shared()
+        signal(bars.gradients, i)
+
+
+@gluon.jit
+def load_beta(x, numbers, tiles, bars, i, S: gl.constexpr):
+    """beta of item i, for the consumers."""
+    _, head, at = channel_item(x, numbers, i, S)
+    t = gl.arange(0, 64, LANES_2)
+    beta = gl.load(x.beta + (at.row + t) * S.HV + head, mask=t < at.span.length, other=0.0)  # [C]
+    tiles.beta.index(i % 2).store(beta.to(gl.float32))
+    signal(bars.beta, i)
+
+
+@gluon.jit
+def channel_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """beta of the next item; dbeta of each item, and its other gradients on their way to memory, after which the slots are left."""
+    dq_d, dk_d, dg_d = gradients_d
+    slots = tiles.slots
+    t = gl.arange(0, 64, LANES_2)
+    count = channel_item_count(numbers, S)
+    if S.CORRECTED:
+        load_beta(x, numbers, tiles, bars, 0, S)
+    for i in range(count):
+        if S.CORRECTED:
+            if i + 1 < count:
+                load_beta(x, numbers, tiles, bars, i + 1, S)
+        _, head, at = channel_item(x, numbers, i, S)
+        wait_full(bars.gradients, i)
+        store_tokens(dq_d, at.span, at.t, head, 0, slots.index(Q), S)
+        store_tokens(dk_d, at.span, at.t, head, 0, slots.index(K), S)
+        for w in gl.static_range(2):
+            if dg_d.dtype == gl.float32:
+                sums = slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+                store_tokens(dg_d, at.span, at.t, head, w * 64, sums.index(G + w), S)
+            else:
+                narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
+                store_tokens(dg_d, at.span, at.t, head, w * 64, narrow.index(2 * (G + w)), S)
+        if S.CORRECTED:
+            dbeta = vector(tiles.sums, 0, LANES_2)  # [C]
+            for part in gl.static_range(1, 8):
+                dbeta += vector(tiles.sums, part, LANES_2)
+            to = x.dbeta + (at.row + t) * S.HV + head
+            gl.store(to, dbeta.to(x.dbeta.dtype.element_ty), mask=t < at.span.length)
+        stores_done(0)
+        leave_slot(bars.slots, Q, READERS)
+        leave_slot(bars.slots, K, READERS)
+        for w in gl.static_range(2):
+            leave_slot(bars.slots, G + w, READERS)
+
+
+@gluon.jit
+def channel_tiles(DT: gl.constexpr):
+    """Shared memory and barriers."""
+    tiles = ChannelTiles(
+        gl.allocate_shared_memory(DT, [SLOTS, 64, 128], TILE),
+        gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        gl.allocate_shared_memory(DT, [64, 64], TILE),
+        gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [8, 64], VECTOR),
+    )
+    bars = ChannelBarriers(ring(SLOTS, 1, READERS), ring(1, 1, 2), allocate_barriers(2, 1), allocate_barriers(1, 2))
+    return tiles, bars
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def channel_output_kernel(q_d, k_d, G_d, nu_d, do_d, dr_d, s_d, ds_d, dq_d, dk_d, dg_d, x, n, S: gl.constexpr):
+    """Gradients of keys, by value head, of beta and of the decay, by way of the states and of the pairs in range for one pass."""
+    tiles, bars = channel_tiles(k_d.dtype)
+    gl.warp_specialize(
+        [
+            (pair_gradients, (x, n, tiles, bars, S)),
+            (consumer, (0, dg_d, n, tiles, bars, S)),
+            (consumer, (1, dg_d, n, tiles, bars, S)),
+            (channel_producer, ((q_d, k_d, G_d), (nu_d, do_d, dr_d), (s_d, ds_d), x, n, tiles, bars, S)),
+            (channel_finisher, ((dq_d, dk_d, dg_d), x, n, tiles, bars, S)),
+        ],
+        [4, 4, 1, 1],
+        [208, 208, 24, 24],
+    )
