@@ -171,12 +171,13 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 HOPPER_REGISTERS = {
     "scores_forward_kernel": 255,
     "channel_scores_kernel": 255,
+    "channel_output_kernel": 128,
     "channel_inverse_kernel": 128,
     "state_forward_kernel": 168,
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
 }
-HOPPER_STACK = {"scores_forward_kernel": 64, "state_forward_kernel": 8, "output_backward_kernel": 200}
+HOPPER_STACK = {"scores_forward_kernel": 64, "channel_output_kernel": 32, "state_forward_kernel": 8, "output_backward_kernel": 200}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,

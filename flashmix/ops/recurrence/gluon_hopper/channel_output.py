@@ -21,7 +21,6 @@ from __future__ import annotations
 from flashmix.gpu.hopper import (
     allocate_barriers,
     ex2,
-    expect_bytes,
     fence_async_shared,
     gl,
     gluon,
