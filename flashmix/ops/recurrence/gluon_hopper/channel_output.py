@@ -283,29 +283,30 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             d, q_left, a_left = products_done(0, deps=[d, q_left, a_left])
         else:
             d, q_left = products_done(0, deps=[d, q_left])
-        z -= y.to(gl.float32) * d
-        dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
         y_left = gl.convert_layout(y, LEFT_64)
         dX = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
         await_slot(bars.slots, DO, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
+        z -= y.to(gl.float32) * d
+        dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]
         dX, y_left, z, dk = products_done(0, deps=[dX, y_left, z, dk])
         leave_slot(bars.slots, DO, 1)
+        if S.CORRECTED:
+            dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
+            await_slot(bars.slots, DR, i)
+            dX_a = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)  # dX_a^T
         row = ex2(float_sums(decay))
         z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
         dq = (dX * (row * scale)).to(DT)
         if S.CORRECTED:
-            dX = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
-            await_slot(bars.slots, DR, i)
-            dX = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX, is_async=True)  # dX_a^T
-            dX, y_left, z, dq = products_done(0, deps=[dX, y_left, z, dq])
+            dX_a, y_left, z, dq = products_done(0, deps=[dX_a, y_left, z, dq])
             leave_slot(bars.slots, DR, 1)
             row = ex2(float_sums(decay))
-            z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX
-            dk -= dX * row
+            z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
+            dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
         leave_slot(bars.slots, STATE + w, READERS)
         q.permute((1, 0)).store(dq)
