@@ -3,7 +3,7 @@
 The phases, what they keep and the tables of a packed batch are those of `triton_gpu`; here are their kernels with warps of different
 roles, copies by TMA and the state in the accumulators of `wgmma`. Forward: `scores`, `state` with the output. Backward: `state` for the
 states that chunks start from, `state` from the end, then `output`, with the sums over value heads that share a key. With a decay per
-channel the state passes alone are those here; they read decayed keys, and `output`'s backward, of Triton's.
+channel the state passes read decayed keys, `output`'s backward is `channel_output.py`, and Triton's kernels add the pairs out of range.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ are no ~a, dA_a and dX_a.
 Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
 registers, what is summed over tokens is summed along rows, and the suffix sums of dg are products with a triangle of ones on the right.
 Persistent programs, an item is a (chunk, value head). Roles: `pair_gradients`, a warpgroup for dA; two `consumer` warpgroups; a producer
-of one warp; a `finisher` of one warp that sends the gradients to memory. These lie where q, k and G were.
+of one warp; a `finisher` of one warp that sends the gradients to memory. These lie where
+q, k and S were: S because the next one is needed last.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
 """
 
@@ -29,12 +30,28 @@ from flashmix.gpu.hopper import (
     product,
     products_done,
     signal,
-    stores_done,
     wait_empty,
     wait_full,
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.recurrence.gluon_hopper.channel_copies import (
+    DO,
+    DR,
+    DSTATE,
+    NU,
+    READERS,
+    SLOTS,
+    STATE,
+    G,
+    K,
+    Q,
+    await_slot,
+    channel_finisher,
+    channel_item_count,
+    channel_producer,
+    leave_slot,
+)
 from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE
 from flashmix.ops.recurrence.gluon_hopper.layouts import (
     ACC_64,
@@ -46,83 +63,8 @@ from flashmix.ops.recurrence.gluon_hopper.layouts import (
     VECTOR,
     VECTORS,
 )
-from flashmix.ops.recurrence.gluon_hopper.output_sums import LANES_2
-from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import ring
 from flashmix.ops.recurrence.gluon_hopper.structs import ChannelBarriers, ChannelTiles
-
-# Slots of 16 KiB: tokens of 128 channels; states in two halves of K, one a consumer, and sums of decays likewise.
-SLOTS = gl.constexpr(11)
-NU = gl.constexpr(0)
-DO = gl.constexpr(1)
-DR = gl.constexpr(2)
-DSTATE = gl.constexpr(3)
-STATE = gl.constexpr(5)
-Q = gl.constexpr(7)
-K = gl.constexpr(8)
-G = gl.constexpr(9)
-READERS = gl.constexpr(3)  # releases of a slot: by all readers, or as many by its one
-
-
-@gluon.jit
-def channel_item_count(n, S: gl.constexpr):
-    """Items of this program."""
-    H: gl.constexpr = S.HV // S.GROUP
-    return (n.items // H * S.HV - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def channel_item(x, n, i, S: gl.constexpr):
-    """Item i of this program, its value head and its chunk."""
-    H: gl.constexpr = S.HV // S.GROUP
-    item = gl.program_id(0) + i * gl.num_programs(0)
-    head = item % S.HV
-    return item, head, chunk_of_item(item // S.HV * H + head // S.GROUP, x, n, S)
-
-
-@gluon.jit
-def await_slot(slots, slot, i):
-    """Waits until a tile of item i lies in its slot."""
-    mbarrier.wait(slots.full.index(slot), i & 1)
-
-
-@gluon.jit
-def leave_slot(slots, slot, COUNT: gl.constexpr):
-    """A reader leaves a slot; it may count as several."""
-    mbarrier.arrive(slots.empty.index(slot), count=COUNT)
-
-
-@gluon.jit
-def fill_slot(slots, slot, i):
-    """The barrier of a slot that its readers of item i - 1 have left, which 16 KiB by TMA will complete."""
-    mbarrier.wait(slots.empty.index(slot), (i & 1) ^ 1)
-    bar = slots.full.index(slot)
-    mbarrier.expect(bar, 64 * 128 * 2)
-    return bar
-
-
-@gluon.jit
-def channel_producer(keys_d, values_d, states_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """Copies the tiles of each item to their slots as these are left, in the order in which they are needed."""
-    q_d, k_d, G_d = keys_d
-    nu_d, do_d, dr_d = values_d
-    s_d, ds_d = states_d
-    sums = tiles.slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
-    for i in range(channel_item_count(numbers, S)):
-        item, head, at = channel_item(x, numbers, i, S)
-        fetch_tokens(nu_d, at.span, at.t, head, 0, fill_slot(bars.slots, NU, i), tiles.slots.index(NU), S)
-        fetch_tokens(do_d, at.span, at.t, head, 0, fill_slot(bars.slots, DO, i), tiles.slots.index(DO), S)
-        for w in gl.static_range(2):
-            fetch_tile(ds_d, [item, 0, w * 64], fill_slot(bars.slots, DSTATE + w, i), tiles.slots.index(DSTATE + w))
-        for w in gl.static_range(2):
-            bar = fill_slot(bars.slots, G + w, i)
-            fetch_tokens(G_d, at.span, at.t, head, w * 64, bar, sums.index(G + w), S)
-        fetch_tokens(k_d, at.span, at.t, at.key_head, 0, fill_slot(bars.slots, K, i), tiles.slots.index(K), S)
-        for w in gl.static_range(2):
-            fetch_tile(s_d, [item, 0, w * 64], fill_slot(bars.slots, STATE + w, i), tiles.slots.index(STATE + w))
-        fetch_tokens(q_d, at.span, at.t, at.key_head, 0, fill_slot(bars.slots, Q, i), tiles.slots.index(Q), S)
-        if S.CORRECTED:
-            fetch_tokens(dr_d, at.span, at.t, head, 0, fill_slot(bars.slots, DR, i), tiles.slots.index(DR), S)
 
 
 @gluon.jit
@@ -192,30 +134,30 @@ def written_keys(half, beta, S: gl.constexpr):
 
 @gluon.jit
 def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
-    """w and -beta k w, [K, C], and what dg has of every token, [K]: sum_i (beta k w)_i + e^{G_C} <S, dS'>."""
+    """w and -beta k w, [K, C], and of the latter's negative the sum over tokens and e^{G_C}, [K]."""
     z = opaque_zero()
-    states = slots._reinterpret(slots.dtype, [SLOTS, 128, 64], TILE)
-    state = states.index(STATE + w + z)  # [V, K]
-    dstate = states.index(DSTATE + w + z)  # [V, K]
+    dstate = slots._reinterpret(slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
     await_slot(bars.slots, NU, i)
     await_slot(bars.slots, DSTATE + w, i)
     d = product(dstate.permute((1, 0)), slots.index(NU + z).permute((1, 0)), ACC_64, 64, 64)  # (6.2)
-    await_slot(bars.slots, STATE + w, i)
-    inner = product(state.permute((1, 0)), dstate, ACC_64, 64, 64)  # [K, K]
     await_slot(bars.slots, G + w, i)
     sums = float_sums(decay)  # [K, C]
     last = gl.min(sums, 1)  # sums never rise
     column = ex2(last[:, None] - sums)
-    d, inner, column = products_done(0, deps=[d, inner, column])
+    d, column = products_done(0, deps=[d, column])
     leave_slot(bars.slots, NU, 1)
-    leave_slot(bars.slots, DSTATE + w, READERS)
-    here = gl.arange(0, 64, ROWS_64)
-    there = gl.arange(0, 64, COLUMNS_64)
-    carried = gl.sum(gl.where((here + z)[:, None] == there[None, :], inner, 0.0), 1)
     d = d * column
     await_slot(bars.slots, K, i)
     shares = d * written_keys(half, beta, S)
-    return d, 0.0 - shares, gl.sum(shares, 1) + carried * ex2(last)
+    return d, 0.0 - shares, gl.sum(shares, 1), ex2(last)
+
+
+@gluon.jit
+def diagonal_sums(inner):
+    """The diagonal of a product S^T dS', [K, K]: <S, dS'> of each channel."""
+    here = gl.arange(0, 64, ROWS_64)
+    there = gl.arange(0, 64, COLUMNS_64)
+    return gl.sum(gl.where((here + opaque_zero())[:, None] == there[None, :], inner, 0.0), 1)
 
 
 @gluon.jit
@@ -252,7 +194,7 @@ def store_sums(own, w: gl.constexpr, sums):
 
 @gluon.jit
 def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
-    """The channels 64 w ... of dq, dk and dg, which are left in the places of q, k and G."""
+    """The channels 64 w ... of dq, dk and dg, which are left in the places of q, k and S."""
     DT: gl.constexpr = tiles.slots.dtype
     scale = numbers.scale
     slots = tiles.slots
@@ -265,10 +207,11 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         k = halves.index(2 * K + w + zero)  # [C, K]
         decay = decays.index(G + w + zero)  # [C, K]
         state = states.index(STATE + w + zero).permute((1, 0))  # [K, V]
+        dstate = states.index(DSTATE + w + zero)  # [V, K]
         beta = tiles.beta.index(i % 2)
         if S.CORRECTED:
             wait_full(bars.beta, i)
-        dk, z, rest = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C], [K, C], [K]
+        dk, z, rest, total = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K] twice
         sums = float_sums(decay)  # [K, C]
         y = (written_keys(k, beta, S) * ex2(gl.minimum(0.0 - sums, LIMIT))).to(DT)
         row = ex2(sums)
@@ -286,14 +229,18 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         y_left = gl.convert_layout(y, LEFT_64)
         dX = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
         await_slot(bars.slots, DO, i)
+        await_slot(bars.slots, STATE + w, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
         z -= y.to(gl.float32) * d
         dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]
-        dX, y_left, z, dk = products_done(0, deps=[dX, y_left, z, dk])
+        inner = product(state, dstate, ACC_64, 64, 64)  # [K, K]
+        dX, inner, y_left, z, dk = products_done(0, deps=[dX, inner, y_left, z, dk])
         leave_slot(bars.slots, DO, 1)
+        leave_slot(bars.slots, DSTATE + w, READERS)
+        rest += diagonal_sums(inner) * total
         if S.CORRECTED:
             dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
             await_slot(bars.slots, DR, i)
@@ -308,64 +255,17 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
-        leave_slot(bars.slots, STATE + w, READERS)
+        leave_slot(bars.slots, G + w, READERS)
         q.permute((1, 0)).store(dq)
         k.permute((1, 0)).store(dk.to(DT))
         dg = suffix_sums(z, tiles.triangle) + rest[:, None]
         if dg_d.dtype == gl.float32:
-            decay.permute((1, 0)).store(dg)
+            decays.index(STATE + w + zero).permute((1, 0)).store(dg)
         else:
             narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
-            narrow.index(2 * (G + w) + zero).permute((1, 0)).store(dg.to(dg_d.dtype))
+            narrow.index(2 * (STATE + w) + zero).permute((1, 0)).store(dg.to(dg_d.dtype))
         fence_async_shared()
         signal(bars.gradients, i)
-
-
-@gluon.jit
-def load_beta(x, numbers, tiles, bars, i, S: gl.constexpr):
-    """beta of item i, for the consumers."""
-    _, head, at = channel_item(x, numbers, i, S)
-    t = gl.arange(0, 64, LANES_2)
-    beta = gl.load(x.beta + (at.row + t) * S.HV + head, mask=t < at.span.length, other=0.0)  # [C]
-    tiles.beta.index(i % 2).store(beta.to(gl.float32))
-    signal(bars.beta, i)
-
-
-@gluon.jit
-def channel_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """beta of the next item; dbeta of each item, and its other gradients on their way to memory, after which the slots are left."""
-    dq_d, dk_d, dg_d = gradients_d
-    slots = tiles.slots
-    t = gl.arange(0, 64, LANES_2)
-    count = channel_item_count(numbers, S)
-    if S.CORRECTED:
-        load_beta(x, numbers, tiles, bars, 0, S)
-    for i in range(count):
-        if S.CORRECTED:
-            if i + 1 < count:
-                load_beta(x, numbers, tiles, bars, i + 1, S)
-        _, head, at = channel_item(x, numbers, i, S)
-        wait_full(bars.gradients, i)
-        store_tokens(dq_d, at.span, at.t, head, 0, slots.index(Q), S)
-        store_tokens(dk_d, at.span, at.t, head, 0, slots.index(K), S)
-        for w in gl.static_range(2):
-            if dg_d.dtype == gl.float32:
-                sums = slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
-                store_tokens(dg_d, at.span, at.t, head, w * 64, sums.index(G + w), S)
-            else:
-                narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
-                store_tokens(dg_d, at.span, at.t, head, w * 64, narrow.index(2 * (G + w)), S)
-        if S.CORRECTED:
-            dbeta = vector(tiles.sums, 0, LANES_2)  # [C]
-            for part in gl.static_range(1, 8):
-                dbeta += vector(tiles.sums, part, LANES_2)
-            to = x.dbeta + (at.row + t) * S.HV + head
-            gl.store(to, dbeta.to(x.dbeta.dtype.element_ty), mask=t < at.span.length)
-        stores_done(0)
-        leave_slot(bars.slots, Q, READERS)
-        leave_slot(bars.slots, K, READERS)
-        for w in gl.static_range(2):
-            leave_slot(bars.slots, G + w, READERS)
 
 
 @gluon.jit
