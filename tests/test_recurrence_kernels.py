@@ -177,7 +177,12 @@ HOPPER_REGISTERS = {
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
 }
-HOPPER_STACK = {"scores_forward_kernel": 64, "channel_output_kernel": 32, "state_forward_kernel": 8, "output_backward_kernel": 200}
+HOPPER_STACK = {
+    "scores_forward_kernel": 64,
+    "channel_output_kernel": 32,
+    "state_forward_kernel": 8,
+    "output_backward_kernel": 200,
+}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,

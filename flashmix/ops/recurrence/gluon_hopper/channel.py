@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
+from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan
@@ -64,6 +65,7 @@ def output_backward_of_channels(
     """Makes the gradients of keys, by value head, of beta and of the decay."""
     do, dr, nu, states, dstates = values
     call, (inputs, scores, far) = run.call, made
+    assert call.k is not None
     rows = len(inputs.rows)
     x = ChunkValues((do, dr)[:rows], (nu,), states, dstates)
     out = KeyGradients((found["q"], None)[:rows], (found["k"],), found.get("beta"), found["log_decay"], scores.A)
@@ -71,7 +73,7 @@ def output_backward_of_channels(
         run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
     else:
         tokens = partial(descriptors.tokens, packed=call.packed)
-        tiles = [
+        tiles: list[Tiles | None] = [
             tokens(t, width) for t, width in ((call.q, 128), (call.k, 128), (inputs.decay, 64), (nu, 128), (do, 128))
         ]
         tiles.append(tokens(dr, 128) if call.rule.corrected else None)
