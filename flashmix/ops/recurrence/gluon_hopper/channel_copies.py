@@ -85,7 +85,7 @@ def channel_producer(keys_d, values_d, states_d, x, numbers, tiles, bars, S: gl.
 
 
 @gluon.jit
-def load_beta(x, numbers, tiles, bars, i, S: gl.constexpr):
+def pass_on_beta(x, numbers, tiles, bars, i, S: gl.constexpr):
     """beta of item i, for the consumers."""
     _, head, at = channel_item(x, numbers, i, S)
     t = gl.arange(0, 64, LANES_2)
@@ -102,11 +102,11 @@ def channel_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
     t = gl.arange(0, 64, LANES_2)
     count = channel_item_count(numbers, S)
     if S.CORRECTED:
-        load_beta(x, numbers, tiles, bars, 0, S)
+        pass_on_beta(x, numbers, tiles, bars, 0, S)
     for i in range(count):
         if S.CORRECTED:
             if i + 1 < count:
-                load_beta(x, numbers, tiles, bars, i + 1, S)
+                pass_on_beta(x, numbers, tiles, bars, i + 1, S)
         _, head, at = channel_item(x, numbers, i, S)
         wait_full(bars.gradients, i)
         store_tokens(dq_d, at.span, at.t, head, 0, slots.index(Q), S)

@@ -235,7 +235,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
-            dk = dk * beta.load(COLUMNS_64)[None, :]
+            dk = dk * beta.load(COLUMNS_64)[None, :]  # [1, C]
         inner = product(state, dstate, ACC_64, 64, 64)  # [K, K]
         dX, inner, y_left, z, dk = products_done(0, deps=[dX, inner, y_left, z, dk])
         leave_slot(bars.slots, DO, 1)
