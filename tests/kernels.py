@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from compilers.barrier_memory import short_barriers
 from compilers.ptxas_descriptors import lost_descriptors
 
 from flashmix.gpu import device as gpu
@@ -117,6 +118,9 @@ def compile_launch(launch: Launch) -> Compiled:
     assert max(wide, default=0) < WIDEST, f"{launch.key}: LLVM multiplied where a shift drops bits"
     lost = lost_descriptors(made.asm["ptx"], made.asm["cubin"])
     assert not lost, f"{launch.key}: {lost} read what they should not"
+    if launch.kernel.is_gluon():
+        short = short_barriers(made.asm["ttgir"], launch.capability)
+        assert not short, f"{launch.key}: the memory of barriers {short} is used for something else"
     registers, stack = _resources(made.asm["cubin"])
     return Compiled(made.metadata.shared, stack, registers, made.asm["ptx"])
 

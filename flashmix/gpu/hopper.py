@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
-    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "row_pieces",
+    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "retire", "row_pieces",
     "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
@@ -85,11 +85,23 @@ def add_to_global(descriptor, coordinates, tile, _semantic=None):
 
 @gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """`count` barriers, each passed by `arrivals` arrivals."""
+    """`count` barriers, each passed by `arrivals` arrivals.
+
+    Triton gives their memory to other tiles after the last use that it sees, though a card that changes to another process in the middle
+    of a kernel rewrites them there. So a barrier is used by a role of `warp_specialize`, or ended by `retire` at the kernel's end.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(barriers.index(i), count=arrivals)
     return barriers
+
+
+@gluon.jit
+def retire(barriers):
+    """Ends barriers, as the last thing that a kernel does."""
+    COUNT: gl.constexpr = barriers.shape[0]
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(barriers.index(i))
 
 
 @gluon.jit

@@ -236,10 +236,10 @@ def hopper_backward_kernel(work, q_t, d_o_t, k_t, v_t, d_q_t, S: gl.constexpr):
     number = gl.atomic_add(work.counters, 1)
     at, steps = find_keys(number, work.table, n, S)
     rings = BackwardRings(
-        ring(2, (k_t, None), 1),
-        ring(2, (v_t, None), 1),
-        ring(S.STAGES, (q_t, None), 2, 2),
-        ring(S.STAGES, (d_o_t, None), 2, 2),
+        ring(2, (k_t, None), 0),
+        ring(2, (v_t, None), 0),
+        ring(S.STAGES, (q_t, None), 0, 2),
+        ring(S.STAGES, (d_o_t, None), 0, 2),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),

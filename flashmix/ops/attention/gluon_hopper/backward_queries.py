@@ -20,7 +20,6 @@ from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     as_operand,
-    copy_tile,
     fill_tile,
     ring,
     scores,
@@ -72,14 +71,14 @@ def query_copies(at, keys, descriptors, rings, S: gl.constexpr):
     of_q = (at.batch, at.head, at.start_q, at.tokens_q)
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for group in gl.static_range(2):
-        copy_tile(q_d, of_q, at.first + group * 64, rings.q, group, QK, S)
+        fill_tile(q_d, of_q, at.first + group * 64, rings.q, group, QK, S)
     for i in range(keys.count):
         start = keys.low + i * S.BN
         await_readers(K_READ, i, GROUPS_AND_COPIES, S.STAGES)
         fill_tile(k_d, of_k, start, rings.k, i, QK, S)
         if i == 0:
             for group in gl.static_range(2):
-                copy_tile(d_o_d, of_q, at.first + group * 64, rings.d_o, group, V, S)
+                fill_tile(d_o_d, of_q, at.first + group * 64, rings.d_o, group, V, S)
         await_readers(V_READ, i, GROUPS_AND_COPIES, S.V_STAGES)
         fill_tile(v_d, of_k, start, rings.v, i, V, S)
 
@@ -179,7 +178,7 @@ def hopper_backward_queries_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r,
     n = work.n
     at = find_queries(gl.program_id(0), work.table, n, S)
     rings = QueryRings(
-        ring(2, (q_t, q_r), 1), ring(2, (o_t, o_r), 1), ring(S.STAGES, (k_t, k_r), 2), ring(S.V_STAGES, (v_t, v_r), 2)
+        ring(2, (q_t, q_r), 0), ring(2, (o_t, o_r), 0), ring(S.STAGES, (k_t, k_r), 0), ring(S.V_STAGES, (v_t, v_r), 0)
     )
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
     if (at.first >= 0) & (at.first < at.tokens_q):

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, warpgroup_mma
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
-from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile
+from flashmix.ops.attention.gluon_hopper.tiles import fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.scores import bias_of_keys, bias_of_rows, biased, expanded, in_units
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, load_decay, padded_tokens, rows_of_keys
@@ -160,7 +160,7 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     for part in gl.static_range(S.BN // 64):
-        copy_tile(k_d, of_k, at.first + part * 64, rings.k, part, QK, S)
+        fill_tile(k_d, of_k, at.first + part * 64, rings.k, part, QK, S)
     head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
@@ -176,7 +176,7 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         put_numbers(level, rings.q.full, rings.level, i)
         if i == 0:
             for part in gl.static_range(S.BN // 64):
-                copy_tile(v_d, of_k, at.first + part * 64, rings.v, part, V, S)
+                fill_tile(v_d, of_k, at.first + part * 64, rings.v, part, V, S)
         await_readers(D_O_READ, i, GROUPS_AND_COPIES)
         fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
         put_numbers(delta, rings.d_o.full, rings.delta, i)

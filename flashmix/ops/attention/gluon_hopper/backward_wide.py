@@ -177,10 +177,10 @@ def hopper_backward_wide_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, S:
     if S.SOFTCAP:
         squash = gl.allocate_shared_memory(gl.float32, [2, 64, S.BM], LAYOUT)
     rings = WideRings(
-        ring(1, (k_t, k_r), 1),
-        ring(1, (v_t, v_r), 1),
-        ring(S.STAGES, (q_t, q_r), 2, 2),
-        ring(S.STAGES, (o_t, o_r), 2, 2),
+        ring(1, (k_t, k_r), 0),
+        ring(1, (v_t, v_r), 0),
+        ring(S.STAGES, (q_t, q_r), 0, 2),
+        ring(S.STAGES, (o_t, o_r), 0, 2),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         p,

@@ -112,10 +112,16 @@ def tiles_of_keys(at, base, n, S: gl.constexpr):
     return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count, at.tokens_k)
 
 
+@gluon.constexpr_function
+def left_by_name(first, second):
+    """Whether groups leave tiles of k and v, of so many channels, by named barriers: where tiles have 128 channels, that is quicker."""
+    return first == 128 and second == 0
+
+
 @gluon.jit
 def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
-    """A group leaves a tile of k or v: by a named barrier where tiles have 128 channels, else by the ring's own."""
-    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+    """A group leaves a tile of k or v: by a named barrier, or by the ring's own."""
+    if left_by_name(S.QK.FIRST, S.QK.SECOND):
         leave(barrier, use, 2 * S.BM + 32, S.STAGES)
     else:
         release(ring_of.empty, use)
@@ -124,7 +130,7 @@ def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
 @gluon.jit
 def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
     """Until all groups have left, by `let_go`, the tile that use `use` fills."""
-    if S.QK.FIRST == 128 and S.QK.SECOND == 0:
+    if left_by_name(S.QK.FIRST, S.QK.SECOND):
         await_readers(barrier, use, 2 * S.BM + 32, S.STAGES)
     else:
         wait_empty(ring_of.empty, use)
@@ -343,8 +349,9 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     """o, lse, m and l of blocks of BM queries, one after another."""
     GROUPS: gl.constexpr = S.BM // 64
     q = ring(GROUPS, (q_tiles, q_rest), 1)
-    k = ring(S.STAGES, (k_tiles, k_rest), GROUPS)
-    v = ring(S.STAGES, (v_tiles, v_rest), GROUPS)
+    READERS: gl.constexpr = 0 if left_by_name(S.QK.FIRST, S.QK.SECOND) else GROUPS
+    k = ring(S.STAGES, (k_tiles, k_rest), READERS)
+    v = ring(S.STAGES, (v_tiles, v_rest), READERS)
     o = q.tiles
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))

@@ -55,10 +55,16 @@ def allocate_tiles(count: gl.constexpr, descriptors):
 
 @gluon.jit
 def ring(count: gl.constexpr, descriptors, readers: gl.constexpr, writers: gl.constexpr = 1):
-    """A ring of `count` tiles, each complete after so many writers have arrived, and free after so many readers."""
-    return TileRing(
-        allocate_tiles(count, descriptors), allocate_barriers(count, writers), allocate_barriers(count, readers)
-    )
+    """A ring of `count` tiles, each complete after so many writers have arrived, and free after so many readers.
+
+    No readers: tiles that are filled once, or whose readers leave by named barriers; `empty` is `full` again and must not be used.
+    """
+    tiles = allocate_tiles(count, descriptors)
+    full = allocate_barriers(count, writers)
+    empty = full
+    if readers > 0:
+        empty = allocate_barriers(count, readers)
+    return TileRing(tiles, full, empty)
 
 
 @gluon.jit

@@ -269,7 +269,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def channel_tiles(DT: gl.constexpr):
+def channel_tiles(DT: gl.constexpr, S: gl.constexpr):
     """Shared memory and barriers."""
     tiles = ChannelTiles(
         gl.allocate_shared_memory(DT, [SLOTS, 64, 128], TILE),
@@ -278,15 +278,18 @@ def channel_tiles(DT: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [8, 64], VECTOR),
     )
-    bars = ChannelBarriers(ring(SLOTS, 1, READERS), ring(1, 1, 2), allocate_barriers(2, 1), allocate_barriers(1, 2))
-    return tiles, bars
+    gradients = allocate_barriers(1, 2)
+    beta = gradients
+    if S.CORRECTED:
+        beta = allocate_barriers(2, 1)
+    return tiles, ChannelBarriers(ring(SLOTS, 1, READERS), ring(1, 1, 2), beta, gradients)
 
 
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def channel_output_kernel(q_d, k_d, G_d, nu_d, do_d, dr_d, s_d, ds_d, dq_d, dk_d, dg_d, x, n, S: gl.constexpr):
     """Gradients of keys, by value head, of beta and of the decay, by way of the states and of the pairs in range for one pass."""
-    tiles, bars = channel_tiles(k_d.dtype)
+    tiles, bars = channel_tiles(k_d.dtype, S)
     gl.warp_specialize(
         [
             (pair_gradients, (x, n, tiles, bars, S)),

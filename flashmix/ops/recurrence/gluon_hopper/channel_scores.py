@@ -21,6 +21,7 @@ from flashmix.gpu.hopper import (
     plus,
     product,
     products_done,
+    retire,
     stores_done,
     wait_full,
 )
@@ -147,3 +148,4 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     else:
         store_query_pairs(qb, pairs, A_d, gl.program_id(0))
     stores_done(0)
+    retire(landed)

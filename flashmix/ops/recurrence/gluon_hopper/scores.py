@@ -21,6 +21,7 @@ from flashmix.gpu.hopper import (
     gluon,
     mma_v2,
     plus,
+    retire,
     stores_done,
     wait_full,
 )
@@ -90,11 +91,10 @@ def zero_blocks():
 
 
 @gluon.jit
-def key_products(q_d, k_d, at, q, k, S: gl.constexpr):
+def key_products(q_d, k_d, at, landed, q, k, S: gl.constexpr):
     """q k^T and k k^T, ten blocks each, half of the channels at a time: the less shared memory, the more warps."""
     qk = zero_blocks()
     kk = zero_blocks()
-    landed = allocate_barriers(1, 1)
     for half in gl.static_range(2):
         bar = expect_bytes(landed, half, 2 * 64 * 64 * 2)
         fetch_tokens(k_d, at.span, at.t, at.key_head, half * 64, bar, k, S)
@@ -296,7 +296,8 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
     at = chunk_of_item(gl.program_id(0), x, n, S)
     q = gl.allocate_shared_memory(DT, [64, 64], TILE)
     k = gl.allocate_shared_memory(DT, [64, 64], TILE)
-    qk, kk = key_products(q_d, k_d, at, q, k, S)
+    landed = allocate_barriers(1, 1)
+    qk, kk = key_products(q_d, k_d, at, landed, q, k, S)
     out = gl.allocate_shared_memory(DT, [64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
     if S.GROUP > 1:
@@ -330,3 +331,4 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
             store_query_pairs(qk, vectors, out, n.scale)
             store_tile(A_d, index * 64, out)
     stores_done(0)
+    retire(landed)

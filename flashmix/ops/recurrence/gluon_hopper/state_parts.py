@@ -59,7 +59,12 @@ def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexp
         states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
     if TOKENS:
         tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
-    bars = StateBarriers(ring(S.KEYS, 1, S.WARPGROUPS), ring(S.VALUES, 1, S.WARPGROUPS), ring(S.PAIRS, 1, S.WARPGROUPS))
+    keys = ring(S.KEYS, 1, S.WARPGROUPS)
+    values = ring(S.VALUES, 1, S.WARPGROUPS)
+    pairs = values
+    if QUERIES or S.CORRECTED:
+        pairs = ring(S.PAIRS, 1, S.WARPGROUPS)
+    bars = StateBarriers(keys, values, pairs)
     return StateTiles(q, k, b, v, vectors, A, states, tokens), bars
 
 
