@@ -17,7 +17,13 @@ from flashmix.op.packing import Packing
 
 
 class LayerCache(Protocol):
-    """The operations of every layer's cache."""
+    """The operations of every layer's cache.
+
+    Attributes:
+        lengths: tokens seen, in layers that count them.
+    """
+
+    lengths: Lengths | None
 
     @property
     def sequences(self) -> int | None:
@@ -32,6 +38,9 @@ class LayerCache(Protocol):
     def reorder(self, index: Tensor) -> None:
         """Sequence `i` becomes what `index[i]` was (int64; repeats and another count are fine, as beams need)."""
 
+    def reserve(self, longest: int) -> None:
+        """Makes its tensors writable, with room for sequences of `longest` tokens."""
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -41,11 +50,16 @@ class Lengths:
         tokens: `[N]` int64.
         longest: the largest of them, known to the host.
         equal: whether the host knows that all are the same.
+        limit: None, or what no length passes while the device alone counts: the host then does the same for every token, as a CUDA graph
+            needs it.
+        overwritten: whether steps write into `tokens`: a snapshot takes a copy.
     """
 
     tokens: Tensor
     longest: int
     equal: bool
+    limit: int | None = None
+    overwritten: bool = False
 
     @classmethod
     def zero(cls, sequences: int, device: torch.device) -> Lengths:
@@ -53,6 +67,8 @@ class Lengths:
 
     def advanced(self, packing: Packing | None, tokens: int) -> Lengths:
         """The lengths after `tokens` more in each sequence, or after those of a packing, which waits for the device."""
+        if self.limit is not None and packing is None:
+            return replace(self, tokens=self.tokens + tokens)
         if packing is None:
             return Lengths(self.tokens + tokens, self.longest + tokens, self.equal)
         added = packing.lengths.tolist()
@@ -63,12 +79,26 @@ class Lengths:
         """Positions of the next `tokens` for the rotary embedding: of the first where all are equal, or `[B, T]`."""
         if packing is not None:
             return (self.tokens[packing.sequence] + packing.positions)[None]
-        if self.equal:
+        if self.known:
             return self.longest
-        return self.tokens[:, None] + torch.arange(tokens, device=self.tokens.device)
+        place = self.tokens[:, None]
+        return place if tokens == 1 else place + torch.arange(tokens, device=self.tokens.device)
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the length of every sequence."""
+        return self.equal and self.limit is None
+
+    def reach(self, tokens: int) -> int:
+        """What no length passes with `tokens` more."""
+        return self.longest + tokens if self.limit is None else self.limit
 
     def reordered(self, index: Tensor) -> Lengths:
-        return replace(self, tokens=self.tokens.index_select(0, index))
+        return replace(self, tokens=self.tokens.index_select(0, index), overwritten=False)
+
+    def kept(self) -> Lengths:
+        """The same for a snapshot."""
+        return replace(self, tokens=self.tokens.clone(), overwritten=False) if self.overwritten else self
 
 
 @dataclass
@@ -93,7 +123,7 @@ class RecurrentCache:
 
     def snapshot(self) -> RecurrentCache:
         self._shared = True
-        return replace(self)
+        return replace(self, lengths=None if self.lengths is None else self.lengths.kept())
 
     def restore(self, snapshot: RecurrentCache) -> None:
         self.state, self.recent, self.lengths, self._shared = snapshot.state, snapshot.recent, snapshot.lengths, True
@@ -106,6 +136,9 @@ class RecurrentCache:
         """Makes the tensors writable: copies them where a snapshot shares them."""
         if self._shared:
             self._replace(Tensor.clone)
+
+    def reserve(self, longest: int) -> None:
+        self.own()
 
     def reorder(self, index: Tensor) -> None:
         self._replace(lambda tensor: tensor.index_select(0, index))
@@ -146,7 +179,7 @@ class AttentionCache:
 
     def snapshot(self) -> AttentionCache:
         self._shared = self._shared or self.window is not None  # a ring is overwritten; elsewhere tokens are only added
-        return replace(self, _shared=True)
+        return replace(self, lengths=None if self.lengths is None else self.lengths.kept(), _shared=True)
 
     def restore(self, snapshot: AttentionCache) -> None:
         self.keys, self.values, self.lengths, self._shared = snapshot.keys, snapshot.values, snapshot.lengths, True
@@ -156,6 +189,11 @@ class AttentionCache:
             self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
             self.lengths, self._shared = self.lengths.reordered(index), False
 
+    def reserve(self, longest: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._room(self.keys, self.values, self.keys.shape[0], longest)
+            self._shared = False
+
     def append(self, k: Tensor, v: Tensor, packing: Packing | None) -> Lengths:
         """Writes the keys and values `[B, T, H, D]` of new tokens (packed: `B == 1`); returns the lengths after."""
         B, T = k.shape[:2]
@@ -164,9 +202,12 @@ class AttentionCache:
         keys, values = self._room(k, v, before.tokens.shape[0], after.longest)
         slots = keys.shape[1]
         start = before.longest % slots if T == 1 and self.window is not None else before.longest
-        if packing is None and before.equal and start + T <= slots:
+        if packing is None and before.known and start + T <= slots:
             keys[:, start : start + T] = k
             values[:, start : start + T] = v
+        elif packing is None and T == 1:
+            place = torch.arange(B, device=k.device), before.tokens % slots
+            keys[place], values[place] = k[:, 0], v[:, 0]
         else:
             sequence, position, token = self._places(packing, before, after, B, T)
             keys[sequence, position % slots] = k.flatten(0, 1)[token]

@@ -59,7 +59,7 @@ def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
     """One query per sequence, `[B, 1, HQ, D]`, which sees everything in the cache, in whatever order it lies there."""
     assert cache.keys is not None and cache.values is not None
     B, slots = cache.keys.shape[:2]
-    if lengths.equal and (q.device.type == "cpu" or torch.is_grad_enabled()):
+    if lengths.known and (q.device.type == "cpu" or torch.is_grad_enabled()):
         seen = min(lengths.longest, slots)
         return softmax_attention(q, cache.keys[:, :seen], cache.values[:, :seen])[0]
     rows = torch.arange(B, device=q.device)[:, None]

@@ -65,7 +65,7 @@ def rotated(rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, cache:
     B, T = qk.shape[:2]
     before = cache.lengths or Lengths.zero(B if packing is None else packing.count, qk.device)
     cache.lengths = before.advanced(packing, T)
-    return rotary(qk, positions=before.positions(packing, T), limit=cache.lengths.longest)
+    return rotary(qk, positions=before.positions(packing, T), limit=cache.lengths.reach(0))
 
 
 def first_tokens(x: Tensor, packing: Packing | None, cache: RecurrentCache | None) -> Tensor:

@@ -109,7 +109,7 @@ class SoftmaxAttention(CachedAttention):
         if seen is None:
             return recomputed(partial(rotary, cu_seqlens=packing), qk)
         tokens = qk.shape[1]
-        return rotary(qk, positions=seen.positions(packing, tokens), limit=seen.longest + tokens)
+        return rotary(qk, positions=seen.positions(packing, tokens), limit=seen.reach(tokens))
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from flashmix.models.cache import ModelCache
 from flashmix.models.decoder import Decoder
+from flashmix.models.replay import TokenSteps
 from flashmix.models.sampling import Sampling, SamplingOptions
 from flashmix.op.checks import check_range, check_shape, dims
 from flashmix.op.options import hands_on
@@ -21,6 +22,7 @@ class GenerateOptions(SamplingOptions, total=False):
     attention_mask: Tensor | None
     stop: int | Sequence[int] | None
     cache: ModelCache | None
+    cuda_graph: bool | None
 
 
 def stream(
@@ -35,11 +37,14 @@ def stream(
     stop: int | Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     cache: ModelCache | None = None,
+    cuda_graph: bool | None = None,
 ) -> Iterator[Tensor]:
     """Like `generate`, but yields the new token of each row, `[B]`, as soon as it is known."""
     sampling = Sampling(temperature, top_k, top_p, generator)
     check_call(tokens, max_new_tokens, attention_mask, sampling)
-    return _steps(model, tokens, max_new_tokens, attention_mask, sampling, stop_tokens(stop, tokens), cache)
+    kept = cache is not None  # the caller continues from it: a row that has stopped must not enter it any more
+    steps = TokenSteps(model, model.new_cache() if cache is None else cache, cuda_graph)
+    return _steps(steps, tokens, max_new_tokens, attention_mask, sampling, stop_tokens(stop, tokens), kept)
 
 
 @hands_on(stream)
@@ -58,12 +63,15 @@ def generate(model: Decoder, tokens: Tensor, max_new_tokens: int, **options: Unp
         generator: of random numbers, on the model's device.
         cache: to continue from: what the model has read before `tokens`. Afterwards it holds, for each row, all but the
             row's last new token; a longer prompt starts with that one.
+        cuda_graph: whether tokens after the first are replays of a CUDA graph, which the second captures: the host then launches one
+            thing per token. The model must not change meanwhile. None: on a GPU, where nothing stands in the way (hooks, a layer that
+            waits for the device, a cache with a history) and more than a few tokens are wanted; False: never; True: else an error.
 
     Returns:
         The new tokens `[B, n]`, `n <= max_new_tokens` (less where all rows have stopped).
 
     Raises:
-        ValueError: an option is out of its range, or a prompt is empty.
+        ValueError: an option is out of its range, a prompt is empty, or `cuda_graph` is True where that is not possible.
 
     Example:
         >>> import torch
@@ -100,30 +108,30 @@ def stop_tokens(stop: int | Sequence[int] | None, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _steps(
-    model: Decoder,
+    steps: TokenSteps,
     tokens: Tensor,
     max_new_tokens: int,
     attention_mask: Tensor | None,
     sampling: Sampling,
     stops: Tensor,
-    cache: ModelCache | None,
+    kept: bool,
 ) -> Iterator[Tensor]:
-    kept = cache is not None  # the caller continues from it: a row that has stopped must not enter it any more
-    cache = model.new_cache() if cache is None else cache
+    model, cache = steps.model, steps.cache
     finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     last = tokens[:, -1]
+    ended = 0  # rows that are finished
     for step in range(max_new_tokens):
         if step:
-            attention_mask = ~finished[:, None] if kept and len(stops) else None
-            hidden = model.hidden(last[:, None], attention_mask=attention_mask, cache=cache)[:, -1]
+            logits = steps(last, max_new_tokens - step, ~finished[:, None] if kept and ended else None)
         else:
             hidden = last_token(model.hidden(tokens, attention_mask=attention_mask, cache=cache), attention_mask)
-        drawn = sampling.sample(model.logits(hidden)).to(tokens.dtype)
-        last = torch.where(finished, last, drawn)
+            logits = model.logits(hidden)
+        last = torch.where(finished, last, sampling.sample(logits).to(tokens.dtype))
         yield last
         if len(stops):
             finished = torch.isin(last, stops)
-            if bool(finished.all()):
+            ended = int(finished.sum())
+            if ended == len(finished):
                 return
 
 
