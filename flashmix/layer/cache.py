@@ -206,7 +206,7 @@ class AttentionCache:
             keys[:, start : start + T] = k
             values[:, start : start + T] = v
         elif packing is None and T == 1:
-            place = torch.arange(B, device=k.device), before.tokens % slots
+            place = torch.arange(B, device=k.device), before.tokens if self.window is None else before.tokens % slots
             keys[place], values[place] = k[:, 0], v[:, 0]
         else:
             sequence, position, token = self._places(packing, before, after, B, T)

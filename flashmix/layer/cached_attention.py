@@ -63,4 +63,5 @@ def _attend_step(q: Tensor, cache: AttentionCache, lengths: Lengths) -> Tensor:
         seen = min(lengths.longest, slots)
         return softmax_attention(q, cache.keys[:, :seen], cache.values[:, :seen])[0]
     rows = torch.arange(B, device=q.device)[:, None]
-    return attention_with_cache(q, KVCache(cache.keys, cache.values, rows, lengths.tokens.clamp(max=slots)))[0]
+    tokens = lengths.tokens if cache.window is None else lengths.tokens.clamp(max=slots)
+    return attention_with_cache(q, KVCache(cache.keys, cache.values, rows, tokens))[0]

@@ -209,7 +209,7 @@ def why_not(model: Decoder, cache: ModelCache) -> str | None:
     if cache.history:
         return "the cache keeps a history, which takes a snapshot of every token"
     if any(type(p) is not nn.Parameter or p.device != device for p in model.parameters()):
-        return "parameters are spread over devices"
+        return "a parameter is no plain tensor on the device of the embedding"
     if (
         any(has_hooks(m) for m in model.modules())
         or torch_modules._global_forward_hooks
