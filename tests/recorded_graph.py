@@ -1,7 +1,7 @@
 """A CUDA graph as a CPU can have it: what a function does to tensors is written down once, and done again without the function.
 
-Python's numbers and branches are those of the first time, as in a graph, and so are numbers read from tensors (on a CPU by checks of contents);
-results lie where they lay then.
+Python's numbers and branches are those of the first time, as in a graph, and so are numbers read from tensors (on a CPU by checks of
+contents). Results lie where they lay then.
 """
 
 from __future__ import annotations
