@@ -1,8 +1,9 @@
 """Attention on a Hopper GPU: Gluon kernels beside Triton's and cuDNN's, the rows of docs/attention_speed.md.
 
 TFLOP/s over visible pairs of a query and a key, bfloat16: 2 (K + V) operations a pair and query head forward, 2 (3 K + 2 V) backward.
-Medians of runs that take turns with a cold L2 cache; before anything is timed results are compared. FlashAttention-4 takes part with
-`--fa4`, where its package is installed (`flash_attn.cute`). `python benchmarks/attention_hopper.py --processes 14 --host --write`.
+Medians of runs that take turns with a cold L2 cache; before anything is timed results are compared with Triton's, or with cuDNN's.
+`python benchmarks/attention_hopper.py --processes 14 --host --first --write`. `--sides auto cudnn fa4` times what a call takes by
+itself and FlashAttention-4, where its package is installed (`flash_attn.cute`); its backward is the faster one, which is not deterministic.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +33,24 @@ from flashmix.gpu.arch import triton_version
 
 BF16 = torch.bfloat16
 PACKED = 2048  # tokens of each packed sequence
+SOFTCAP = 30.0
+SIDES = ("gluon", "triton", "cudnn", "auto", "fa4")
+FIRST = """
+import sys, time, torch
+from attention_hopper import Row, inputs_of
+from flashmix import softmax_attention
+x = torch.randn(64, 64, device="cuda", requires_grad=True)
+torch.autograd.grad(x @ x, x, x.detach())
+torch.cuda.synchronize()
+leaves, flow, options = inputs_of(Row(int(sys.argv[1]), 4096, 1, 16))
+start = time.perf_counter()
+o = softmax_attention(*leaves, **options, impl="gluon")[0]
+torch.cuda.synchronize()
+middle = time.perf_counter()
+torch.autograd.grad(o, leaves, flow)
+torch.cuda.synchronize()
+print(middle - start, time.perf_counter() - middle)
+"""
 
 
 @dataclass(frozen=True)
@@ -74,12 +97,13 @@ class Row:
         return 2.0 * self.pairs * self.heads * (3 * K + 2 * V if backward else K + V)
 
 
+TOKENS, MASKS = (4096, 8192, 16384), (True, False)
 ROWS = (
-    *(Row(64, T, 16384 // T, 32, causal) for T in (4096, 8192, 16384) for causal in (True, False)),
-    *(Row(dim, 16384, 1, 16, causal) for dim in (80, 96) for causal in (True, False)),
-    *(Row(128, T, 16384 // T, 16, causal) for T in (4096, 8192, 16384) for causal in (True, False)),
-    *(Row(192, 16384, 1, 16, causal) for causal in (True, False)),
-    *(Row(256, T, 16384 // T, 8, causal) for T in (4096, 16384) for causal in (True, False)),
+    *(Row(64, T, 16384 // T, 32, causal) for T in TOKENS for causal in MASKS),
+    *(Row(dim, T, 16384 // T, 16, causal) for dim in (80, 96) for T in TOKENS[1:] for causal in MASKS),
+    *(Row(128, T, 16384 // T, 16, causal) for T in TOKENS for causal in MASKS),
+    *(Row(192, T, 16384 // T, 16, causal) for T in TOKENS[1:] for causal in MASKS),
+    *(Row(256, T, 16384 // T, 8, causal) for T in TOKENS for causal in MASKS),
     Row(192, 8192, 2, 16, dim_v=128),
     Row(128, 8192, 1, 64, heads_k=8),
     Row(128, 32768, 1, 16, window=1024),
@@ -109,7 +133,7 @@ def inputs_of(row: Row) -> tuple[list[Tensor], Tensor, dict[str, Any]]:
     if row.feature == "slopes":
         options["alibi_slopes"] = torch.rand(H, device="cuda")
     if row.feature == "softcap":
-        options["softcap"] = 30.0
+        options["softcap"] = SOFTCAP
     if row.feature == "packed":
         options["cu_seqlens"] = Packing.from_lengths([PACKED] * (T // PACKED), device="cuda")
     return [x.requires_grad_() for x in (q, k, v)], flow, options
@@ -121,37 +145,47 @@ def cudnn(leaves: list[Tensor], causal: bool) -> Tensor:
     return attend(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-def fa4(leaves: list[Tensor], row: Row) -> Tensor:
-    attend = importlib.import_module("flash_attn.cute").flash_attn_func
-    window = (row.window - 1, 0) if row.window else (None, None)
-    softcap = 30.0 if row.feature == "softcap" else 0.0
-    found = attend(*leaves, causal=row.causal, window_size=window, softcap=softcap)
-    return found[0] if isinstance(found, tuple) else found
+def fa4(leaves: list[Tensor], row: Row, options: dict[str, Any]) -> Tensor:
+    """FlashAttention-4's output; a sink is what it calls a learnable one."""
+    module = importlib.import_module("flash_attn.cute")
+    given: dict[str, Any] = {"causal": row.causal, "window_size": options.get("window", (None, None))}
+    given["softcap"] = options.get("softcap", 0.0)
+    if "sink" in options:
+        given["learnable_sink"] = options["sink"]
+    if row.feature == "packed":
+        cu = options["cu_seqlens"].cu_seqlens.to(torch.int32)
+        given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": PACKED, "max_seqlen_k": PACKED}
+        found = module.flash_attn_varlen_func(*[x[0] for x in leaves], **given)
+    else:
+        found = module.flash_attn_func(*leaves, **given)
+    o = found[0] if isinstance(found, tuple) else found
+    return o.unsqueeze(0) if row.feature == "packed" else o
 
 
-def runs_of(row: Row, leaves: list[Tensor], options: dict[str, Any], with_fa4: bool) -> dict[str, Any]:
-    """Each side's forward, and the context that it runs in."""
-    runs: dict[str, Any] = {
-        impl: (lambda impl=impl: softmax_attention(*leaves, **options, impl=impl)[0], nullcontext)
-        for impl in ("gluon", "triton")
-    }
+def runs_of(row: Row, leaves: list[Tensor], options: dict[str, Any], sides: Sequence[str]) -> dict[str, Any]:
+    """The forward of each side that takes the row, and the context that it runs in; the others are compared with the first."""
+    runs: dict[str, Any] = {}
     if row.plain:
         runs["cudnn"] = (lambda: cudnn(leaves, row.causal)), partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
-    if with_fa4 and (row.plain or row.window or row.feature == "softcap"):
-        runs["fa4"] = (lambda: fa4(leaves, row)), nullcontext
-    return runs
+    for impl in ("triton", "gluon", "auto"):
+        runs[impl] = (lambda impl=impl: softmax_attention(*leaves, **options, impl=impl)[0], nullcontext)
+    if row.feature not in ("gate", "slopes"):
+        runs["fa4"] = (lambda: fa4(leaves, row, options)), nullcontext
+    wanted = "triton" if "triton" in sides else next(iter(runs))
+    return {name: runs[name] for name in dict.fromkeys((wanted, *runs)) if name in sides or name == wanted}
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-def measure(row: Row, repeats: int, with_fa4: bool) -> dict[str, Any]:
+def measure(row: Row, repeats: int, sides: Sequence[str]) -> dict[str, Any]:
     """TFLOP/s of each side, forward and backward."""
     leaves, flow, options = inputs_of(row)
     forward: dict[str, Callable[[], Any]] = {}
     backward: dict[str, Callable[[], Any]] = {}
-    results: dict[str, tuple[Tensor, ...]] = {}
+    wanted: tuple[Tensor, ...] = ()
+    measured: dict[str, Any] = {"row": row.name}
 
     def once(run: Callable[[], Tensor], context: Any) -> None:
         with torch.no_grad(), context():
@@ -161,21 +195,21 @@ def measure(row: Row, repeats: int, with_fa4: bool) -> dict[str, Any]:
         with context():
             torch.autograd.grad(o, leaves, flow, retain_graph=True)
 
-    for name, (run, context) in runs_of(row, leaves, options, with_fa4).items():
+    for name, (run, context) in runs_of(row, leaves, options, sides).items():
         try:
             with context():
                 o = run()
-                results[name] = (o.detach(), *torch.autograd.grad(o, leaves, flow, retain_graph=True))
-        except (RuntimeError, ValueError) as problem:
-            print(f"{name} cannot run {row.name}: {str(problem).splitlines()[0][:100]}", flush=True)
+                found = (o.detach(), *torch.autograd.grad(o, leaves, flow, retain_graph=True))
+        except Exception as problem:  # another library may raise anything; the row says what
+            measured[f"{name}_failed"] = (str(problem).splitlines() or [type(problem).__name__])[0][:100]
             continue
-        forward[name], backward[name] = partial(once, run, context), partial(back, o, context)
-    for name, found in results.items():
-        for what, got, wanted in zip(("o", "dq", "dk", "dv"), found, results["triton"], strict=True):
-            if not error(got, wanted) < 2e-2:  # no speed-up over a wrong result
-                print(f"{row.name}: {what} of {name} is {error(got, wanted):.1e} from Triton's", flush=True)
-    del results
-    measured: dict[str, Any] = {"row": row.name}
+        if not wanted:
+            wanted = found
+        for what, got, right in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+            if not error(got, right) < 2e-2:  # no speed-up over a wrong result
+                measured[f"{name}_wrong"] = f"{what} is {error(got, right):.1e} away"
+        if name in sides and f"{name}_wrong" not in measured:
+            forward[name], backward[name] = partial(once, run, context), partial(back, o, context)
     for kind, runs in (("forward", forward), ("backward", backward)):
         if repeats:
             for name, ms in timing.cuda_medians(runs, repeats=repeats).items():
@@ -183,9 +217,36 @@ def measure(row: Row, repeats: int, with_fa4: bool) -> dict[str, Any]:
     return measured
 
 
-def compiled(row: Row) -> None:
-    """Compiles a row's kernels into the cache that all processes share."""
-    measure(replace(row, tokens=2 * PACKED if row.feature == "packed" else 512, batch=1), 0, False)
+def compiled(task: tuple[Row, str]) -> None:
+    """Compiles what one side launches for a row into the cache that all processes share."""
+    row, side = task
+    leaves, flow, options = inputs_of(row)
+    run, context = runs_of(row, leaves, options, (side,))[side]
+    with suppress(Exception), context():  # `measure` tells what failed
+        torch.autograd.grad(run(), leaves, flow)
+
+
+def compile_all(rows: Sequence[Row], sides: Sequence[str], processes: int) -> None:
+    """Compiles all kernels at once, in so many processes; code is the same for every length and batch."""
+    tasks = {}
+    for row in rows:
+        small = replace(row, tokens=2 * PACKED if row.feature == "packed" else 512, batch=1)
+        tasks |= {(small, side): None for side in runs_of(small, [], {}, sides) if side != "cudnn"}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compiled, tasks))
+
+
+def first_call(dim: int) -> dict[str, float]:
+    """Seconds of the first forward and of its backward in a fresh process with an empty compile cache, after torch has started."""
+    with tempfile.TemporaryDirectory() as cache:
+        folders = (os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", ""))
+        environment = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(folders)}
+        command = [sys.executable, "-c", FIRST, str(dim)]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    return {
+        f"first {name}, {dim} channels, s": round(float(t), 2)
+        for name, t in zip(("forward", "backward"), said, strict=True)
+    }
 
 
 def host_times(dim: int, tokens: int = 128, heads: int = 8) -> dict[str, float]:
@@ -224,26 +285,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="*", help="only these, numbered as in ROWS")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--fa4", action="store_true", help="FlashAttention-4 too")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3], help="who is timed")
     parser.add_argument("--processes", type=int, default=0, help="how many rows compile at a time, before")
     parser.add_argument("--host", action="store_true", help="the host's time too")
+    parser.add_argument("--first", action="store_true", help="the first call with an empty compile cache too")
     parser.add_argument("--write", action="store_true", help="write the results as dated JSON")
     chosen = parser.parse_args()
     rows = chosen_rows(chosen.rows)
     if chosen.processes:
-        with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compiled, rows))
+        compile_all(rows, chosen.sides, chosen.processes)
     found = []
     for row in rows:
-        found.append(measure(row, chosen.repeats, chosen.fa4))
+        found.append(measure(row, chosen.repeats, chosen.sides))
         print(*(f"{name} {value}" for name, value in found[-1].items()), flush=True)
     if chosen.host:
         for dim in (64, 128, 192):
             found.append(host_times(dim))
             print(found[-1], flush=True)
+    if chosen.first:
+        for dim in (64, 128):
+            found.append(first_call(dim))
+            print(found[-1], flush=True)
     if chosen.write:
         more = {"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
-        print(timing.write_results("attention_hopper_all_h200", found, more=more))
+        name = "attention_fa4_h200" if "fa4" in chosen.sides else "attention_hopper_all_h200"
+        print(timing.write_results(name, found, more=more))
 
 
 if __name__ == "__main__":
