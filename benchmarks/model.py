@@ -1,18 +1,22 @@
 """Whole models of about 1.4 billion parameters on a GPU: a training step, generation, memory, beside the models of other libraries.
 
-`python benchmarks/model.py [--rows gated_deltanet,...] [--contenders flashmix,fla,transformers] [--steps 8] [--table] [--profile]`
+`python benchmarks/model.py [--rows gated_deltanet,...] [--contenders flashmix,fla,transformers] [--steps 8] [--graph] [--generate]`
 
 Each contender of each row has a process of its own, so that one failure costs nothing, and a Triton cache of its own, empty at first:
-"first step" is from the finished model to the end of its first step, with all that it compiles. `--warm N` lets N processes compile a
+"first step" is from the finished model to the end of its first step, with all that it compiles. The rows of a contender take their first
+steps at once, for these are work of the CPU, and are then timed one after the other. `--warm N` lets N processes compile a
 small model of each row of flash-linear-attention into one shared cache while the others are measured, for its autotuning takes minutes;
 they end after `--warm-limit` seconds, and its first step is not shown. `--tuning-ms` is what its autotuner then times a variant for.
 A step is forward, backward and a fused AdamW on bfloat16 parameters; MFU counts 6 floating-point operations a parameter and token and
-those of attention's matrix products, at 989.5 TFLOP/s. `--table` prints what each module keeps for its backward, `--profile` the kernels.
+those of attention's matrix products, at 989.5 TFLOP/s. `--graph` times the whole step as one CUDA graph as well, `--generate` prompts and
+tokens after them, flashmix's with and without a CUDA graph. `--table` prints what each module keeps for its backward, `--profile`
+the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -21,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -59,7 +63,10 @@ class Worker:
             options.row, self.sizes, device=self.device, dtype=dtype
         )
         model = self.contender.model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=self.cuda)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=self.cuda, capturable=self.cuda and options.graph
+        )
+        self.started = False
         self.parameters = sum(p.numel() for p in model.parameters())
         self.say(parameters=self.parameters, notes=list(self.contender.notes))
 
@@ -95,16 +102,12 @@ class Worker:
         first = self.step(*data)
         self.wait()
         spent = time.perf_counter() - start
+        self.my_turn()
         self.step(*data)
         self.wait()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        marks = [self.mark()]
-        for _ in range(self.options.steps):
-            last = self.step(*data)
-            marks.append(self.mark())
-        self.wait()
-        times = [self.between(a, b) for a, b in pairwise(marks)]
+        times, last = self.timed(lambda: self.step(*data))
         seconds = median(times) / 1e3
         found = {
             "step_ms": round(seconds * 1e3, 2),
@@ -116,6 +119,57 @@ class Worker:
             "losses": [round(float(first), 4), round(float(last), 4)],
         }
         self.say(kind=f"train {rows} x {tokens}", **found)
+        if self.options.graph and self.cuda:
+            self.train_captured(rows, tokens)
+
+    def train_captured(self, rows: int, tokens: int) -> None:
+        """The step as one CUDA graph."""
+        data = self.data(rows, tokens)
+        torch.cuda.empty_cache()
+        graph, start = torch.cuda.CUDAGraph(), time.perf_counter()
+        with torch.cuda.graph(graph):
+            loss = self.step(*data)
+        spent = time.perf_counter() - start
+        graph.replay()
+        self.wait()
+        torch.cuda.reset_peak_memory_stats()
+        times, _ = self.timed(graph.replay)
+        seconds = median(times) / 1e3
+        self.say(
+            kind=f"train as one graph {rows} x {tokens}",
+            step_ms=round(seconds * 1e3, 2),
+            all_ms=[round(t, 1) for t in times],
+            tokens_per_second=round(rows * tokens / seconds),
+            mfu=round(self.work(rows, tokens) / seconds / PEAK, 4),
+            peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            capture_s=round(spent, 2),
+            loss=round(float(loss), 4),
+        )
+
+    def timed(self, call: Callable[[], Any]) -> tuple[list[float], Any]:
+        """Milliseconds of some calls, and the last result."""
+        marks, last = [self.mark()], None
+        for _ in range(self.options.steps):
+            last = call()
+            marks.append(self.mark())
+        self.wait()
+        return [self.between(a, b) for a, b in pairwise(marks)], last
+
+    def my_turn(self) -> None:
+        """Waits until every row of the contender has taken its first step or ended, and the rows before this one are timed."""
+        folder = self.options.turns
+        if folder is None or self.started:
+            return
+        self.started = True
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.cuda:
+            torch.cuda.empty_cache()  # the others want the memory
+        (folder / self.options.row).touch()
+        until = time.perf_counter() + self.options.turns_limit
+        while len(list(folder.glob("*"))) < self.options.turns_of and time.perf_counter() < until:
+            time.sleep(0.05)
+        self.turn = open(folder.with_suffix(".lock"), "w")  # noqa: SIM115 (held until the process ends)
+        fcntl.flock(self.turn, fcntl.LOCK_EX)
 
     def mark(self) -> Any:
         if not self.cuda:
@@ -133,27 +187,38 @@ class Worker:
         """The prompt and the first token, and each token after it; memory beside the parameters and the optimiser's state."""
         model = self.contender.model.eval()
         tokens, _ = self.data(rows, prompt)
-        self.contender.generate(tokens, 4)
+        found: dict[str, Any] = {}
+        for name, call in self.contender.generators.items():
+            found[name] = self.generate_by(name, call, tokens, count)
+        model.train()
+        first, *others = found.values()
+        if any(not torch.equal(first, other) for other in others):
+            self.say(failed=f"the tokens of {' and '.join(found)} differ, {rows} x {prompt}")
+
+    def generate_by(self, name: str, call: Callable[[Tensor, int], Any], tokens: Tensor, count: int) -> Tensor:
+        """Times one way of continuing `tokens`; its new tokens."""
+        rows, prompt = tokens.shape
+        call(tokens, 8)
         before = torch.cuda.memory_allocated() if self.cuda else 0
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        times = {}
-        for new in (1, count + 1):
+        times, new = {}, tokens
+        for number in (1, count + 1):
             self.wait()
             start = time.perf_counter()
-            self.contender.generate(tokens, new)
+            new = call(tokens, number)
             self.wait()
-            times[new] = time.perf_counter() - start
-        model.train()
+            times[number] = time.perf_counter() - start
         token = (times[count + 1] - times[1]) / count
         self.say(
-            kind=f"generate {rows} x {prompt} + {count}",
+            kind=f"generate {rows} x {prompt} + {count}" + (f", {name}" if name else ""),
             prompt_ms=round(times[1] * 1e3, 1),
             prompt_tokens_per_second=round(rows * prompt / times[1]),
             token_ms=round(token * 1e3, 2),
             tokens_per_second=round(rows / token),
             more_gib=round((torch.cuda.max_memory_allocated() - before) / 2**30, 2) if self.cuda else None,
         )
+        return new
 
     def table(self, rows: int, tokens: int) -> None:
         """What the modules of the second block, and those outside blocks, keep for the backward: bytes per token, by name."""
@@ -237,7 +302,7 @@ def kept_by(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 def command(options: argparse.Namespace, row: str, contender: str, *more: str) -> list[str]:
-    flags = [f"--{name}" for name in ("table", "profile", "generate", "keep") if getattr(options, name)]
+    flags = [f"--{name}" for name in ("table", "profile", "generate", "graph", "keep") if getattr(options, name)]
     numbers = [
         f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("steps", "shapes", "depth", "tuning-ms")
     ]
@@ -271,27 +336,49 @@ def ended(processes: list[subprocess.Popen[bytes]], until: float) -> None:
             process.wait()
 
 
-def measure(options: argparse.Namespace, row: str, contender: str, cache: str | None) -> dict[str, Any]:
-    """The findings of a worker, as far as it came."""
-    with tempfile.TemporaryDirectory() as own:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache or own}
-        more = ["--shared-cache"] if cache else []
-        start = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command(options, row, contender, *more),
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=options.fla_timeout if contender == "fla" and options.fla_timeout else options.timeout,
+def measured(options: argparse.Namespace, rows: list[str], contender: str, cache: str | None) -> list[dict[str, Any]]:
+    """The findings of the rows of a contender, as far as each came."""
+    limit = options.fla_timeout if contender == "fla" and options.fla_timeout else options.timeout
+    with tempfile.TemporaryDirectory() as place:
+        turns = Path(place) / "turns"
+        turns.mkdir()
+        more = ["--turns", str(turns), "--turns-of", str(len(rows)), "--turns-limit", str(limit / 2)]
+        more += ["--shared-cache"] if cache else []
+        running, start = {}, time.perf_counter()
+        for row in rows:
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache or str(Path(place) / row)}
+            files = [open(Path(place) / f"{row}.{end}", "w+") for end in ("out", "err")]  # noqa: SIM115
+            out, err = files
+            running[row] = (
+                subprocess.Popen(command(options, row, contender, *more), stdout=out, stderr=err, env=environment),
+                files,
             )
-            output, problem = done.stdout, done.stderr.strip().splitlines()[-1:] if done.returncode else []
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            problem = [f"longer than {error.timeout:.0f} s"]
-    found: dict[str, Any] = {"row": row, "contender": contender, "seconds": round(time.perf_counter() - start, 1)}
-    for line in output.splitlines():
-        if line.startswith("{"):
+        ended_after: dict[str, float] = {}
+        while len(ended_after) < len(rows):
+            spent = time.perf_counter() - start
+            for row, (process, _) in running.items():
+                if row not in ended_after and (process.poll() is not None or spent > limit):
+                    ended_after[row] = spent
+                    process.kill()
+                    process.wait()
+                    (turns / row).touch()  # nobody waits for it
+            time.sleep(0.05)
+        return [
+            findings(row, contender, process.returncode, files, ended_after[row])
+            for row, (process, files) in running.items()
+        ]
+
+
+def findings(row: str, contender: str, status: int, files: list[Any], seconds: float) -> dict[str, Any]:
+    """What a worker said in its lines of JSON, and why it ended early."""
+    texts = []
+    for file in files:
+        file.seek(0)
+        texts.append(file.read())
+        file.close()
+    found: dict[str, Any] = {"row": row, "contender": contender, "seconds": round(seconds, 1)}
+    for line in texts[0].splitlines():
+        if line.startswith("{") and line.endswith("}"):
             part = json.loads(line)
             if "kind" in part:
                 found[part.pop("kind")] = part
@@ -301,8 +388,11 @@ def measure(options: argparse.Namespace, row: str, contender: str, cache: str | 
                 found.setdefault("failed", []).append(part["failed"])
             else:
                 found |= part
-    if problem:
-        found.setdefault("failed", []).append(problem[0][:300])
+    if status:
+        last = texts[1].strip().splitlines()[-1:] or [f"status {status}"]
+        found.setdefault("failed", []).append(
+            f"ended by its limit of {seconds:.0f} s" if status == -9 else last[0][:300]
+        )
     return found
 
 
@@ -340,12 +430,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--graph", action="store_true", help="time the step as one CUDA graph, too")
     parser.add_argument("--keep", action="store_true", help="flashmix keeps all for the backward, recomputes nothing")
     parser.add_argument("--out", type=Path, help="a folder for the results (default: benchmarks/results)")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--warm-worker", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--shared-cache", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turns-of", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--turns-limit", type=float, default=60, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -396,12 +490,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         compiling = warm(options, jobs, cache)
         try:
-            for row, contender in jobs:
+            for contender in dict.fromkeys(who for _, who in jobs):
+                rows = [row for row, who in jobs if who == contender]
                 if contender == "fla":
                     ended(compiling, start + options.warm_limit)
-                found = measure(options, row, contender, cache if options.warm and contender == "fla" else None)
-                show(found)
-                results.append(found)
+                found = measured(options, rows, contender, cache if options.warm and contender == "fla" else None)
+                for one in found:
+                    show(one)
+                results += found
                 if options.out or torch.cuda.is_available():
                     about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
                     timing.write_results("model", results, options.out, about)

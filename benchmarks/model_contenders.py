@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,11 +30,11 @@ class Sizes:
 
 @dataclass
 class Contender:
-    """A model, its loss of tokens and targets `[B, T]`, and its greedy continuation of prompts by some tokens."""
+    """A model, its loss of tokens and targets `[B, T]`, and its ways to continue prompts greedily by some tokens."""
 
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
-    generate: Callable[[Tensor, int], Any]
+    generators: dict[str, Callable[[Tensor, int], Any]]
     notes: tuple[str, ...] = ()
 
 
@@ -55,11 +56,10 @@ def ours(row: str, sizes: Sizes, **placement: Any) -> Contender:
     layers = [LayerConfig(mixer, {"heads": sizes.heads}) for mixer in mixers(row, sizes)]
     config = DecoderConfig(sizes.vocabulary, sizes.width, layers, mlp_width=sizes.mlp_width)
     model = Decoder(config, **placement)
-    return Contender(
-        model,
-        lambda tokens, targets: model(tokens, targets=targets),
-        lambda prompts, count: generate(model, prompts, count),
-    )
+    ways: dict[str, Callable[[Tensor, int], Any]] = {"no graph": partial(generate, model, cuda_graph=False)}
+    if next(model.parameters()).is_cuda:
+        ways["graph"] = partial(generate, model, cuda_graph=True)
+    return Contender(model, lambda tokens, targets: model(tokens, targets=targets), ways)
 
 
 def with_lm_head(model: nn.Module, notes: tuple[str, ...] = (), **options: Any) -> Contender:
@@ -69,7 +69,9 @@ def with_lm_head(model: nn.Module, notes: tuple[str, ...] = (), **options: Any) 
     def generate(prompts: Tensor, count: int) -> Any:
         return call.generate(prompts, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
 
-    return Contender(model, lambda tokens, _: call(input_ids=tokens, labels=tokens, **options).loss, generate, notes)
+    return Contender(
+        model, lambda tokens, _: call(input_ids=tokens, labels=tokens, **options).loss, {"": generate}, notes
+    )
 
 
 def transformers_llama(row: str, sizes: Sizes, device: Any = None, dtype: Any = None) -> Contender:
