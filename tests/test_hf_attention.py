@@ -20,7 +20,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", TWO),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", TWO | WINDOWS | {"use_sliding_window": True}),
     "mistral": ("MistralConfig", "MistralForCausalLM", TWO | {"sliding_window": 9}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", TWO | WINDOWS | {"attn_logit_softcapping": 3.0}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", TWO | WINDOWS | {"attn_logit_softcapping": 0.1}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", TWO | WINDOWS),
     "gpt_oss": (
         "GptOssConfig",

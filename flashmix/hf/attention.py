@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flashmix.hf.rows import BatchRows, Boundaries
+from flashmix.hf.paged import paged_attention
+from flashmix.hf.rows import BatchRows, Boundaries, Kept
 from flashmix.op.packing import Packing
 from flashmix.ops.attention import softmax_attention
 
@@ -25,12 +25,12 @@ SAID = {
 
 
 def register_attention(name: str = "fmx") -> str:
-    """Registers flashmix's softmax attention with transformers, its mask function too.
+    """Registers flashmix's softmax attention with transformers, its mask function and its form for continuous batching too.
 
         flashmix.hf.register_attention();    model.set_attn_implementation("fmx")
 
     Serves full and windowed attention, padded batches, packed rows by `cu_seq_lens_q` or by restarting `position_ids`, dynamic and
-    static caches, sinks, softcaps, shared key heads and dropout.
+    static caches, sinks, softcaps, shared key heads and dropout. `"paged|fmx"` is its form for continuous batching (`generate_batch`).
 
     Args:
         name: what models are set to. transformers takes every name with "flash" in it for a kernel of its hub.
@@ -46,8 +46,9 @@ def register_attention(name: str = "fmx") -> str:
         raise ValueError(f'name must not have "flash" in it (transformers takes it for a hub kernel), got {name!r}')
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, attention_mask_2d)
+    for registered, function in ((name, attention), (f"paged|{name}", paged_attention)):
+        AttentionInterface.register(registered, function)
+        AttentionMaskInterface.register(registered, attention_mask_2d)
     return name
 
 
@@ -98,7 +99,7 @@ def attention(
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms in float32 leave their results so
     if attention_mask is not None:
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
-        ranges = PADDING.ranges_of(attention_mask)
+        ranges = ranges_of(attention_mask)
         if ranges is None:
             return softmax_attention(q, k, v, **options)[0], None
         return _padded(q, k, v, attention_mask.bool(), ranges, options), None
@@ -121,29 +122,14 @@ class RealKeys:
         self.gaps, self.ends = torch.stack([gaps, (self.lengths < width).any()]).tolist()
 
 
-class MaskRanges:
-    """The ranges of a model's mask: read from the device once for all layers of a forward."""
-
-    def __init__(self) -> None:
-        self.found: list[
-            tuple[weakref.ref[Tensor], int, RealKeys | None]
-        ] = []  # a mask each kind of layer, newest last
-
-    def ranges_of(self, mask: Tensor) -> RealKeys | None:
-        """None where no token is padding; a mask that is one expanded True (a static cache's length) is not read."""
-        if not any(mask.stride()):
-            return None
-        if torch.compiler.is_compiling() or mask.is_inference():  # no weak references, or no count of versions
-            return None if bool(mask.all()) else RealKeys(mask.bool())
-        for known, version, ranges in self.found:
-            if known() is mask and version == mask._version:
-                return ranges
-        ranges = None if bool(mask.all()) else RealKeys(mask.bool())
-        self.found = [*self.found[-3:], (weakref.ref(mask), mask._version, ranges)]
-        return ranges
+RANGES = Kept(4)  # one for each kind of layer
 
 
-PADDING = MaskRanges()
+def ranges_of(mask: Tensor) -> RealKeys | None:
+    """None where no token is padding; a mask that is one expanded True (a static cache's length) is not read."""
+    if not any(mask.stride()):
+        return None
+    return RANGES.of((mask,), None, lambda masks, _: None if bool(masks[0].all()) else RealKeys(masks[0].bool()))
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, ranges: RealKeys, options: dict[str, Any]) -> Tensor:

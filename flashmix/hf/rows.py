@@ -50,11 +50,34 @@ class BatchRows:
         return state[self.packing.sequence[last]]
 
 
+class Kept:
+    """What was made of a forward's tensors, kept for its other layers: while the tensors live and are not overwritten."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.found: list[tuple[list[weakref.ref[Tensor]], Any, Any]] = []  # newest last
+
+    def of(self, sources: tuple[Tensor, ...], about: Any, make: Callable[[tuple[Tensor, ...], Any], Any]) -> Any:
+        """`make(sources, about)`; `about` is compared by its value."""
+        if torch.compiler.is_compiling():  # which traces no weak references
+            return make(sources, about)
+        for t in sources:
+            if t.is_inference():  # which counts no versions
+                return make(sources, about)
+        key = (about, [t._version for t in sources])
+        for known, of, value in reversed(self.found):
+            if of == key and all(ref() is t for ref, t in zip(known, sources, strict=True)):
+                return value
+        value = make(sources, about)
+        self.found = [*self.found[1 - self.most :], ([weakref.ref(t) for t in sources], key, value)]
+        return value
+
+
 class Boundaries:
     """The packings of a model's batches: made once for all layers of a forward, by the tensor that they are read from."""
 
     def __init__(self) -> None:
-        self.last: tuple[weakref.ref[Tensor], tuple[Any, ...], Packing | None] | None = None
+        self.kept = Kept(2)
 
     def packing_of(self, given: dict[str, Any], batch: int, tokens: int, masked: bool) -> Packing | None:
         """The packing by `cu_seq_lens_q`, else by changes of `seq_idx`, else by positions that begin again at 0.
@@ -66,19 +89,12 @@ class Boundaries:
         name = next((name for name in BOUNDARIES if isinstance(given.get(name), Tensor)), None)
         if name is None or (masked and name == "position_ids"):
             return None
-        source: Tensor = given[name]
-        if torch.compiler.is_compiling():  # which traces no weak references
-            return _packing(name, source, batch, tokens)
-        if source.is_inference():  # which counts no versions
-            return _packing(name, source, batch, tokens)
-        key, last = (name, source._version, batch, tokens), self.last
-        if last is None or last[0]() is not source or last[1] != key:
-            last = self.last = (weakref.ref(source), key, _packing(name, source, batch, tokens))
-        return last[2]
+        return self.kept.of((given[name],), (name, batch, tokens), _packing)
 
 
-def _packing(name: str, source: Tensor, batch: int, tokens: int) -> Packing | None:
-    """The packing by one of `BOUNDARIES`, or None where each row is one sequence."""
+def _packing(sources: tuple[Tensor], about: tuple[str, int, int]) -> Packing | None:
+    """The packing by one of `BOUNDARIES` of rows `[batch, tokens]`, or None where each row is one sequence."""
+    (source,), (name, batch, tokens) = sources, about
     by_lengths = name == "cu_seq_lens_q"
     cu_seqlens = _from_lengths(source, batch, tokens) if by_lengths else _from_tokens(name, source, batch, tokens)
     return None if cu_seqlens is None else Packing(cu_seqlens, batch * tokens)
