@@ -58,17 +58,10 @@ class Case:
     @property
     def plain(self) -> bool:
         """Whether torch's own attention does the same (it returns no lse)."""
-        extras = (
-            self.softcap,
-            self.sink,
-            self.alibi,
-            self.decay,
-            self.dropout_p,
-            self.lengths,
-            self.dim_v,
-            self.window,
-        )
-        if self.ranges and self.tokens > 1:
+        extras = (self.softcap, self.sink, self.alibi, self.decay, self.dropout_p, self.lengths, self.dim_v)
+        if self.ranges and (self.tokens > 1 or self.window):
+            return False
+        if self.window and self.tokens > 1:
             return False
         aligned = not self.causal or self.tokens == 1 or self.tokens_k in (None, self.tokens)
         return not any(extras) and aligned and self.tokens > 0 and self.tokens_k != 0
@@ -89,6 +82,12 @@ CASES = (
     Case("one token", tokens=1, batch=8, heads_q=8, heads=4, sink=True),
     Case("one query, not causal", tokens=1, tokens_k=77, causal=False),
     Case("one causal query", tokens=1, tokens_k=77, heads_q=4),
+    Case("one query in a window", tokens=1, tokens_k=77, heads_q=4, window=(30, 0)),
+    Case("one query in a window on both sides", tokens=1, tokens_k=77, window=(12, 3), causal=False),
+    Case("one query in a window with a sink", tokens=1, tokens_k=77, heads_q=8, window=(30, 0), sink=True),
+    Case("one query, softcap", tokens=1, tokens_k=300, heads_q=4, softcap=2.0, dim_v=9),
+    Case("one query, alibi of each sequence", tokens=1, tokens_k=90, heads_q=8, alibi="rows", batch=3, sink=True),
+    Case("one query, everything", **EVERYTHING, tokens=1, tokens_k=90, window=(60, 0)),
     Case("no queries", tokens=0, tokens_k=9),
     Case("no keys", tokens=9, tokens_k=0),
     Case("no keys but a sink", tokens=9, tokens_k=0, sink=True, heads_q=8),
@@ -144,6 +143,18 @@ CASES = (
         key_starts=(0, 7, 299, 40, 9),
         key_lengths=(300, 8, 300, 40, 1),
     ),
+    Case(
+        "one query, ranges of keys, a window and a sink",
+        batch=4,
+        tokens=1,
+        tokens_k=90,
+        heads_q=8,
+        key_starts=(0, 7, 7, 40),
+        key_lengths=(90, 80, 80, 41),
+        window=(20, 0),
+        sink=True,
+    ),
+    Case("packed, single queries", heads_q=8, lengths=(1, 1, 3, 1), lengths_k=(90, 4, 7, 1), window=(20, 0), sink=True),
     Case(
         "ranges, slopes and dropout",
         batch=2,

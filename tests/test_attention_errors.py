@@ -68,7 +68,7 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      "impl='triton' cannot run this: it needs tensors on a CUDA device, got cpu"),
     ("unknown impl", {"impl": "flash"}, ValueError, "impl must be one of 'auto', 'gluon', 'triton', 'sdpa', 'portable', got 'flash'"),
     ("impl that cannot", {"impl": "sdpa", "v": K, "window": (2, 0)}, ValueError,
-     "impl='sdpa' cannot run this: torch's scaled_dot_product_attention does not take a window"),
+     "impl='sdpa' cannot run this: torch's scaled_dot_product_attention does not take a window of several queries"),
 ]  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class Boundaries:
         return self.kept.of((given[name],), (name, batch, tokens), _packing)
 
 
-def _packing(sources: tuple[Tensor], about: tuple[str, int, int]) -> Packing | None:
+def _packing(sources: tuple[Tensor, ...], about: tuple[str, int, int]) -> Packing | None:
     """The packing by one of `BOUNDARIES` of rows `[batch, tokens]`, or None where each row is one sequence."""
     (source,), (name, batch, tokens) = sources, about
     by_lengths = name == "cu_seq_lens_q"

@@ -147,7 +147,8 @@ def hopper_supports(call: AttentionCall) -> str | None:
 
 def sdpa_supports(call: AttentionCall) -> str | None:
     extras = {
-        "a window": call.left is not None or call.right not in (None, 0),
+        "a window of several queries": (call.left is not None or call.right not in (None, 0)) and call.tokens_q > 1,
+        "a window beside key_starts or key_lengths": call.left is not None and call.ranged,
         "softcap": call.softcap is not None,
         "dropout": call.dropout_p > 0,
         "a sink": call.sink is not None,

@@ -22,6 +22,8 @@ def formula(call: AttentionCall) -> Outputs:
     forward_mode = forward_ad._current_level >= 0
     if not forward_mode and not torch.compiler.is_compiling():
         tensors = once_differentiable("softmax_attention", *tensors)
+    if call.left is not None:  # one query, the newest: the keys in its window are the last ones
+        tensors = (tensors[0], *[x[:, -call.left - 1 :] for x in tensors[1:]])
     q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in tensors)
     with sdpa_kernel(SDPBackend.MATH) if forward_mode else nullcontext():
         o = F.scaled_dot_product_attention(

@@ -25,13 +25,15 @@ from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.scratch import scratch
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.portable.blocks import parts, to_keys, to_row_blocks, write_row_blocks
+from flashmix.ops.attention.portable import one_query
+from flashmix.ops.attention.portable.blocks import parts, parts_of, ranges, to_keys, to_row_blocks, write_row_blocks
 from flashmix.ops.attention.portable.tiles import (
     LOG2_E,
     STRONGEST_DECAY,
     ScoreTile,
     ScoreTiles,
     Workspace,
+    softcap_,
     units_of_products,
 )
 
@@ -42,6 +44,24 @@ def keeps(call: AttentionCall) -> Outputs:
 
 def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
     """`o`, with `return_lse` lse, and for backward m and l."""
+    if not (call.packed or call.ranged) and min(call.batch, call.tokens_k) > 0 and one_query.fits(call, call.tokens_q):
+        o, top, total = one_query.attend(call, slice(0, call.batch), slice(0, 1), slice(0, call.tokens_k))
+        o = o.to(call.dtype)
+    else:
+        o, top, total = _by_ranges(call)
+    if not save and not call.return_lse:
+        return (o,), ()
+    top, total = (x[..., 0].transpose(1, 2).contiguous() for x in (top, total))
+    kept = (top, total) if save else ()
+    if not call.return_lse:
+        return (o,), kept
+    # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
+    lse = top / LOG2_E + (total - 1).log1p_()
+    return (o, lse[0].clone() if call.packed else lse), kept
+
+
+def _by_ranges(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """o `[B, Tq, HQ, V]`, and m and l `[B, Tq, HQ, 1]`, one range of queries and keys after the other."""
     q, k, v, dtype = call.q, call.k, call.v, state_dtype(call.dtype)
     batch, tokens, heads_q, _ = q.shape
     o = _new_like(q, call, (batch, tokens, heads_q, v.shape[3]), k.shape[1])
@@ -55,18 +75,17 @@ def forward(call: AttentionCall, save: bool) -> tuple[Outputs, Outputs]:
         start = sink.clamp(min=lowest), torch.exp2(sink - sink.clamp(min=lowest))
         top, total = (x[:, None].expand_as(top).clone() for x in start)
     workspace = Workspace()
-    for part in parts(call):
-        scratch.restart()
-        tiles = ScoreTiles(call, part, dtype, workspace)
-        for x, blocks in zip((o, top, total), _attend(tiles, to_keys(v, part, dtype), start), strict=True):
-            write_row_blocks(x, blocks, part)
-    top, total = (x[..., 0].transpose(1, 2).contiguous() for x in (top, total))
-    kept = (top, total) if save else ()
-    if not call.return_lse:
-        return (o,), kept
-    # total is 0 (nothing to see) or at least 1, where log1p is exact enough, and much faster than log
-    lse = top / LOG2_E + (total - 1).log1p_()
-    return (o, lse[0].clone() if call.packed else lse), kept
+    for of_batch, of_q, of_k in ranges(call):
+        if one_query.fits(call, of_q.stop - of_q.start):
+            for x, row in zip((o, top, total), one_query.attend(call, of_batch, of_q, of_k), strict=True):
+                x[of_batch, of_q] = row
+            continue
+        for part in parts_of(call, of_batch, of_q, of_k):
+            scratch.restart()
+            tiles = ScoreTiles(call, part, dtype, workspace)
+            for x, blocks in zip((o, top, total), _attend(tiles, to_keys(v, part, dtype), start), strict=True):
+                write_row_blocks(x, blocks, part)
+    return o, top, total
 
 
 def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
@@ -135,7 +154,7 @@ def _attend(tiles: ScoreTiles, v: Tensor, start: tuple[Tensor, Tensor] | None) -
         for tile in tiles.of_block(block):
             scores = tiles.products(tile)
             if tiles.call.softcap is not None:
-                tiles.softcap_(scores).mul_(tiles.call.softcap * LOG2_E)
+                softcap_(scores).mul_(tiles.call.softcap * LOG2_E)
             tiles.add_biases_(scores, tile)
             largest = scores.amax(-1, keepdim=True)
             new_top = largest.clamp_(min=lowest) if top is None else torch.maximum(top, largest)
@@ -210,7 +229,7 @@ class _Gradients:
         tiles = self.tiles
         scores, squashed = tiles.products(tile), None
         if tiles.call.softcap is not None:
-            squashed = tiles.softcap_(scores)
+            squashed = softcap_(scores)
             scores = squashed * (tiles.call.softcap * LOG2_E)
         return tiles.add_biases_(scores, tile).sub_(self.top[:, tile.block]).exp2_(), squashed
 

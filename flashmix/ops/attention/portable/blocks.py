@@ -72,26 +72,35 @@ class Part:
 
 
 def parts(call: AttentionCall) -> Iterator[Part]:
-    """All parts of the batch, or of each packed sequence; none for sequences without queries or without keys.
+    """All parts of the batch, or of each packed sequence."""
+    for of_batch, of_q, of_k in ranges(call):
+        yield from parts_of(call, of_batch, of_q, of_k)
+
+
+def parts_of(call: AttentionCall, of_batch: slice, of_q: slice, of_k: slice) -> Iterator[Part]:
+    """The parts of the sequences `of_batch`, which have these ranges of queries and of keys."""
+    heads, group = call.heads, call.group
+    tokens_q, tokens_k = of_q.stop - of_q.start, of_k.stop - of_k.start
+    rows, keys = _rows(tokens_q, tokens_k, call), min(KEYS, round_up(tokens_k, ROWS))
+    pairs = max(1, TILE_AREA // (group * rows * keys))
+    sequences, heads_at_once = max(1, pairs // heads), min(pairs, heads)
+    for n in range(of_batch.start, of_batch.stop, sequences):
+        for h in range(0, heads, heads_at_once):
+            of_n, of_h = slice(n, min(n + sequences, of_batch.stop)), slice(h, min(h + heads_at_once, heads))
+            yield Part(of_n, of_h, of_q, of_k, group, rows)
+
+
+def ranges(call: AttentionCall) -> Iterator[tuple[slice, slice, slice]]:
+    """The sequences of one range of queries and of keys: which of the batch, and these ranges; none without queries or keys.
 
     Boundaries that leave the tensors, or decrease, are cut off.
     """
-    heads, group = call.heads, call.group
-    for of_batch, of_q, of_k in _sequences(call):
-        tokens_q, tokens_k = of_q.stop - of_q.start, of_k.stop - of_k.start
-        if tokens_q <= 0 or tokens_k <= 0:
-            continue
-        rows, keys = _rows(tokens_q, tokens_k, call), min(KEYS, round_up(tokens_k, ROWS))
-        pairs = max(1, TILE_AREA // (group * rows * keys))
-        sequences, heads_at_once = max(1, pairs // heads), min(pairs, heads)
-        for n in range(of_batch.start, of_batch.stop, sequences):
-            for h in range(0, heads, heads_at_once):
-                of_n, of_h = slice(n, min(n + sequences, of_batch.stop)), slice(h, min(h + heads_at_once, heads))
-                yield Part(of_n, of_h, of_q, of_k, group, rows)
+    for of_batch, of_q, of_k in _all_ranges(call):
+        if of_q.stop > of_q.start and of_k.stop > of_k.start and of_batch.stop > 0:
+            yield of_batch, of_q, of_k
 
 
-def _sequences(call: AttentionCall) -> Iterator[tuple[slice, slice, slice]]:
-    """The sequences of one range of queries and of keys: which of the batch, and these ranges."""
+def _all_ranges(call: AttentionCall) -> Iterator[tuple[slice, slice, slice]]:
     if call.ranged:
         begin = 0
         for (start, end), same in groupby(zip(*(x.tolist() for x in call.key_ranges()), strict=True)):

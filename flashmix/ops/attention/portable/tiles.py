@@ -100,14 +100,6 @@ class ScoreTiles:
         """A tile as a view `[pairs, R, rows, keys]`."""
         return x.view(x.shape[0], self.part.group, self.part.rows, x.shape[2])
 
-    def softcap_(self, products: Tensor) -> Tensor:
-        """`tanh(scores / softcap)` in place, from products that are `2 scores / softcap`.
-
-        `tanh x = (e^{2x} - 1) / (e^{2x} + 1)`: expm1 keeps small scores exact and takes a third of the time of tanh.
-        """
-        grown = products.clamp_(max=40).expm1_()  # tanh 20 is 1 in float64
-        return grown.div_(grown + 2)
-
     def add_biases_(self, scores: Tensor, tile: ScoreTile) -> Tensor:
         """Adds ALiBi, the decay between key and query, and -inf where a row does not see a key, in place."""
         by_head, call = self.by_head(scores), self.call
@@ -179,6 +171,15 @@ class ScoreTiles:
             scores[..., :near].add_((first - keys[..., :near]).to(scores.dtype)).add_((rows - first).to(scores.dtype))
         if near < tile.width:
             scores[..., near:].add_((rows - keys[..., near:]).to(scores.dtype))
+
+
+def softcap_(products: Tensor) -> Tensor:
+    """`tanh(scores / softcap)` in place, from products that are `2 scores / softcap`.
+
+    `tanh x = (e^{2x} - 1) / (e^{2x} + 1)`: expm1 keeps small scores exact and takes a third of the time of tanh.
+    """
+    grown = products.clamp_(max=40).expm1_()  # tanh 20 is 1 in float64
+    return grown.div_(grown + 2)
 
 
 def units_of_products(call: AttentionCall) -> float:
