@@ -16,7 +16,7 @@ def fits(call: AttentionCall, tokens: int) -> bool:
 
 
 def attend(call: AttentionCall, of_batch: slice, of_q: slice, of_k: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """o `[B, 1, HQ, V]`, and m and l `[B, 1, HQ, 1]`, of the sequences `of_batch` with one query and the keys `of_k`, of which there are some.
+    """o `[B, 1, HQ, V]`, and m and l `[B, 1, HQ, 1]`, of the sequences `of_batch`, with one query and one or more keys `of_k`.
 
     The query stands at the last key: of a window, what lies before it counts.
     """
