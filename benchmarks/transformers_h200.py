@@ -4,13 +4,18 @@
 sizes as published but for a dense MLP (experts would be most of the time) and a sixth of the vocabulary, as 8 is a sixth of 48 layers.
 
 - train: forward, loss and backward of one row of 8192 tokens in bfloat16: milliseconds (median), tokens a second, most memory.
-- decode: tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included, for 1 and 64 rows: in the
-  first round, where each length of the keys is new to the process, and the best of all rounds. Rounds of the variants take turns.
+- decode: milliseconds a token and tokens a second after a prompt of 512, one `forward` on the model's own cache a token, host included,
+  for 1 and 64 rows: in the first round, where each length of the keys is new to the process, and the best of all rounds. Rounds of the
+  variants take turns.
+- mamba2: the same of a Mamba-2 of 8 layers (64 heads of 64, N 128), which flash-linear-attention does not serve.
 
-Each measurement has a process of its own. All processes warm up (and compile) at once; then they are measured one after the other.
+Each measurement has a process of its own. All processes warm up (and compile) at once; who is ready after 0.55 of `--limit` is measured,
+one after the other, while the rest are stopped; those go on afterwards, and are measured if there is time left. The file is written
+after each result.
 `--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which its processes alone see. Its backward
 refuses Triton below 3.7.1 on Hopper, which compiles it wrong: the refusal is lifted, and its time is that of wrong gradients there.
-`--tuning` is a file that keeps what it has tuned from run to run.
+Its autotuner compiles the variants of a kernel side by side, and times each for 20 milliseconds in place of 125; `--tuning` is a file that
+keeps what it has found from run to run.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,11 +31,13 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+KINDS = ("train", "decode", "mamba2")
 VARIANTS = ("fla", "accelerate", "accelerate and attention", "transformers")  # the slowest to get ready first
 ORDER = ("accelerate", "fla", "accelerate and attention", "transformers")  # of the measurements
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
@@ -37,6 +45,7 @@ TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 
 
 ROUNDS = 4  # of decoding
+VOCABULARY = 25344
 
 
 class Sizes:
@@ -48,29 +57,50 @@ class Sizes:
         self.batches, self.new_tokens = (1, 4) if tiny else (1, 64), 4 if tiny else 48
         self.steps = 2 if tiny else 5
 
-    def model(self, attention: str) -> Any:
+    def model(self, kind: str, attention: str) -> Any:
         """The model with random weights, made on the device."""
-        from transformers import AutoModelForCausalLM, Qwen3NextConfig
+        from transformers import AutoModelForCausalLM
 
-        more = TINY if self.tiny else {"hidden_size": 2048, "intermediate_size": 5632}
-        dense = {"mlp_only_layers": list(range(self.layers)), "num_hidden_layers": self.layers}
-        config = Qwen3NextConfig(vocab_size=25344, max_position_embeddings=32768, **more, **dense)
+        config = self.qwen3_next()
+        if kind == "mamba2":
+            config, attention = self.mamba2(), "eager"  # it has none
         torch.manual_seed(0)
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
 
+    def mamba2(self) -> Any:
+        from transformers import Mamba2Config
+
+        heads = {"num_heads": 4, "head_dim": 32} if self.tiny else {"num_heads": 64, "head_dim": 64}
+        sizes = {
+            "hidden_size": 64 if self.tiny else 2048,
+            "state_size": 128,
+            "n_groups": 1,
+            "num_hidden_layers": self.layers,
+        }
+        return Mamba2Config(vocab_size=VOCABULARY, **heads, **sizes)
+
+    def qwen3_next(self) -> Any:
+        from transformers import Qwen3NextConfig
+
+        more = TINY if self.tiny else {"hidden_size": 2048, "intermediate_size": 5632}
+        dense = {"mlp_only_layers": list(range(self.layers)), "num_hidden_layers": self.layers}
+        return Qwen3NextConfig(vocab_size=VOCABULARY, max_position_embeddings=32768, **more, **dense)
+
     def row(self, batch: int, tokens: int) -> torch.Tensor:
-        return torch.randint(25344, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(self.device)
+        return torch.randint(VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(1)).to(self.device)
 
     def wait(self) -> None:
         if not self.tiny:
             torch.cuda.synchronize()
 
 
-def variant_of(name: str, sizes: Sizes) -> Any:
+def variant_of(name: str, kind: str, sizes: Sizes) -> Any:
     """The model as this variant runs it, and a check of what runs."""
     if not name.startswith("accelerate"):
-        model = sizes.model("sdpa")
+        model = sizes.model(kind, "sdpa")
+        if kind == "mamba2":
+            return model
         from transformers.models.qwen3_next import modeling_qwen3_next as file
 
         function = file.torch_chunk_gated_delta_rule.__closure__
@@ -79,11 +109,12 @@ def variant_of(name: str, sizes: Sizes) -> Any:
             raise SystemExit(f"{name}: the delta rule is {found}")
         if name == "fla":
             lift_refusal()
+            tune_quickly(20)
         return model
     import flashmix
 
     with_attention = name.endswith("attention")
-    model = sizes.model(flashmix.hf.register_attention() if with_attention else "sdpa")
+    model = sizes.model(kind, flashmix.hf.register_attention() if with_attention else "sdpa")
     row = sizes.row(1, 64)
     with torch.no_grad():
         plain = model(row, use_cache=False).logits.float()
@@ -99,6 +130,27 @@ def lift_refusal() -> None:
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
+def tune_quickly(milliseconds: int) -> None:
+    """Has Triton's autotuner compile the variants of a kernel side by side, and time each so long in place of 125 milliseconds."""
+    from triton import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    times = {"warmup": max(1, milliseconds // 4), "rep": milliseconds}
+    Autotuner.do_bench = property(lambda self: lambda call, quantiles: do_bench(call, quantiles=quantiles, **times))  # type: ignore[assignment]
+    pruned = Autotuner.prune_configs
+
+    def compiled(self: Autotuner, options: dict[str, Any]) -> list[Any]:
+        configs = pruned(self, options)
+        arguments = list(self.nargs.values())
+        with ThreadPoolExecutor(8) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                self.fn.run(*arguments, **{**options, **config.all_kwargs(), "warmup": True})
+        return configs
+
+    Autotuner.prune_configs = compiled  # type: ignore[method-assign]
 
 
 def train_step(model: Any, row: torch.Tensor) -> None:
@@ -130,11 +182,12 @@ def measure_train(model: Any, sizes: Sizes, profile: str | None) -> dict[str, An
 def decode(model: Any, sizes: Sizes, batch: int, count: int, profile: str | None = None) -> float:
     """Seconds of `count` tokens of each row after the prompt."""
     out = model(sizes.row(batch, sizes.prompt), use_cache=True, logits_to_keep=1)
-    cache = out.past_key_values
+    name = "past_key_values" if "past_key_values" in out else "cache_params"  # of Mamba-2
+    cache = {name: out[name]}
 
     def one() -> None:
         nonlocal out
-        out = model(out.logits[:, -1:].argmax(-1), past_key_values=cache, use_cache=True)
+        out = model(out.logits[:, -1:].argmax(-1), **cache, use_cache=True)
 
     for _ in range(2):
         one()
@@ -158,7 +211,8 @@ def measure_decode(model: Any, sizes: Sizes, profile: str | None) -> dict[str, A
         where = None if profile is None else f"{profile}_{batch}"
         seconds = decode(model, sizes, batch, sizes.new_tokens, where)
         memory = 0.0 if sizes.tiny else torch.cuda.max_memory_allocated() / 2**30
-        found[f"B={batch}"] = {"tokens_per_second": batch * sizes.new_tokens / seconds, "GiB": memory}
+        token = seconds / sizes.new_tokens
+        found[f"B={batch}"] = {"ms": token * 1e3, "tokens_per_second": batch / token, "GiB": memory}
     return found
 
 
@@ -190,7 +244,7 @@ def write_profile(run: Callable[[], Any], path: Path) -> None:
 def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     """One process: warms up, says so, and for each line measures and prints one line of JSON."""
     sizes = Sizes(tiny)
-    model = variant_of(variant, sizes)
+    model = variant_of(variant, kind, sizes)
     if kind == "train":
         model.train()
         train_step(model, sizes.row(1, 256 if variant == "transformers" else sizes.tokens))  # which compiles nothing
@@ -287,33 +341,35 @@ def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     wanted = [v for v in VARIANTS if v in (options.only or VARIANTS) and (v != "fla" or fla)]
     if options.profile:
         Path(options.profile).mkdir(parents=True, exist_ok=True)
-    workers = [Worker(v, kind, options, fla if v == "fla" else None) for v in wanted for kind in ("train", "decode")]
-    rows = []
+    pairs = [
+        (v, kind) for v in wanted for kind in options.kinds if kind != "mamba2" or v in ("accelerate", "transformers")
+    ]
+    workers = [Worker(v, kind, options, fla if v == "fla" else None) for v, kind in pairs]
+    rows: list[dict[str, Any]] = []
     try:
         for worker in workers:
-            worker.ready.wait(max(end - time.monotonic() - 0.42 * options.limit, 0))
+            worker.ready.wait(max(end - time.monotonic() - 0.45 * options.limit, 0))
         late = [w for w in workers if not w.ready.is_set()]
         for worker in late:
-            worker.process.kill()
-        if options.tuning:
-            keep_tuning(Path(options.tuning), folder)
+            worker.process.send_signal(signal.SIGSTOP)
         ready = sorted((w for w in workers if w not in late), key=lambda w: ORDER.index(w.variant))
-        training, decoding = ([w for w in ready if w.kind == kind] for kind in ("train", "decode"))
+        training = [w for w in ready if w.kind == "train"]
+        decoding = [w for w in ready if w.kind != "train"]
         turns = [(w, True) for w in training if w.variant != "transformers"]
         turns += [(w, turn == ROUNDS - 1) for turn in range(ROUNDS) for w in decoding]
         turns += [(w, True) for w in training if w.variant == "transformers"]  # the longest
         for worker, last in turns:
             worker.measure(end - time.monotonic(), last)
             if last:
-                result = best_of(worker.results)
-                row = {
-                    "variant": worker.variant,
-                    "kind": worker.kind,
-                    "warm_up_seconds": worker.waited,
-                    "result": result,
-                }
-                print(json.dumps(row), flush=True)
-                rows.append(row)
+                report(worker, rows, options)
+        for worker in late:
+            worker.process.send_signal(signal.SIGCONT)
+        for worker in late:
+            if worker.ready.wait(max(end - time.monotonic() - 5, 0)):
+                worker.measure(end - time.monotonic(), True)
+            report(worker, rows, options)
+        if options.tuning:
+            keep_tuning(Path(options.tuning), folder)
     finally:
         for worker in workers:
             worker.process.kill()
@@ -321,11 +377,30 @@ def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
     return rows
 
 
+def report(worker: Worker, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Adds what a worker measured to the rows; None if it never got ready."""
+    row = {"variant": worker.variant, "kind": worker.kind, "warm_up_seconds": worker.waited}
+    rows.append(row | {"result": best_of(worker.results)})
+    print(json.dumps(rows[-1]), flush=True)
+    write(rows, options)
+
+
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The file of results, whole after each row, for a run may be ended at any time."""
+    if options.write is not None:
+        import timing
+
+        card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        where = Path(options.write) if options.write else None
+        timing.write_results("transformers_h200", rows, where, {"card": card})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels")
     parser.add_argument("--tuning", metavar="FILE")
     parser.add_argument("--only", nargs="*", choices=VARIANTS)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
     parser.add_argument("--profile", metavar="FOLDER")
     parser.add_argument("--limit", type=float, default=145.0, help="seconds for everything")
@@ -337,13 +412,7 @@ def main() -> None:
         work(variant, kind, options.tiny, options.profile)
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_all(options, folder)
-    if options.write is not None:
-        import timing
-
-        card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        where = Path(options.write) if options.write else None
-        print(timing.write_results("transformers_h200", rows, where, {"card": card}))
+        run_all(options, folder)
 
 
 if __name__ == "__main__":
