@@ -17,14 +17,14 @@ from flashmix.ops.attention.call import AttentionCall
 
 def formula(call: AttentionCall) -> Outputs:
     """`o [B, Tq, HQ, V]`; autograd differentiates it as any operator of torch, in forward mode too (the plain product then), but once."""
-    tensors: tuple[Tensor, ...] = (call.q, call.k, call.v)
+    q, k, v = call.q, call.k, call.v
+    if call.left is not None:  # one query, the newest: the keys in its window are the last ones
+        k, v = (x[:, -call.left - 1 :] for x in (k, v))
     seen = _seen_keys(call) if call.ranged else None
     forward_mode = forward_ad._current_level >= 0
     if not forward_mode and not torch.compiler.is_compiling():
-        tensors = once_differentiable("softmax_attention", *tensors)
-    if call.left is not None:  # one query, the newest: the keys in its window are the last ones
-        tensors = (tensors[0], *[x[:, -call.left - 1 :] for x in tensors[1:]])
-    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in tensors)
+        q, k, v = once_differentiable("softmax_attention", q, k, v)
+    q, k, v = (x.transpose(1, 2) if x.stride(-1) == 1 else x.transpose(1, 2).contiguous() for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH) if forward_mode else nullcontext():
         o = F.scaled_dot_product_attention(
             q,
