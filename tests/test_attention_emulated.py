@@ -22,6 +22,7 @@ FAST = (
     Case("grouped heads, dims 80 and 72", **SMALL | {"heads_q": 2}, dim=80, dim_v=72),
     Case("dims 192 and 128, not causal", **SMALL, dim=192, dim_v=128, causal=False),
     Case("packed everything but slopes", **SMALL | {"heads_q": 2}, dim=96, softcap=3.0, sink=True, lengths=(70, 0, 5)),
+    Case("grouped heads, dims 60 and 100", **SMALL | {"heads_q": 2, "tokens": 90}, dim=60, dim_v=100, window=(30, 0)),
     Case("dims 256, gates and slopes", **SMALL | {"tokens": 90}, dim=256, decay=True, alibi=True),
 )
 # The cases of all implementations, with head dims that these kernels take.

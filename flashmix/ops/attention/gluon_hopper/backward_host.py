@@ -16,11 +16,12 @@ from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.backward import (
-    PIECE,
     GroupNumbers,
     GroupSpec,
     QuerySums,
     group_sums_kernel,
+    half_begin,
+    half_shape,
     hopper_backward_kernel,
     query_gradient_kernel,
 )
@@ -37,7 +38,6 @@ from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
 
 MOST_CHANNELS_TOGETHER = 128  # of the larger head dim: above, dK, dV and a half of dQ do not fit into registers
-HALF = 4096  # elements of half a block of dQ
 SUMMED = 1024  # elements that a program adds up over a group of heads
 
 
@@ -91,7 +91,7 @@ class Together:
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
         # sums of dQ's blocks; dK and dV by query head; counters
         by_head = [(*x.shape[:2], call.heads_q, x.shape[3]) for x in (call.k, call.v) if spec.BY_HEAD]
-        self.memory = [MemoryPart(torch.float32, (self.sums * 2 * HALF // PIECE, PIECE))]
+        self.memory = [MemoryPart(torch.float32, (self.sums * half_begin(2, spec.QK.SECOND),))]
         self.memory += [MemoryPart(torch.float32, shape) for shape in by_head]
         self.counters = self.sums + 1
         self.tables = (spec.BM, spec.BN)
@@ -112,9 +112,8 @@ class Together:
                 at_keys=None,
                 n=n,
             ),
-            *[tiles(x, spec, spec.BM, width)[0] for x, width in ((call.q, spec.QK), (flow.tiled, spec.V))],
-            *[tiles(x, spec, ROWS, width)[0] for x, width in ((call.k, spec.QK), (call.v, spec.V))],
-            Tiles(sums, sums.shape, (PIECE, 1), (16, PIECE), swizzle=0),
+            *_both_sides(call, flow.tiled, spec, spec.BM, ROWS),
+            *[halves(sums, half_shape(half, spec.QK.SECOND)) for half in (0, 1)],
         )
         self.queries(
             self.blocks_q * call.batch * call.heads_q,
@@ -125,6 +124,11 @@ class Together:
             numbers = GroupNumbers(result.numel(), call.group)
             kernel = bound(group_sums_kernel, GroupSpec(result.shape[3], SUMMED), num_warps=4)
             kernel(cdiv(numbers.size, SUMMED), parts, result, numbers)
+
+
+def halves(sums: Tensor, shape: tuple[int, int]) -> Tiles:
+    """dQ's sums in tiles of half a block."""
+    return Tiles(sums, (sums.numel() // shape[1], shape[1]), (shape[1], 1), shape, swizzle=0)
 
 
 class Apart:

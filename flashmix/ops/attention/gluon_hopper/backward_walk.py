@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, warpgroup_mma
+from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
 from flashmix.ops.attention.gluon_hopper.tiles import fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
@@ -181,14 +181,6 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
         put_numbers(delta, rings.d_o.full, rings.delta, i)
         head, block = next_step(head, block, steps, S)
-
-
-@gluon.jit
-def transposed_scores(a, b):
-    """Issues `a b^T`, 64 keys by BM queries."""
-    BM: gl.constexpr = b.shape[0]
-    s = gl.full([64, BM], 0.0, gl.float32, accumulator(BM))
-    return warpgroup_mma(a, b.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS, config_for
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec_of, steps_of
+from flashmix.ops.attention.triton_gpu.table import parts
 
 # With coordinates (RAGGED, start + tokens, RAGGED - tokens + row) an address comes to row `start + row`, since it counts modulo 2^64, and
 # the last coordinate is inside below RAGGED: what lies past the end of a packed sequence is read as 0 and never written.
@@ -21,10 +22,10 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     biased = call.log_decay is not None or call.alibi_slopes is not None
     config = config_for(phase, call.q.shape[3], call.v.shape[3], biased)
     spec, _ = spec_of(call, phase, config)
-    if phase == "backward":  # tiles of one part, and 64 channels at least in each half of dQ
-        width = 128 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
-        spec = spec._replace(QK=Channels(spec.QK.ALL, width, 0), V=Channels(spec.V.ALL, width, 0))
-        spec = spec._replace(BY_HEAD=call.group > 1)
+    if phase == "backward":  # parts of 64 channels at least, and each half of dQ has some
+        least = 65 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
+        QK, V = (Channels(x.ALL, *parts(max(x.ALL, n))) for x, n in ((spec.QK, least), (spec.V, 64)))
+        spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1)
     elif phase == "wide":
         spec = spec._replace(WITH_Q=False)
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values

@@ -173,6 +173,32 @@ def waited(acc, C: gl.constexpr):
 
 
 @gluon.jit
+def awaited(pending: gl.constexpr, sums, p, C: gl.constexpr):
+    """Both parts of `accumulate` and its left operand, when all but the last `pending` products are done."""
+    a, b = sums
+    x, y = p
+    if C.SECOND > 0:
+        a, b, x, y = products_done(pending, [a, b, x, y])
+        return (a, b), (x, y)
+    else:
+        a, x = products_done(pending, [a, x])
+        return (a, a), (x, x)
+
+
+@gluon.jit
+def awaited_with(pending: gl.constexpr, found, sums, p, C: gl.constexpr):
+    """The sum `found` of another product, and what `awaited` gives."""
+    a, b = sums
+    x, y = p
+    if C.SECOND > 0:
+        found, a, b, x, y = products_done(pending, [found, a, b, x, y])
+        return found, (a, b), (x, y)
+    else:
+        found, a, x = products_done(pending, [found, a, x])
+        return found, (a, a), (x, x)
+
+
+@gluon.jit
 def as_operand(p, dtype: gl.constexpr, C: gl.constexpr):
     """`[64, rows]` in registers as the left operand of `accumulate`."""
     p = p.to(dtype)
@@ -221,13 +247,12 @@ def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.con
 
 
 @gluon.jit
-def write_float32(at, sums, first, limit, ALL: gl.constexpr):
-    """Writes 64 rows of `sums` in float32 from row `first`, below `limit`, of `(address, stride)`, straight from registers."""
+def write_part_float32(at, sums, first, limit, column: gl.constexpr, ALL: gl.constexpr):
     address, stride = at
     WIDTH: gl.constexpr = sums.shape[1]
     L: gl.constexpr = accumulator(WIDTH)
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
     to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
     gl.store(to, sums, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
 
@@ -240,3 +265,22 @@ def write_rows(at, sums, buffers, first, limit, C: gl.constexpr):
     write_part(at, a, x, first, limit, 0, C.ALL)
     if C.SECOND > 0:
         write_part(at, b, y, first, limit, C.FIRST, C.ALL)
+
+
+@gluon.jit
+def write_float32(at, sums, first, limit, C: gl.constexpr):
+    """`write_rows` in float32, straight from registers."""
+    a, b = sums
+    write_part_float32(at, a, first, limit, 0, C.ALL)
+    if C.SECOND > 0:
+        write_part_float32(at, b, first, limit, C.FIRST, C.ALL)
+
+
+@gluon.jit
+def times(sums, factor, C: gl.constexpr):
+    """Both parts of `sums` times a number."""
+    a, b = sums
+    if C.SECOND > 0:
+        return a * factor, b * factor
+    else:
+        return a * factor, a
