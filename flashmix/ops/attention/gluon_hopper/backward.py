@@ -287,7 +287,7 @@ def allocate_halves(descriptors):
 
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["work"])
-def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, d_q_1, d_q_2, S: gl.constexpr):
+def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d, second_d, S: gl.constexpr):
     """dK, dV and what 128 keys add to dQ."""
     n = work.n
     number = gl.atomic_add(work.counters, 1)
@@ -300,7 +300,7 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, d_q_1, 
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
         gl.allocate_shared_memory(q_t.dtype, [4, 64, S.BM], result_layout(q_t.layout)),
-        HalfRing(allocate_halves((d_q_1, d_q_2)), allocate_barriers(2, 1)),
+        HalfRing(allocate_halves((first_d, second_d)), allocate_barriers(2, 1)),
     )
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
     if at.first >= 0:
@@ -309,7 +309,7 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, d_q_1, 
                 (backward_group, (0, work, at, steps, rings, n, S)),
                 (backward_group, (1, work, at, steps, rings, n, S)),
                 (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                (backward_sums, (at, steps, (d_q_1, d_q_2), work.counters, rings, n, S)),
+                (backward_sums, (at, steps, (first_d, second_d), work.counters, rings, n, S)),
             ],
             [4, 1, 1],
             [REGISTERS_OF_TWO, COPIES, COPIES],
@@ -339,7 +339,7 @@ def group_sums_kernel(x, out, n, S: tl.constexpr):
 
 @triton.jit
 def load_sums(sums, any_keys, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Sums of BM queries and WIDTH channels; halves are 64 rows or 64 channels, or a part."""
+    """Sums of dQ, `[BM, WIDTH]`, of a part or of both halves of it, 64 rows or 64 channels each."""
     # element (row, column) of a half, `[64, .]`, where the thread that held it put it
     row = tl.arange(0, S.BM)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
