@@ -359,6 +359,20 @@ def test_the_derivative_of_the_root_in_rg_lru_is_bounded() -> None:
     torch.testing.assert_close(gradient, 1000 * 16 * torch.nn.functional.softplus(decay) * x * gate)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_power_of_a_closed_gate_in_rodimus_has_no_infinite_slope(dtype: torch.dtype) -> None:
+    """A softplus that has underflowed has the gradient of one that is nearly 0; every power of 0 but the first would give NaN there."""
+    inputs = make_inputs("rodimus", dtype)
+    before = torch.linspace(-1e3, 2.0, inputs["selection_gate"].numel(), dtype=dtype).view_as(inputs["selection_gate"])
+    leaf = before.requires_grad_()
+    gate = torch.nn.functional.softplus(leaf)
+    assert (gate == 0).any()
+    o, _ = call("rodimus", inputs | {"selection_gate": gate})
+    (gradient,) = torch.autograd.grad(o.square().sum(), leaf)
+    assert gradient.isfinite().all() and (gradient[gate == 0].abs() < torch.finfo(dtype).tiny).all()
+    assert gradient[leaf > -1.0].all()
+
+
 @pytest.mark.parametrize("name", ["s4d", "s5"])
 def test_steps_of_a_state_space_are_not_negative(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=3)

@@ -71,7 +71,7 @@ def test_fault_01_through_a_layer() -> None:
     (whole, (o, _)), part = seen[0], slice(-3, None)
     args = [t[part] if isinstance(t, Tensor) else t for t in whole]
     _, q, k, v, *_ = args
-    beta, decay = layer.gates(whole[0])
+    beta, decay = layer.beta_and_decay(whole[0])
     assert decay is not None
     same_bits(delta_rule(q, k, v, beta[part], decay[part], impl="triton")[0], o[part], "o")
     last = x[part].detach().requires_grad_()

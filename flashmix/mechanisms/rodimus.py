@@ -28,7 +28,8 @@ def rodimus(
     Args:
         q, k: queries and keys `[B, T, H, K]`; keys are divided by their length here.
         v: values `[B, T, HV, V]`, times the paper's input gate; `HV` is a multiple of `H`.
-        selection_gate: `g`, positive (the paper's is a softplus), `[B, T, H, K]`, any floating dtype.
+        selection_gate: `g`, positive (the paper's is a softplus), `[B, T, H, K]`, any floating dtype; where it has underflowed to 0,
+            `g^tau` passes no gradient to it.
         temperature_gate: `tau`, in [0, 1], `[B, T, H, K]`, any floating dtype.
 
     Source: He et al. 2024 (arXiv 2410.06577), section 3.
@@ -43,7 +44,9 @@ def rodimus(
         check_per_head(name, gate, "q", q, *q.shape)
     wide = state_dtype(q.dtype)
     g, tau = selection_gate.to(wide), temperature_gate.to(wide)
-    key = torch.nn.functional.normalize(k.to(wide), dim=-1) * g**tau
+    # a softplus that has underflowed: the slope of its power is infinite, that of both together is 0
+    base = torch.where(g < torch.finfo(wide).tiny, g.detach(), g)
+    key = torch.nn.functional.normalize(k.to(wide), dim=-1) * base**tau
     return linear_attention(q, key.to(k.dtype), v, repeat_heads(-g * tau, v.shape[2]), **options)
 
 

@@ -95,7 +95,8 @@ def backward(call: AttentionCall, kept: Outputs, grads: Sequence[Tensor | None],
     top, total = (x.transpose(1, 2) for x in (top, total))
     d_o, d_lse = grads if call.return_lse else (*grads, None)
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    delta = torch.einsum("bthd,bthd->bth", d_o.to(dtype), o.to(dtype))
+    # o first, whose layout the product takes; a sum in pairs, since its error reaches all scores of a row
+    delta = (o.to(dtype) * d_o.to(dtype)).sum(-1)
     if d_lse is not None:
         delta = delta - (d_lse if d_lse.dim() == 3 else d_lse[None]).transpose(1, 2)
     share = total.reciprocal().masked_fill_(total == 0, 0)
