@@ -13,8 +13,8 @@ from flashmix import Packing
 from flashmix.ops.attention import definition, softmax_attention
 from flashmix.ops.attention.portable.dropout import dropout_factor
 
-# Between how many stages more than the formula the kernels round, float32. Two: what a tile adds to o and l is rounded again
-# wherever a later tile has a larger score, and P in backward is e^(s - m) times a rounded 1 / l, where softmax divides once.
+# Between how many stages more than the formula kernels and plain PyTorch round, float32. Two: what a tile adds to o and l is rounded
+# again wherever a later tile has a larger score, and P in backward is e^(s - m) times a rounded 1 / l, where softmax divides once.
 KERNEL_STEPS = {torch.float32: 2}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

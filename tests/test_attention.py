@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CASES, DTYPES, PORTABLE_CASES, Case, make_call
+from attention_cases import CASES, DTYPES, KERNEL_STEPS, PORTABLE_CASES, Case, make_call
 from budget import assert_within_budget, relative_errors
 from torch import Tensor
 
@@ -49,7 +49,10 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def test_portable_is_within_budget(case: Case, dtype: torch.dtype) -> None:
     call = make_call(case, dtype)
     baseline = call.definition(torch.float32 if dtype == torch.float64 else dtype)
-    check(case, dtype, call.op("portable"), call.definition(torch.float64), baseline)
+    steps = KERNEL_STEPS.get(dtype, 1)
+    if any(end - start == 1 for start, end in zip(case.key_starts or (), case.key_lengths or (), strict=False)):
+        steps *= 4  # of one key: its gradients are 0 in the formula, and what is left of two products of 8 terms here
+    check(case, dtype, call.op("portable"), call.definition(torch.float64), baseline, steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_NAMES.get)
