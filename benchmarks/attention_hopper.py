@@ -294,22 +294,23 @@ def main() -> None:
     rows = chosen_rows(chosen.rows)
     if chosen.processes:
         compile_all(rows, chosen.sides, chosen.processes)
-    found = []
+    name = "attention_fa4_h200" if "fa4" in chosen.sides else "attention_hopper_all_h200"
+    more = {"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
+    found: list[dict[str, Any]] = []
+
+    def note(result: dict[str, Any]) -> None:
+        """Prints what was found, and writes all so far."""
+        found.append(result)
+        print(*(f"{key} {value}" for key, value in result.items()), flush=True)
+        if chosen.write:
+            timing.write_results(name, found, more=more)
+
     for row in rows:
-        found.append(measure(row, chosen.repeats, chosen.sides))
-        print(*(f"{name} {value}" for name, value in found[-1].items()), flush=True)
-    if chosen.host:
-        for dim in (64, 128, 192):
-            found.append(host_times(dim))
-            print(found[-1], flush=True)
-    if chosen.first:
-        for dim in (64, 128):
-            found.append(first_call(dim))
-            print(found[-1], flush=True)
-    if chosen.write:
-        more = {"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
-        name = "attention_fa4_h200" if "fa4" in chosen.sides else "attention_hopper_all_h200"
-        print(timing.write_results(name, found, more=more))
+        note(measure(row, chosen.repeats, chosen.sides))
+    for dim in (64, 128, 192) if chosen.host else ():
+        note(host_times(dim))
+    for dim in (64, 128) if chosen.first else ():
+        note(first_call(dim))
 
 
 if __name__ == "__main__":
