@@ -24,7 +24,8 @@ from torch import Tensor
 
 from flashmix import Packing
 from flashmix.ops.short_conv.call import ShortConvCall
-from flashmix.ops.short_conv.op import SHORT_CONV, short_conv, short_conv_qkv
+from flashmix.ops.short_conv.joined import JoinedConvolutions
+from flashmix.ops.short_conv.op import SHORT_CONV, SHORT_CONV_QKV, short_conv, short_conv_qkv
 
 pytest.importorskip("triton")
 
@@ -255,6 +256,37 @@ def test_qkv_interpreted() -> None:
     assert_matches(qkv(impl="triton"), qkv_definition, *qkv_inputs(2, 5, 4))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 5), (2, 70), (1, sum(LENGTHS))])
+def test_one_gradient_of_a_projection_has_the_bits_of_three(batch: int, tokens: int, bias: bool) -> None:
+    """The last case is packed. A part without a gradient, and a frozen weight, are none for others."""
+    packing = Packing.from_lengths(LENGTHS) if tokens == sum(LENGTHS) else None
+    x = random(batch, tokens, sum(SIZES), dtype=torch.bfloat16)
+    w, b = random(sum(SIZES), 4, dtype=torch.bfloat16, seed=1), random(sum(SIZES), seed=2) if bias else None
+    leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
+    biases = (None, None, None) if b is None else b.split(SIZES)
+    apart = short_conv_qkv(*x.split(SIZES, -1), *w.split(SIZES), *biases, cu_seqlens=packing, impl="triton")[:3]
+    joined = JoinedConvolutions.apply(x, w, b, SIZES, "silu", packing)
+    flows = [torch.randn_like(t) for t in apart]
+    for one, other in zip(joined, apart, strict=True):
+        assert_same_bits("output", one, other)
+    for kept in (slice(0, 3), slice(1, 2)):
+        for inputs in (leaves, leaves[:1]):
+            grads = (torch.autograd.grad(y[kept], inputs, flows[kept], retain_graph=True) for y in (joined, apart))
+            for one, other in zip(*grads, strict=True):
+                assert_same_bits("gradient", one, other)
+
+
+def test_a_projection_whose_packing_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SHORT_CONV_QKV, "forward", lambda call, save, impl: (tuple(t.clone() for t in call.inputs), ()))
+    packing = Packing(torch.tensor([0, 2, 5]), 5)
+    y, *_ = JoinedConvolutions.apply(random(1, 5, 6).requires_grad_(), random(6, 4), None, (2, 2, 2), "silu", packing)
+    packing.cu_seqlens[1] = 3
+    with pytest.raises(RuntimeError, match="cu_seqlens was overwritten between the forward and the backward"):
+        y.sum().backward()
+
+
 @GPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [0, 1, 9, 403])
@@ -388,12 +420,18 @@ def qkv_call() -> Any:
     return qkv()(*(leaf(*t.shape, dtype=torch.bfloat16) for t in qkv_inputs(2, 100, 4)))
 
 
+def joined_call() -> Any:
+    x, w = leaf(2, 100, sum(SIZES), dtype=torch.bfloat16), leaf(sum(SIZES), 4, dtype=torch.bfloat16)
+    return JoinedConvolutions.apply(x, w, None, SIZES, "silu", None)
+
+
 BF16 = torch.bfloat16
 FAST = {
     "long": conv_call(4, 4096, BF16, 8192, False, False),
     "step": conv_call(4, 4096, BF16, 1, False, True),
     "packed": conv_call(4, 512, BF16, 100, True, False),
     "qkv": qkv_call,
+    "joined": joined_call,
 }
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 CALLS = FAST | {

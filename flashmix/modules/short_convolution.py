@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
 from flashmix.op.recompute import recomputed
+from flashmix.ops.short_conv.joined import convolved_parts
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 
 
@@ -112,6 +113,9 @@ def _of_qkv(
     qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int], **options: Any
 ) -> tuple[Tensor, ...]:
     """The convolved queries, keys and values, and the last inputs if they are asked for."""
+    joined = convolved_parts(qkv, weight, bias, sizes, **options)
+    if joined is not None:
+        return joined
     biases = (None, None, None) if bias is None else bias.split(sizes)
     found = short_conv_qkv(*qkv.split(sizes, dim=-1), *weight.split(sizes), *biases, **options)
     return tuple([t for t in found if t is not None])

@@ -79,8 +79,11 @@ def strides_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[int,
     return along_batch, tuple([t.stride(1) if tokens > 1 else 0 for t in tensors])
 
 
-def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None) -> ConvPlan:
-    """The programs of a pass that reads `rows`, the call's inputs first; `dbias`: of the backward, whether it sums that of the bias."""
+def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None, joined: bool = False) -> ConvPlan:
+    """The programs of a pass that reads `rows`, the call's inputs first.
+
+    Of the backward `dbias` says whether it sums that of the bias, `joined` whether the gradients of the inputs are one tensor.
+    """
     batch, tokens, _ = rows[0][0].shape
     channels, device, packed = call.channels, call.device, call.packing is not None
     whole = not packed and tokens >= SHORT  # sequences have programs of their own
@@ -109,6 +112,7 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
         BLOCK=block,
         GROUP=group,
         ALIGN=align,
+        JOINED=joined,
     )
     jobs, units = sequences * cdiv(length, span), tuple([size // align for size in channels])
     n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
@@ -159,13 +163,43 @@ def forward(call: Convolutions, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    names, weights, biases = ([part[i] for part in call.NAMES] for i in range(3))
+    dx = gradients_of(call.inputs)
+    dweight = gradients_of(call.weights) if any(name in wanted for name in weights) else None
+    dbias = gradients_of(call.biases) if call.biases and any(name in wanted for name in biases) else None
+    dstate = call.initial_state.new_empty(call.initial_state.shape) if "initial_state" in wanted else None
+    run_backward(call, grads, dx, dweight, dbias, dstate)
+    found = dict(zip(names, dx, strict=True)) | dict(zip(weights, dweight or (), strict=False))
+    found |= dict(zip(biases, dbias or (), strict=False))
+    return found if dstate is None else found | {"initial_state": dstate}
+
+
+def backward_joined(
+    call: Convolutions, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of inputs `[B, T, D]`, weights `[D, W]` and biases `[D]`, of all parts side by side; the last two where `wanted`."""
+    x, weight, D = call.inputs[0], call.weights[0], sum(call.channels)
+    dx = x.new_empty(*x.shape[:2], D)
+    dweight = weight.new_empty(D, call.width) if wanted[1] else None
+    dbias = call.biases[0].new_empty(D) if wanted[2] and call.biases else None
+    weights, biases = ((t if t is None else t.split(call.channels)) for t in (dweight, dbias))
+    run_backward(call, grads, (dx,), weights, biases, None)
+    return dx, dweight, dbias
+
+
+def run_backward(
+    call: Convolutions,
+    grads: Sequence[Tensor | None],
+    dx: tuple[Tensor, ...],
+    dweight: tuple[Tensor, ...] | None,
+    dbias: tuple[Tensor, ...] | None,
+    dstate: Tensor | None,
+) -> None:
+    """Writes the gradients; `dx` has one tensor for each part, or one for all side by side."""
     x, c, (flows, dfinal) = rows_of(call.inputs), operands_of(call), call.flows(grads)
     dy = rows_of([t.new_zeros(t.shape[2]).expand(t.shape) if g is None else g for g, t in zip(flows, x, strict=True)])
     dfinal = None if dfinal is None else dfinal.contiguous()
-    names, weights, biases = ([part[i] for part in call.NAMES] for i in range(3))
-    dx, dweight = gradients_of(x), gradients_of(call.weights) if any(name in wanted for name in weights) else None
-    dbias = gradients_of(c.bias) if any(name in wanted for name in biases) else None
-    p = plan(call, x, dy, dbias=dbias is not None)
+    p = plan(call, x, dy, dbias=dbias is not None, joined=len(dx) < len(x))
     partial = None
     if dweight or dbias:
         partial = torch.empty(p.n.jobs, call.width + 1, sum(call.channels), dtype=torch.float32, device=call.device)
@@ -173,13 +207,9 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
     p.bound(backward_kernels.short_conv_backward_kernel)(p.n.jobs * p.n.blocks, *tapes, dx, dfinal, partial, p.n)
     if partial is not None:
         _sum_weights(p, call.channels, partial, dweight, dbias)
-    found = dict(zip(names, dx, strict=True)) | dict(zip(weights, dweight or (), strict=False))
-    found |= dict(zip(biases, dbias or (), strict=False))
-    if "initial_state" in wanted:
-        found["initial_state"] = dstate = torch.empty_like(c.state)
+    if dstate is not None:
         grid = call.sequences * p.n.blocks if dstate.numel() else 0
         p.bound(backward_kernels.short_conv_state_backward_kernel)(grid, *tapes, dstate, dfinal, p.n)
-    return found
 
 
 def gradients_of(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

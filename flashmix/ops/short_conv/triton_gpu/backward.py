@@ -80,14 +80,21 @@ def final_gradient(dfinal, row, seq, asked, limit, block, c, n, S: tl.constexpr)
 
 @triton.jit(do_not_specialize=["x", "dy", "n"])
 def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr):
-    """One program per (span of rows, block of channels): `dx` of its rows, and its share of the gradients of weight and bias."""
+    """One program per (span of rows, block of channels): `dx` of its rows, and its share of the gradients of weight and bias.
+
+    JOINED: `dx` is one tensor, of which the parts have the channels side by side.
+    """
     BLOCK: tl.constexpr = S.BLOCK
     GROUP: tl.constexpr = S.GROUP
     WIDTH: tl.constexpr = S.WIDTH
     pid = tl.program_id(0)
     job = (pid // n.blocks).to(tl.int64)
     block = block_of(pid % n.blocks, n, S)
-    tape, flow, out = tape_of(x, block.part, S), tape_of(dy, block.part, S), pick(dx, block.part, S)
+    tape, flow = tape_of(x, block.part, S), tape_of(dy, block.part, S)
+    if S.JOINED:
+        out, pitch = dx[0] + block.before * S.ALIGN, n.total
+    else:
+        out, pitch = pick(dx, block.part, S), block.size
     taps = taps_of(c, block, S)
     span = span_of(job, c, n, S)
     past = inputs_before(tape, span.start, span.seq, span.position, block, c, n, S)
@@ -105,7 +112,7 @@ def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr
         coming = span.start + done + GROUP  # loaded while this group is at work
         xs_coming = load_group(tape, coming, seen, span, block, c, n, S, "evict_last")  # GROUP times [d]
         dys_coming = load_group(flow, coming, seen, span, block, c, n, S, "evict_last").rows  # GROUP times [d]
-        here = (span.seq * n.tokens + span.start + done - (WIDTH - 1)) * block.size * S.ALIGN
+        here = (span.seq * n.tokens + span.start + done - (WIDTH - 1)) * pitch * S.ALIGN
         for i in tl.static_range(GROUP):
             seq = xs.ids[i]
             past = begin(past, seq, xs.positions[i], block, c, n, S)
@@ -131,7 +138,7 @@ def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr
             own = (row >= span.start) & (row < stop)
             if dfinal is not None:
                 gradient += final_gradient(dfinal, row, owner, own, span.limit, block, c, n, S)
-            where = contiguous_offset_of(row, here, i, block, S)
+            where = contiguous_offset_of(row, here, i, pitch, S)
             tl.store(out + where + block.d, gradient.to(out.dtype.element_ty), mask=block.inside & own)
     if partial is not None:
         for k in tl.static_range(WIDTH + 1):

@@ -38,6 +38,7 @@ class ConvSpec(NamedTuple):
     BLOCK: int  # channels of a program
     GROUP: int  # rows that it loads at once
     ALIGN: int
+    JOINED: bool = False  # the gradients of all parts are one tensor, their channels side by side
 
 
 class ConvNumbers(NamedTuple):
@@ -179,11 +180,11 @@ def offset_of(tape, row, seq, position, S: tl.constexpr):
 
 
 @triton.jit
-def contiguous_offset_of(row, here, i: tl.constexpr, block, S: tl.constexpr):
-    """Where a row begins in a contiguous tensor; LONG: the row i after the one at `here`."""
-    where = row * block.size * S.ALIGN
+def contiguous_offset_of(row, here, i: tl.constexpr, pitch, S: tl.constexpr):
+    """Where a row begins in a contiguous tensor of rows of `pitch`; LONG: the row i after the one at `here`."""
+    where = row * pitch * S.ALIGN
     if S.MODE == LONG:
-        where = here + i * (block.size * S.ALIGN)
+        where = here + i * (pitch * S.ALIGN)
     return where
 
 
@@ -332,7 +333,7 @@ def short_conv_forward_kernel(x, residual, c, y, final, n, S: tl.constexpr):
                     added = tape_of(residual, 0, S)
                     where = offset_of(added, row, seq, position, S)
                     u += tl.load(added.x + where + block.d, mask=mask, other=0.0).to(tl.float32)  # [d]
-                where = contiguous_offset_of(row, here, i, block, S)
+                where = contiguous_offset_of(row, here, i, block.size, S)
                 tl.store(out + where + block.d, u.to(out.dtype.element_ty), mask=mask)
                 if S.WIDTH > 1:
                     past = past[1:] + (value,)
