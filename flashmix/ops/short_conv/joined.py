@@ -52,8 +52,11 @@ def convolved_parts(
 def call_of(
     qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, activation: str | None, packing: Packing | None
 ) -> ShortConvQKVCall:
-    biases = (None, None, None) if bias is None else bias.split(sizes)
-    return ShortConvQKVCall(*qkv.split(sizes, dim=-1), *weight.split(sizes), *biases, None, packing, activation, False)
+    (q, k, v), (q_weight, k_weight, v_weight) = qkv.split(sizes, dim=-1), weight.split(sizes)
+    q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
+    return ShortConvQKVCall(
+        q, k, v, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, None, packing, activation, return_state=False
+    )
 
 
 class JoinedConvolutions(torch.autograd.Function):

@@ -167,7 +167,8 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
     dx = gradients_of(call.inputs)
     dweight = gradients_of(call.weights) if any(name in wanted for name in weights) else None
     dbias = gradients_of(call.biases) if call.biases and any(name in wanted for name in biases) else None
-    dstate = call.initial_state.new_empty(call.initial_state.shape) if "initial_state" in wanted else None
+    state = call.initial_state if "initial_state" in wanted else None
+    dstate = None if state is None else state.new_empty(state.shape)
     run_backward(call, grads, dx, dweight, dbias, dstate)
     found = dict(zip(names, dx, strict=True)) | dict(zip(weights, dweight or (), strict=False))
     found |= dict(zip(biases, dbias or (), strict=False))
