@@ -40,6 +40,7 @@ OP_EXTRAS = {
     "scan": {"step"},
     "selective_scan": {"step", "extras"},
     "gated_product": {"linear"},
+    "short_conv": {"joined"},
 }
 BACK_ENDS = {"portable", "triton_gpu", "gluon_hopper", "native"}
 

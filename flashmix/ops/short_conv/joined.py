@@ -52,11 +52,17 @@ def convolved_parts(
 def call_of(
     qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, activation: str | None, packing: Packing | None
 ) -> ShortConvQKVCall:
-    (q, k, v), (q_weight, k_weight, v_weight) = qkv.split(sizes, dim=-1), weight.split(sizes)
-    q_bias, k_bias, v_bias = (None, None, None) if bias is None else bias.split(sizes)
-    return ShortConvQKVCall(
-        q, k, v, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, None, packing, activation, return_state=False
-    )
+    values: dict[str, Any] = {
+        "initial_state": None,
+        "packing": packing,
+        "activation": activation,
+        "return_state": False,
+    }
+    parts = qkv.split(sizes, dim=-1), weight.split(sizes), [None] * 3 if bias is None else bias.split(sizes)
+    for names, tensors in zip(ShortConvQKVCall.NAMES, zip(*parts, strict=True), strict=True):
+        values |= zip(names, tensors, strict=True)
+    call: ShortConvQKVCall = ShortConvQKVCall.make(values)
+    return call
 
 
 class JoinedConvolutions(torch.autograd.Function):
@@ -79,5 +85,10 @@ class JoinedConvolutions(torch.autograd.Function):
         if packing is not None and packing.version != ctx.version:
             raise RuntimeError("short_conv_qkv: cu_seqlens was overwritten between the forward and the backward")
         qkv, weight, bias = ctx.saved_tensors
-        call = call_of(qkv, weight, bias, *ctx.options)
-        return *backward_joined(call, grads, ctx.needs_input_grad[:3]), None, None, None
+        made = [
+            torch.empty_like(t) if wanted else None
+            for t, wanted in zip((qkv, weight, bias), ctx.needs_input_grad, strict=False)
+        ]
+        dqkv = torch.empty_like(qkv) if made[0] is None else made[0]
+        backward_joined(call_of(qkv, weight, bias, *ctx.options), grads, dqkv, made[1], made[2])
+        return *made, None, None, None

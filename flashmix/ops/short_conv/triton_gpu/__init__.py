@@ -176,16 +176,11 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
 
 
 def backward_joined(
-    call: Convolutions, grads: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of inputs `[B, T, D]`, weights `[D, W]` and biases `[D]`, of all parts side by side; the last two where `wanted`."""
-    x, weight, D = call.inputs[0], call.weights[0], sum(call.channels)
-    dx = x.new_empty(*x.shape[:2], D)
-    dweight = weight.new_empty(D, call.width) if wanted[1] else None
-    dbias = call.biases[0].new_empty(D) if wanted[2] and call.biases else None
+    call: Convolutions, grads: Sequence[Tensor | None], dx: Tensor, dweight: Tensor | None, dbias: Tensor | None
+) -> None:
+    """Writes the gradients of inputs `[B, T, D]`, weights `[D, W]` and biases `[D]`, of all parts side by side."""
     weights, biases = ((t if t is None else t.split(call.channels)) for t in (dweight, dbias))
     run_backward(call, grads, (dx,), weights, biases, None)
-    return dx, dweight, dbias
 
 
 def run_backward(
