@@ -170,6 +170,7 @@ REPLACED: dict[str, Any] = {
     "mbarrier": Mbarrier,
     "expect": Mbarrier.expect,
     "ex2": ex2,
+    "reciprocal": torch.reciprocal,
     "opaque_zero": lambda: 0,
     "pin": lambda x: x,
     "add_to_global": add_to_global,

@@ -12,6 +12,8 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 
 CHUNK = 64  # tokens from one kept state to the next
+LANES = 32  # channels of a program on a GPU, which is a warp
+PROGRAMS, SEGMENT = 1024, 256  # segments for at most half as many programs, of at least so many tokens
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class SelectiveScanCall(Call):
     @property
     def groups(self) -> int:
         return self.B.shape[2]
+
+    @property
+    def segmented(self) -> bool:
+        """Whether so few channels of so long sequences are there that a GPU works on segments of them."""
+        programs = self.sequences * self.groups * -(-self.u.shape[2] // self.groups // LANES)
+        tokens = self.u.shape[1] if self.packing is None else -(-self.u.shape[1] // max(self.sequences, 1))
+        return min(PROGRAMS // max(programs, 1), tokens // SEGMENT) > 1
 
     @property
     def chunks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, always, refused
 from flashmix.op.checks import check_dtype, check_like, check_shape, check_tensor
 from flashmix.op.choose import Implementation
@@ -14,6 +15,14 @@ from flashmix.op.public import public
 from flashmix.ops.selective_scan.call import SelectiveScanCall
 from flashmix.ops.selective_scan.extras import Extras
 from flashmix.ops.selective_scan.native.binding import missing
+
+
+def _gluon_supports(call: SelectiveScanCall) -> str | None:
+    if call.A.shape[1] != 16:
+        return f"its kernels take 16 states, got {call.A.shape[1]}"
+    if call.segmented:
+        return f"it has no segments, which few channels of long sequences want, got {tuple(call.u.shape)}"
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
 
 
 def _triton_supports(call: SelectiveScanCall) -> str | None:
@@ -32,6 +41,7 @@ def _native_supports(call: SelectiveScanCall) -> str | None:
 
 MOST_STATES = 16  # of a channel in registers
 IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
+    Implementation("gluon", "flashmix.ops.selective_scan.gluon_hopper", _gluon_supports),
     Implementation("triton", "flashmix.ops.selective_scan.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.selective_scan.portable", always),
@@ -107,7 +117,7 @@ def selective_scan(
     extras.check_contents(A, dt)
     A, B, C = extras.shaped(A, B, C)
     call = SelectiveScanCall(u, dt, A, B, C, initial_state, packing, *extras)
-    apart = impl not in ("auto", "triton") or _triton_supports(call) is not None
+    apart = impl not in ("auto", "gluon", "triton") or (impl != "gluon" and _triton_supports(call) is not None)
     if apart:
         call = SelectiveScanCall(u, extras.step(dt), A, B, C, initial_state, packing)
     y, state = SELECTIVE_SCAN(call, impl, "selective_scan")

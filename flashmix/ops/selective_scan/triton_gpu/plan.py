@@ -7,12 +7,10 @@ from typing import NamedTuple
 import torch
 
 from flashmix.gpu.blocks import cdiv, power_of_two
-from flashmix.ops.selective_scan.call import CHUNK, SelectiveScanCall
+from flashmix.ops.selective_scan.call import CHUNK, LANES, PROGRAMS, SEGMENT, SelectiveScanCall
 from flashmix.ops.selective_scan.triton_gpu.forward import SelectiveSpec
 
-LANES = 32  # channels of a program, which is a warp
 GROUP, GROUP_BACKWARD, GROUP_PRECISE = 8, 4, 2  # tokens that are loaded at a time; backwards in float32
-PROGRAMS, SEGMENT = 1024, 256  # segments for at most half as many programs, of at least so many tokens
 RESIDENT = 2048  # programs of the backward, at most: each has memory of its own
 
 

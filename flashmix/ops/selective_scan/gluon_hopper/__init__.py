@@ -1,0 +1,100 @@
+"""The selective scan on Hopper: kernels in Gluon, one warp for 32 channels of a sequence, for 16-bit numbers and 16 states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashmix.gpu.blocks import cdiv
+from flashmix.gpu.launch import bound
+from flashmix.gpu.rows import sum_columns
+from flashmix.op.call import Gradients, Outputs
+from flashmix.ops.selective_scan.call import SelectiveScanCall
+from flashmix.ops.selective_scan.gluon_hopper.backward import HopperGradients, selective_backward_hopper_kernel
+from flashmix.ops.selective_scan.gluon_hopper.forward import (
+    CHUNK,
+    HopperInputs,
+    HopperNumbers,
+    HopperSpec,
+    HopperStates,
+    selective_hopper_kernel,
+)
+from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
+
+__all__ = ["backward", "forward", "keeps"]
+
+
+def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
+    y, state = outputs = call.results()
+    kept = keeps(call) if save else ()
+    states = HopperStates(_contiguous(call.initial_state), state, kept[0] if kept else None)
+    spec, numbers = _spec(call), _numbers(call)
+    bound(selective_hopper_kernel, spec, num_warps=1)(_programs(call, spec), _inputs(call), y, states, numbers)
+    return outputs, kept
+
+
+def keeps(call: SelectiveScanCall) -> Outputs:
+    batch, tokens = call.u.shape[:2]
+    size = CHUNK.value
+    chunks = batch * cdiv(tokens, size) if call.packing is None else tokens // size + call.packing.count
+    return (_empty(call, chunks, *call.A.shape),)
+
+
+def backward(
+    call: SelectiveScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]
+) -> Gradients:
+    names = ("u", "dt") if call.z is None else ("u", "dt", "z")
+    found = {name: torch.empty(getattr(call, name).shape, dtype=getattr(call, name).dtype, device=call.device) for name in names}
+    d_y, d_last = grads
+    d_y = torch.zeros_like(call.u) if d_y is None else d_y
+    spec = _spec(call)
+    shared = _empty(call, spec.BLOCKS, 2, *call.B.shape)
+    channels, rates = _empty(call, call.sequences, 2, spec.WIDTH), _empty(call, call.sequences, *call.A.shape)
+    start = _empty(call, call.sequences, *call.A.shape) if "initial_state" in wanted else None
+    gradients = HopperGradients(
+        d_y.contiguous(), found["u"], found["dt"], found.get("z"), shared, channels, rates, _contiguous(d_last), start
+    )
+    run = bound(selective_backward_hopper_kernel, spec, num_warps=1)
+    run(_programs(call, spec), _inputs(call), gradients, kept[0], _numbers(call))
+    both = torch.empty((2, *call.B.shape), dtype=call.B.dtype, device=call.device)
+    sum_columns(shared, both)
+    d_A, d_channels = _empty(call, *call.A.shape), _empty(call, 2, spec.WIDTH)
+    sum_columns(rates, d_A)
+    sum_columns(channels, d_channels)
+    found |= {"B": both[0], "C": both[1]}
+    for name, total in (("A", d_A), ("D", d_channels[0]), ("dt_bias", d_channels[1])):
+        if name in wanted:
+            found[name] = total.to(getattr(call, name).dtype)
+    if start is not None:
+        found["initial_state"] = start
+    return found
+
+
+def _empty(call: SelectiveScanCall, *sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32, device=call.device)
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _inputs(call: SelectiveScanCall) -> HopperInputs:
+    tensors = (call.u, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias)
+    cu_seqlens = None if call.packing is None else call.packing.cu_seqlens
+    return HopperInputs(*map(_contiguous, (*tensors, cu_seqlens)))
+
+
+def _spec(call: SelectiveScanCall) -> HopperSpec:
+    width = call.u.shape[2]
+    return HopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus)
+
+
+def _numbers(call: SelectiveScanCall) -> HopperNumbers:
+    batch, tokens = call.u.shape[:2]
+    return HopperNumbers(tokens, batch * tokens)
+
+
+def _programs(call: SelectiveScanCall, spec: HopperSpec) -> int:
+    return call.sequences * spec.SHARES * spec.BLOCKS
