@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
-    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "reciprocal", "release", "retire", "row_pieces",
+    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "retire", "row_pieces",
     "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
@@ -191,12 +191,6 @@ def await_readers(number: gl.constexpr, i, threads: gl.constexpr, STAGES: gl.con
 def ex2(x):
     """2^x to 2 units in the last place; denormal results are 0."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    """1 / x to one unit in the last place; 0 for |x| past 2^126."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -87,11 +87,18 @@ def sizes(shape: Sequence[Any]) -> list[int]:
     return [plain(n) for n in (shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape)]
 
 
-INSTRUCTIONS = {"tanh.approx.f32": torch.tanh, "ex2.approx.ftz.f32": ex2, "mul.rn.f32": torch.mul}
+INSTRUCTIONS = {
+    "tanh.approx.f32": torch.tanh,
+    "ex2.approx.ftz.f32": ex2,
+    "mul.rn.f32": torch.mul,
+    "rcp.approx.ftz.f32": torch.reciprocal,
+    "mul.ftz.f32": lambda x: torch.exp(-x),  # `flashmix.gpu.rows.exp_of_minus`
+}
 
 
 def assembler(text: str, constraints: str, given: Sequence[Any], **_: Any) -> Any:
-    return INSTRUCTIONS[plain(text).split()[0]](*given)
+    words = plain(text).replace("{ .reg .f32 e; ", "").split()
+    return INSTRUCTIONS[words[0]](*given)
 
 
 def language() -> Any:
@@ -170,7 +177,6 @@ REPLACED: dict[str, Any] = {
     "mbarrier": Mbarrier,
     "expect": Mbarrier.expect,
     "ex2": ex2,
-    "reciprocal": torch.reciprocal,
     "opaque_zero": lambda: 0,
     "pin": lambda x: x,
     "add_to_global": add_to_global,

@@ -46,7 +46,10 @@ def backward(
     call: SelectiveScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]
 ) -> Gradients:
     names = ("u", "dt") if call.z is None else ("u", "dt", "z")
-    found = {name: torch.empty(getattr(call, name).shape, dtype=getattr(call, name).dtype, device=call.device) for name in names}
+    found = {
+        name: torch.empty(getattr(call, name).shape, dtype=getattr(call, name).dtype, device=call.device)
+        for name in names
+    }
     d_y, d_last = grads
     d_y = torch.zeros_like(call.u) if d_y is None else d_y
     spec = _spec(call)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flashmix.gpu.hopper import ex2, gl, gluon
+from flashmix.gpu.rows import activation, activation_slope, sigmoid
 from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.selective_scan.gluon_hopper.forward import (
     CHUNK,
@@ -25,7 +26,6 @@ from flashmix.ops.selective_scan.gluon_hopper.forward import (
     place_of,
     put_states,
     rates_of,
-    sigmoid,
     states_at,
     step_sizes,
     tokens_at,
@@ -170,7 +170,10 @@ def half_gradients(d, h, c, d_A, rates, memory, sums, WHICH: gl.constexpr, token
     put_pairs(d.shared, 1, sums.pairs, token, place, n, S)
     inputs, decays = (), ()
     for i in gl.static_range(HALF - 1, -1, -1):
-        flow = c + of_token(memory.flows, WHICH * HALF + i)[:, None] * weights_of_token(memory.C, WHICH * HALF + i)[None, :]
+        flow = (
+            c
+            + of_token(memory.flows, WHICH * HALF + i)[:, None] * weights_of_token(memory.C, WHICH * HALF + i)[None, :]
+        )
         sums.pairs[i].store(over_pairs(of_token(memory.writes, WHICH * HALF + i)[:, None] * flow))
         inputs = append(inputs, gl.sum(flow * weights_of_token(memory.B, WHICH * HALF + i)[None, :], 1))
         c = factors[i] * flow
@@ -194,15 +197,13 @@ def put_tokens(x, d, u, raw, z, flow, memory, sums, own, at, place, S: gl.conste
     gl.store(tokens_at(d.u, at, place, S), d_u.to(d.u.dtype.element_ty), mask=there)
     d_dt = wide * dx + LN_2 * all_of(sums.rate).load(tokens())
     if S.SOFTPLUS:
-        d_dt *= sigmoid(raw.to(gl.float32) + bias[None, :])
+        d_dt *= sigmoid(raw.to(gl.float32) + bias[None, :], False)
     gl.store(tokens_at(d.dt, at, place, S), d_dt.to(d.dt.dtype.element_ty), mask=there)
     all_of(sums.skip).store(all_of(sums.skip).load(tokens()) + dy * wide)
     all_of(sums.bias).store(all_of(sums.bias).load(tokens()) + gl.where(there, d_dt, 0.0))
     if x.z is not None:
-        gate = z.to(gl.float32)
-        share = sigmoid(gate)
         y = all_of(sums.y).load(tokens()) + skip[None, :] * wide
-        d_z = flow.to(gl.float32) * y * (share * (1.0 + gate * (1.0 - share)))
+        d_z = flow.to(gl.float32) * y * activation_slope(z.to(gl.float32), "silu", False)
         gl.store(tokens_at(d.z, at, place, S), d_z.to(d.z.dtype.element_ty), mask=there)
 
 
@@ -261,8 +262,7 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
                 flow.to(gl.float32),
             )
             if x.z is not None:
-                gate = z.to(gl.float32)
-                dy = dy * (gate * sigmoid(gate))
+                dy = dy * activation(z.to(gl.float32), "silu", False)
             all_of(memory.steps).store(dt)
             all_of(memory.writes).store(dt * u.to(gl.float32))
             all_of(memory.flows).store(dy)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import ex2, gl, gluon, reciprocal
+from flashmix.gpu.hopper import ex2, gl, gluon
+from flashmix.gpu.rows import activation
+from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS, STATES, TOKENS, rows, tile, tokens, weights
 
@@ -21,8 +23,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class HopperInputs(NamedTuple):
-    """Contiguous tensors: `u`, `dt`, `z` `[T, D]`, `B`, `C` `[T, G, S]`, `A` `[D, S]`, `D` and `bias` `[D]`, boundaries of packed sequences;
-    absent ones None."""
+    """Contiguous tensors: `u`, `dt`, `z` `[T, D]`, `B`, `C` `[T, G, S]`, `A` `[D, S]`, `D` and `bias` `[D]`, boundaries of packed
+    sequences; absent ones None."""
 
     u: Any
     dt: Any
@@ -56,8 +58,8 @@ class HopperNumbers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a program: its sequence, that one's first token and the one past its last, its first chunk; its group of channels, the first of its
-    channels and how many of them there are."""
+    """Of a program: its sequence, that one's first token and the one past its last, its first chunk; its group of channels, its block in
+    that, the first of its channels and how many of them there are."""
 
     sequence: Any
     first: Any
@@ -167,25 +169,11 @@ def weights_of(shared, token, place, S: gl.constexpr):
 
 
 @gluon.jit
-def sigmoid(x):
-    return reciprocal(1.0 + ex2(x * -LOG2_E))
-
-
-@gluon.jit
 def step_sizes(raw, bias, there, S: gl.constexpr):
     """`dt` [t, c], 0 where there is no token: it changes nothing."""
     dt = raw.to(gl.float32) + bias[None, :]
-    if S.SOFTPLUS:  # the polynomial of `ops/decay/triton_gpu.softplus`
-        e = ex2(gl.abs(dt) * -LOG2_E)
-        series = e * 0.00525345779962444 - 0.029588507403629928
-        series = series * e + 0.07836166803700736
-        series = series * e - 0.1367476970718675
-        series = series * e + 0.19111431081441546
-        series = series * e - 0.2484436989272617
-        series = series * e + 0.33319271342543477
-        series = series * e - 0.4999950151679037
-        series = series * e + 0.9999999705406577
-        dt = gl.where(dt > 0.0, dt, 0.0) + e * series
+    if S.SOFTPLUS:
+        dt = softplus(dt, False)
     return gl.where(there, dt, 0.0)
 
 
@@ -254,8 +242,7 @@ def selective_hopper_kernel(x, y_ptr, states, n, S: gl.constexpr):
         all_of(sums).permute([1, 0]).store(stacked(found))
         y = all_of(sums).load(tokens()) + through
         if x.z is not None:
-            wide = gate.to(gl.float32)
-            y = y * (wide * sigmoid(wide))
+            y = y * activation(gate.to(gl.float32), "silu", False)
         gl.store(tokens_at(y_ptr, at, place, S), y.to(y_ptr.dtype.element_ty), mask=there)
         at = later
     put_states(states.last, place.sequence, place, True, h, S)

@@ -1,8 +1,8 @@
 """Where the numbers of the selective scan's Hopper kernels lie, in registers and in shared memory.
 
-A program is one warp, with 32 channels of one sequence. A thread has two channels and eight of their 16 states: a number of a channel serves
-eight states, one of B or C two channels, and sums over states or channels leave a thread with few numbers. What is made of single numbers
-(step sizes, gates) is made for TOKENS tokens at once, eight numbers a thread, and comes to the states through shared memory.
+A program is one warp, with 32 channels of one sequence. A thread has two channels and eight of their 16 states: a number of a channel
+serves eight states, one of B or C two channels, and sums over states or channels leave a thread with few numbers. What is made of single
+numbers (step sizes, gates) is made for TOKENS tokens at once, eight numbers a thread, and comes to the states through shared memory.
 Tiles: `t` tokens, `c` channels, `s` states.
 """
 

@@ -1,0 +1,290 @@
+"""Mechanisms on a GPU beside FLA: `python benchmarks/mechanisms_gpu.py [--rows NAME ...] [--ready SECONDS] [--out FILE]`.
+
+bfloat16, forward, and forward with backward: milliseconds between events with a cold L2 (medians), and the memory that a call takes
+beyond its inputs. A row and a side are a process of its own: all compile (and FLA tunes) at once, for at most `--ready` seconds; then
+those that are ready are timed one after the other, alone on the card. What was not ready is named. What FLA does not have (xLSTM's
+kernels, Mamba-3) is timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timing
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Run = Callable[..., Any]
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, device="cuda")).to(dtype)
+
+
+def decay(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return (-0.1 * torch.rand(shape, device="cuda")).to(dtype)
+
+
+def heads(B: int, T: int, H: int, K: int, V: int) -> Inputs:
+    q, k = (torch.nn.functional.normalize(torch.randn(B, T, H, K, device="cuda"), dim=-1).to(BF16) for _ in range(2))
+    return {"q": q, "k": k, "v": normal(B, T, H, V)}
+
+
+def first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def hgrn(side: str) -> tuple[Inputs, Run]:
+    x = {"x": normal(8, 4096, 4096), "g": decay(8, 4096, 4096, dtype=BF16)}
+    if side == "flashmix":
+        from flashmix import hgrn
+
+        return x, lambda x, g: hgrn(x, g)
+    from fla.ops.hgrn import chunk_hgrn
+
+    return x, lambda x, g: chunk_hgrn(x, g)
+
+
+def rwkv4(side: str) -> tuple[Inputs, Run]:
+    x = {
+        "k": normal(8, 2048, 2048),
+        "v": normal(8, 2048, 2048),
+        "w": -torch.rand(2048, device="cuda"),
+        "u": normal(2048, dtype=F32),
+    }
+    if side == "flashmix":
+        from flashmix import rwkv4
+
+        return x, lambda k, v, w, u: rwkv4(k, v, w, u)
+    from fla.ops.rwkv4 import fused_recurrent_rwkv4
+
+    state = torch.zeros(8, 3, 1, 2048, device="cuda")
+    return x, lambda k, v, w, u: fused_recurrent_rwkv4(w, u, k, v, state)
+
+
+def based(side: str) -> tuple[Inputs, Run]:
+    x = heads(8, 2048, 16, 16, 128)
+    if side == "flashmix":
+        from flashmix import based
+
+        return x, lambda q, k, v: based(q, k, v)
+    from fla.ops.based import fused_chunk_based, parallel_based
+
+    return x, parallel_based if side == "fla parallel" else fused_chunk_based
+
+
+def rebased(side: str) -> tuple[Inputs, Run]:
+    x = heads(8, 2048, 16, 16, 128)
+    if side == "flashmix":
+        from flashmix import rebased
+
+        return x, lambda q, k, v: rebased(q, k, v)
+    from fla.ops.rebased import parallel_rebased
+
+    return x, parallel_rebased
+
+
+def lightnet(side: str) -> tuple[Inputs, Run]:
+    x = heads(4, 2048, 16, 128, 128)
+    if side == "flashmix":
+        from flashmix import lightnet
+
+        return x, lambda q, k, v: lightnet(q, k, v)
+    from fla.ops.lightnet import chunk_lightnet
+
+    return x, chunk_lightnet
+
+
+def log_linear(side: str) -> tuple[Inputs, Run]:
+    B, T, H, K, V = 4, 2048, 16, 128, 64
+    x = {"q": normal(B, T, 1, K, scale=K**-0.5), "k": normal(B, T, 1, K), "v": normal(B, T, H, V), "g": decay(B, T, H)}
+    x["levels"] = torch.rand(B, T, H, 12, device="cuda")
+    if side == "flashmix":
+        from flashmix import log_linear
+
+        return x, lambda q, k, v, g, levels: log_linear(q, k, v, g, levels)
+    from fla.ops.log_linear_attn import chunk_log_linear_attn
+
+    return x, chunk_log_linear_attn
+
+
+def mesa_net(side: str) -> tuple[Inputs, Run]:
+    x = heads(4, 2048, 16, 128, 128) | {"g": decay(4, 2048, 16), "beta": torch.rand(4, 2048, 16, device="cuda")}
+    x["ridge"] = 0.25 + torch.rand(16, 128, device="cuda")
+    if side == "flashmix":
+        from flashmix import mesa_net
+
+        return x, lambda q, k, v, g, beta, ridge: mesa_net(q, k, v, beta, g, ridge)
+    from fla.ops.mesa_net import chunk_mesa_net
+
+    return x, lambda q, k, v, g, beta, ridge: chunk_mesa_net(q, k, v, g, beta, ridge)
+
+
+def mlstm(B: int, T: int) -> Callable[[str], tuple[Inputs, Run]]:
+    def made(side: str) -> tuple[Inputs, Run]:
+        from flashmix import mlstm
+
+        x = {"q": normal(B, T, 8, 256), "k": normal(B, T, 8, 256), "v": normal(B, T, 8, 512)}
+        x |= {"write": normal(B, T, 8, dtype=F32), "forget": decay(B, T, 8)}
+        return x, lambda q, k, v, write, forget: mlstm(q, k, v, write, forget)
+
+    return made
+
+
+def mamba3(side: str) -> tuple[Inputs, Run]:
+    from flashmix import mamba3
+
+    B, T, H, N, P = 4, 4096, 32, 128, 64
+    x = {"x": normal(B, T, H, P), "dt": torch.rand(B, T, H, device="cuda"), "g": decay(B, T, H)}
+    x |= {"gate": torch.rand(B, T, H, device="cuda"), "B": normal(B, T, 1, N), "C": normal(B, T, 1, N)}
+    x["angles"] = normal(B, T, H, N // 4, dtype=F32)
+    return x, lambda x, dt, g, gate, B, C, angles: mamba3(x, dt, g, gate, B, C, angles)
+
+
+def selective(side: str) -> tuple[Inputs, Run]:
+    from flashmix import selective_scan
+
+    B, T, D, S = 8, 2048, 4096, 16
+    x = {name: normal(B, T, D) for name in ("u", "dt", "z")} | {"B": normal(B, T, S), "C": normal(B, T, S)}
+    x["A"] = -torch.arange(1.0, S + 1, device="cuda").expand(D, S).contiguous()
+    x |= {"D": normal(D, dtype=F32), "dt_bias": normal(D, dtype=F32) - 4}
+    return x, lambda **x: selective_scan(**x, softplus=True, impl=side.removeprefix("flashmix "))
+
+
+def slstm(T: int, H: int, D: int, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Run]]:
+    def made(side: str) -> tuple[Inputs, Run]:
+        from flashmix import slstm
+
+        x = {name: normal(8, T, H, D, dtype=dtype) for name in ("write", "forget", "candidate", "output")}
+        x["recurrent"] = normal(4, H, D, D, dtype=dtype, scale=D**-0.5)
+        return x, lambda **x: slstm(**x)
+
+    return made
+
+
+Made = Callable[[str], tuple[Inputs, Run]]
+ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
+    "selective_scan 8x2048x4096": (selective, ("flashmix gluon", "flashmix triton")),
+    "slstm 8x1024x4x64 float32": (slstm(1024, 4, 64, F32), ("flashmix",)),
+    "slstm 8x1024x4x128 bfloat16": (slstm(1024, 4, 128, BF16), ("flashmix",)),
+    "slstm 8x1024x4x192 bfloat16": (slstm(1024, 4, 192, BF16), ("flashmix",)),
+    "slstm 8x1024x4x256 bfloat16": (slstm(1024, 4, 256, BF16), ("flashmix",)),
+    "hgrn 8x4096x4096": (hgrn, ("flashmix", "fla")),
+    "rwkv4 8x2048x2048": (rwkv4, ("flashmix", "fla")),
+    "mlstm 8x2048x8 256/512": (mlstm(8, 2048), ("flashmix",)),
+    "mlstm 1x16384x8 256/512": (mlstm(1, 16384), ("flashmix",)),
+    "mamba3 4x4096x32 128/64": (mamba3, ("flashmix",)),
+    "lightnet 4x2048x16 128/128": (lightnet, ("flashmix", "fla")),
+    "based 8x2048x16 16/128": (based, ("flashmix", "fla", "fla parallel")),
+    "rebased 8x2048x16 16/128": (rebased, ("flashmix", "fla")),
+    "mesa_net 4x2048x16 128/128": (mesa_net, ("flashmix", "fla")),
+    "log_linear 4x2048x16 128/64": (log_linear, ("flashmix", "fla")),
+}
+
+
+def worker(name: str, side: str, folder: Path, repeats: int) -> None:
+    """One row and side: warms up, waits for its turn, prints its times as JSON."""
+    torch.manual_seed(0)
+    made, _ = ROWS[name]
+    x, run = made(side)
+    leaves = {key: t.requires_grad_() if t.is_floating_point() else t for key, t in x.items()}
+    names = list(leaves)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return first(run(**leaves) if side.startswith("flashmix") else run(*(leaves[n] for n in names)))
+
+    flow = torch.randn_like(forward())
+
+    def both() -> None:
+        y = first(run(**leaves) if side.startswith("flashmix") else run(*(leaves[n] for n in names)))
+        torch.autograd.grad(y, [t for t in leaves.values() if t.requires_grad], flow.to(y.dtype), allow_unused=True)
+
+    passes = {"forward": forward, "forward and backward": both}
+    for call in passes.values():
+        call()
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    (folder / f"ready {name} {side}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    with (folder / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        memory = {}
+        for key, call in passes.items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call()
+            torch.cuda.synchronize()
+            memory[key] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        times = timing.cuda_medians(passes, repeats=repeats, warmup=2)
+    for key, ms in times.items():
+        print(json.dumps({"row": name, "run": side, "pass": key, "ms": ms, "peak_mib": memory[key]}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--ready", type=float, default=120.0)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", nargs=3)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], options.worker[1], Path(options.worker[2]), options.repeats)
+        return
+    folder = Path(tempfile.mkdtemp())
+    wanted = [(name, side) for name in ROWS for side in ROWS[name][1] if any(part in name for part in options.rows)]
+    base = [sys.executable, __file__, "--repeats", str(options.repeats), "--worker"]
+    started = time.monotonic()
+    files = {key: (folder / f"out {i}", folder / f"err {i}") for i, key in enumerate(wanted)}
+    running = {}
+    for key in wanted:
+        out, err = files[key]
+        running[key] = subprocess.Popen([*base, *key, str(folder)], stdout=out.open("w"), stderr=err.open("w"))
+
+    def is_ready(key: tuple[str, str]) -> bool:
+        return (folder / f"ready {key[0]} {key[1]}").exists() or running[key].poll() is not None
+
+    while time.monotonic() - started < options.ready and not all(map(is_ready, wanted)):
+        time.sleep(0.1)
+    for key in wanted:
+        if not is_ready(key):
+            running[key].kill()
+            print(f"{key[0]:30} {key[1]:16} was not ready after {options.ready:.0f} s", flush=True)
+    (folder / "go").touch()
+    print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
+    rows: list[dict[str, Any]] = []
+    for key in wanted:
+        running[key].wait()
+        out, err = files[key]
+        found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+        if not found and running[key].returncode > 0:
+            print(
+                f"{key[0]:30} {key[1]:16} failed: {(err.read_text().strip().splitlines() or [''])[-1][:160]}",
+                flush=True,
+            )
+        if found:
+            times = " / ".join(f"{row['ms']:.3f}" for row in found)
+            peaks = " / ".join(f"{row['peak_mib']:.0f}" for row in found)
+            print(f"{key[0]:30} {key[1]:16} {times} ms, {peaks} MiB", flush=True)
+        rows += found
+        if options.out is not None:
+            timing.write_json(options.out, rows, {"gpu": torch.cuda.get_device_name()})
+
+
+if __name__ == "__main__":
+    main()
