@@ -110,9 +110,15 @@ def stacked(x):
 
 
 @gluon.jit
-def put_half(shared, which: gl.constexpr, x):
+def put_half(shared, WHICH: gl.constexpr, x):
     """Writes four vectors [c] to the first or second half of TOKENS tokens."""
-    all_of(shared).slice(which * HALF, HALF, 0).permute([1, 0]).store(stacked(x))
+    all_of(shared).slice(WHICH * HALF, HALF, 0).permute([1, 0]).store(stacked(x))
+
+
+@gluon.jit
+def put_half_back(shared, WHICH: gl.constexpr, x):
+    """As `put_half`, the last token first."""
+    put_half(shared, WHICH, (x[3], x[2], x[1], x[0]))
 
 
 @gluon.jit
@@ -180,8 +186,8 @@ def half_gradients(d, h, c, d_A, rates, memory, sums, WHICH: gl.constexpr, token
         part = before[i] * c
         decays = append(decays, gl.sum(part * rates, 1))
         d_A += of_token(memory.steps, WHICH * HALF + i)[:, None] * part
-    put_half(sums.dx, WHICH, (inputs[3], inputs[2], inputs[1], inputs[0]))
-    put_half(sums.rate, WHICH, (decays[3], decays[2], decays[1], decays[0]))
+    put_half_back(sums.dx, WHICH, inputs)
+    put_half_back(sums.rate, WHICH, decays)
     put_pairs(d.shared, 0, sums.pairs, token, place, n, S)
     return c, d_A
 
