@@ -20,12 +20,9 @@ __all__ = ["backward", "forward", "keeps"]
 
 LEAST_TILE = 16
 WARPS = 8
-RESIDENT, RESIDENT_WIDE, WIDE = (
-    32768,
-    16384,
-    256,
-)  # weights of a program in registers; of wide tiles, whose sums take more
-STREAMED = 8192  # weights that it reads at a time
+RESIDENT, RESIDENT_WIDE = 32768, 16384  # weights of a program in registers; of wide tiles, whose sums take more
+WIDE, WIDE_BACKWARD = 256, 128
+STREAMED, STAGES = 4096, 3  # weights that it reads at a time, and how many times as many are on their way
 
 
 def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -79,11 +76,10 @@ def spec_of(call: SlstmCall, backward: bool) -> CellSpec:
     heads, channels = call.write.shape[2:]
     tile = power_of_two(max(channels, LEAST_TILE))
     height, width = (4 * tile, tile) if backward else (tile, 4 * tile)
-    resident, block = (
-        min(height, weights // width) for weights in (RESIDENT_WIDE if tile >= WIDE else RESIDENT, STREAMED)
-    )
+    wide = tile >= (WIDE_BACKWARD if backward else WIDE)
+    resident, block = (min(height, weights // width) for weights in (RESIDENT_WIDE if wide else RESIDENT, STREAMED))
     packed = call.packing is not None
-    return CellSpec(heads, channels, tile, resident, min(block, resident), packed, False)
+    return CellSpec(heads, channels, tile, resident, min(block, resident), STAGES, packed, False)
 
 
 def _launch(kernel: Any, call: SlstmCall, structs: Sequence[Any], backward: bool = False) -> None:

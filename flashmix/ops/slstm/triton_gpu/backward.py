@@ -46,7 +46,7 @@ def joined_gates(i, f, z, o, S: tl.constexpr):
     return tl.reshape(tl.join(tl.join(i, z), tl.join(f, o)), [COLUMNS])
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["matrices"])
+@triton.jit(do_not_specialize=["n"])
 def cell_backward_kernel(kept, matrices, start, d_out, d_last, d_logits, d_start, slots, n, S: tl.constexpr):
     """The gradients of the logits of a sequence and head, and of its state; matrices `[H, 4D, D]`: a row for each gate of a channel."""
     TILE: tl.constexpr = S.TILE

@@ -66,6 +66,7 @@ class CellSpec(NamedTuple):
     TILE: int  # d
     RESIDENT: int  # rows of the matrix in registers, r
     BLOCK: int  # rows of it that are read at a time, b
+    STAGES: int  # blocks of these rows that are on their way
     PACKED: bool
     SEGMENTS: bool  # False, for `span_of`
 
@@ -149,7 +150,7 @@ def times_matrix(
     total = tl.sum(resident * piece_of(x, 0, RESIDENT)[:, None], 0)
     if RESIDENT < height:
         partial = tl.full([BLOCK, COLUMNS], 0.0, tl.float32)  # summed over rows at the end, which threads share
-        for first in range(RESIDENT, rows, BLOCK):
+        for first in tl.range(RESIDENT, rows, BLOCK, num_stages=S.STAGES):
             block = matrix_rows(matrix, first, BLOCK, COLUMNS, height, width)  # [b, COLUMNS]
             partial += block * piece_of(x, first // BLOCK, BLOCK)[:, None]
         total += tl.sum(partial, 0)
