@@ -92,5 +92,5 @@ def _launch(kernel: Any, call: SlstmCall, structs: Sequence[Any], backward: bool
         grid,
         *structs,
         Slots(cu_seqlens, None, None),
-        CellNumbers(call.tokens, 4 * S.CHANNELS if backward else S.CHANNELS),
+        CellNumbers(call.tokens, 4 * S.CHANNELS if backward else S.CHANNELS, call.write.numel()),
     )

@@ -87,7 +87,8 @@ def cell_backward_kernel(kept, matrices, start, d_out, d_last, d_logits, d_start
         put_logits(d_logits, token, column, inside, d_i, d_f, d_z, d_o, S)
         dc *= keep
         dn *= keep
-        dy = times_matrix(joined_gates(d_i, d_f, d_z, d_o, S), resident, matrix, n.rows, TILE, 4 * D, D, S)
+        joined, written = joined_gates(d_i, d_f, d_z, d_o, S), d_logits.write + (token * (S.HEADS * D) + head * D)
+        dy = times_matrix(joined, written, resident, matrix, n, TILE, 4 * D, D, S)
         c, N = c_before, tl.where(inside, N_before, 1.0)
         token -= 1
     put_channels(d_start.c, span.sequence, column, inside, dc, S)
