@@ -95,6 +95,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
         },
         2,
     ),
+    "zamba": (
+        "ZambaConfig",
+        "ZambaForCausalLM",
+        {
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        4,
+    ),
     "bamba": (
         "BambaConfig",
         "BambaForCausalLM",

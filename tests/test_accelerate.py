@@ -20,12 +20,18 @@ SAME, SAME_GRADIENTS = (
     2e-5,
 )  # of the largest element: two float32 evaluations of one model, two layers of recurrence
 LENGTHS = (20, 1, 30, 19)
-FORGETFUL = {"mamba", "falcon_mamba", "jamba"}  # transformers begins many tokens after a cache with states of zero
+FORGETFUL = {
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "zamba",
+}  # transformers begins many tokens after a cache with states of zero
 OWN_LEAK = {  # families whose packed rows mix outside the mixers
     "inkling": "the model hands positions to its masks alone",
     "granitemoehybrid": "its causal mask is made without positions",
     "mamba2": "the model with a head drops cu_seq_lens_q and position_ids",
     "mamba": "the model hands no boundaries on",
+    "zamba": "its blocks hand no boundaries on",
     "falcon_mamba": "the model hands no boundaries on",
     "qwen4_exp": "its sparse attention takes no boundaries",
 }

@@ -9,7 +9,7 @@ from budget import assert_within_budget
 from hf_cases import transformers
 from torch import Tensor, nn
 
-from flashmix.layers import MLSTM, RGLRU, RWKV4
+from flashmix.layers import MLSTM, RGLRU, RWKV4, Mamba
 
 WIDTH, TOKENS = 16, 48
 
@@ -88,3 +88,31 @@ def test_rwkv4_is_that_of_rwkv() -> None:
     given = theirs.state_dict()
     layer.load_state_dict({name: given[other.get(name, name)].squeeze() for name in layer.state_dict()})
     assert_agrees(layer, theirs)
+
+
+def test_mamba_with_heads_is_that_of_zamba() -> None:
+    from transformers.models.zamba.modeling_zamba import ZambaMambaMixer
+
+    config = transformers.ZambaConfig(
+        hidden_size=WIDTH, n_mamba_heads=4, mamba_d_state=8, mamba_dt_rank=3, use_mamba_kernels=False
+    )
+    theirs: Any = random_weights(ZambaMambaMixer(config, 0))
+    layer = Mamba(WIDTH, state_dim=8, rank=3, heads=4)
+    projected = theirs.in_proj.weight
+    weights = {
+        "input.weight": torch.cat([projected[0::2], projected[1::2]]),  # theirs lie side by side, input and gate
+        "convolution.weight": theirs.conv1d.weight.squeeze(1),
+        "convolution.bias": theirs.conv1d.bias,
+        "selection.weight": theirs.x_proj_weight,
+        "step.weight": theirs.dt_proj_weight,
+        "decay.A_log": theirs.A_log.flatten(0, 1),
+        "decay.dt_bias": theirs.dt_proj_bias.flatten(),
+        "skip": theirs.D.flatten(),
+        "output.weight": theirs.out_proj.weight,
+    }
+    layer.load_state_dict(weights)
+    assert_agrees(layer, theirs)
+    with torch.no_grad():  # token after token, with a cache
+        x, cache = inputs(), layer.new_cache()
+        parts = [layer(x[:, t : t + 1], cache=cache) for t in range(5)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x[:, :5]))

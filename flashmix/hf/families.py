@@ -168,6 +168,20 @@ def sizes_of_selective(m: Any) -> Shapes:
     }
 
 
+def sizes_of_zamba(m: Any) -> Shapes:
+    inner, heads, rank = m.intermediate_size, m.n_mamba_heads, m.time_step_rank
+    return {
+        "in_proj": (2 * inner, m.hidden_size),
+        "conv1d.weight": (inner, 1, m.conv_kernel_size),
+        "x_proj_weight": (heads, rank + 2 * m.ssm_state_size, m.mamba_head_dim),
+        "dt_proj_weight": (heads, m.mamba_head_dim, rank),
+        "dt_proj_bias": (heads, m.mamba_head_dim),
+        "A_log": (heads, m.mamba_head_dim, m.ssm_state_size),
+        "D": (heads, m.mamba_head_dim),
+        "out_proj": (m.hidden_size, inner),
+    }
+
+
 def limits_of_selective(m: Any) -> str | None:
     kind = type(m.dt_proj)
     if kind is nn.Linear:
@@ -257,6 +271,7 @@ FAMILIES = (
         needs=("layer_idx", "conv_kernel_size", "time_step_rank", "ssm_state_size"),
         limits=limits_of_selective,
     ),
+    Family(("ZambaMambaMixer",), selective.forward, sizes_of_zamba, needs=("layer_idx", "conv_kernel_size")),
     Family(
         ("Lfm2ShortConv", "Lfm2MoeShortConv"),
         convolution.forward,

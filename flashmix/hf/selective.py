@@ -25,10 +25,10 @@ def forward(
     x = masked(hidden_states, attention_mask)
     with hooks_of(self, "conv1d", "dt_proj"):
         cached = Cached(cache_params, self.layer_idx, self.conv_kernel_size)
-        u, gate = self.in_proj(x).chunk(2, dim=-1)
+        u, gate = inputs(self, x)
         if cached.steps_in_place(u, self.A_log) and cached.state.dtype in (state_dtype(u.dtype), torch.bfloat16):
             u = masked(convolved(self, u, cached), attention_mask)
-            y = selective_scan_step(u, *operands(self, u), cached.state, **extras(self, gate))
+            y = selective_scan_step(u, *operands(self, u), by_channel(self, cached.state), **extras(self, gate))
         else:
             rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
             y = tokens(self, u, gate, attention_mask, cached, rows)
@@ -36,18 +36,42 @@ def forward(
         return out
 
 
+def has_heads(mixer: Any) -> bool:
+    """Whether each head of the channels has a selection of its own, as in Zamba."""
+    return hasattr(mixer, "x_proj_weight")
+
+
+def inputs(mixer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inputs of the convolution and the gate, `[B, T, D]`; Zamba's lie beside each other, channel by channel."""
+    both = mixer.in_proj(x)
+    u, gate = both.unflatten(-1, (-1, 2)).unbind(-1) if has_heads(mixer) else both.chunk(2, dim=-1)
+    return u, gate
+
+
+def by_channel(mixer: Any, state: Tensor) -> Tensor:
+    """The states `[B, D, S]` of a cache, where they lie."""
+    return state.view(state.shape[0], -1, state.shape[-1]) if has_heads(mixer) else state
+
+
 def operands(mixer: Any, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`(dt, A, B, C)` of the scan from its convolved inputs `[B, T, D]`; `dt` is a logit without its bias."""
-    dt, B, C = mixer.x_proj(u).split([mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], dim=-1)
+    A = -mixer.A_log.float().exp()
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    if has_heads(mixer):
+        heads = u.unflatten(-1, (mixer.n_mamba_heads, mixer.mamba_head_dim))
+        dt, B, C = torch.einsum("bthp,hrp->bthr", heads, mixer.x_proj_weight).split(sizes, dim=-1)
+        dt = torch.einsum("bthr,hpr->bthp", dt, mixer.dt_proj_weight)
+        return dt.flatten(2), A.flatten(0, 1), B.to(u.dtype), C.to(u.dtype)
+    dt, B, C = mixer.x_proj(u).split(sizes, dim=-1)
     if hasattr(mixer, "dt_layernorm"):  # Falcon-Mamba and Jamba
         dt, B, C = mixer.dt_layernorm(dt), mixer.b_layernorm(B), mixer.c_layernorm(C)
-    A = -mixer.A_log.float().exp()
     return F.linear(dt, mixer.dt_proj.weight), A, B.to(u.dtype), C.to(u.dtype)
 
 
 def extras(mixer: Any, gate: Tensor) -> dict[str, Any]:
     """What is around the scan: skip, gate and the step size of its logit."""
-    return {"D": mixer.D, "z": gate, "dt_bias": mixer.dt_proj.bias, "softplus": True}
+    bias = mixer.dt_proj_bias.flatten() if has_heads(mixer) else mixer.dt_proj.bias
+    return {"D": mixer.D.flatten(), "z": gate, "dt_bias": bias, "softplus": True}
 
 
 def tokens(mixer: Any, u: Tensor, gate: Tensor, mask: Tensor | None, cached: Cached, rows: BatchRows) -> Tensor:
@@ -58,6 +82,7 @@ def tokens(mixer: Any, u: Tensor, gate: Tensor, mask: Tensor | None, cached: Cac
     cached.keep_inputs(u)
     u = masked(rows.part(y), mask)
     dt, A, B, C = operands(mixer, u)
+    before = cached.initial(rows, u.dtype)
     y, state = selective_scan(
         rows.join(u),
         rows.join(dt),
@@ -65,9 +90,12 @@ def tokens(mixer: Any, u: Tensor, gate: Tensor, mask: Tensor | None, cached: Cac
         rows.join(B),
         rows.join(C),
         **extras(mixer, rows.join(gate)),
-        initial_state=cached.initial(rows, u.dtype),
+        initial_state=None if before is None else by_channel(mixer, before),
         return_state=cached.exists,
         cu_seqlens=packing,
     )
-    cached.keep_state(rows.final(state))
+    last = rows.final(state)
+    if last is not None and has_heads(mixer):
+        last = last.unflatten(1, (mixer.n_mamba_heads, mixer.mamba_head_dim))
+    cached.keep_state(last)
     return rows.part(y)

@@ -14,8 +14,9 @@ from flashmix.mechanisms.common import Result, StateOptions, check_per_head, sca
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import SelectiveDecay
 from flashmix.modules.norm import RMSNorm
+from flashmix.modules.projection import HeadLinears
 from flashmix.modules.short_convolution import ShortConvolution
-from flashmix.op.checks import FLOATING, check_dtype, check_like, check_range, check_shape, dims
+from flashmix.op.checks import FLOATING, check_dtype, check_like, check_multiple, check_range, check_shape, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
@@ -94,6 +95,7 @@ class Mamba(Mixer[RecurrentCache]):
         inner: channels of the scan; default `2 width`.
         state_dim: numbers of a channel's state.
         rank: of the projection to the step sizes; default `width / 16`, rounded up.
+        heads: into which the channels are split for step sizes, `B` and `C` of their own, each of its own channels (Zamba); 1 in the paper.
         conv_width: tokens that the short convolution sees.
         conv_bias: whether that convolution has a bias.
         norms: whether step sizes, `B` and `C` are normalised (Jamba, Falcon-Mamba).
@@ -115,6 +117,7 @@ class Mamba(Mixer[RecurrentCache]):
         inner: int | None = None,
         state_dim: int = 16,
         rank: int | None = None,
+        heads: int = 1,
         conv_width: int = 4,
         conv_bias: bool = True,
         norms: bool = False,
@@ -131,8 +134,15 @@ class Mamba(Mixer[RecurrentCache]):
         self.inner, self.state_dim, self.parts = inner, state_dim, [rank, state_dim, state_dim]
         self.input = nn.Linear(width, 2 * inner, bias=False, **placement)
         self.convolution = ShortConvolution(inner, conv_width, bias=conv_bias, **placement)
-        self.selection = nn.Linear(inner, sum(self.parts), bias=False, **placement)
-        self.step = nn.Linear(rank, inner, bias=False, **placement)
+        check_range("heads", heads, 1, inner)
+        check_multiple("inner", inner, "heads", heads)
+        self.heads, share = heads, inner // heads
+        if heads == 1:
+            self.selection: nn.Module = nn.Linear(inner, sum(self.parts), bias=False, **placement)
+            self.step: nn.Module = nn.Linear(rank, inner, bias=False, **placement)
+        else:
+            self.selection = HeadLinears(heads, share, sum(self.parts), **placement)
+            self.step = HeadLinears(heads, rank, share, **placement)
         self.eps = eps if norms else None
         weighted = norms and norm_weights
         self.norms = nn.ModuleList(RMSNorm(part, eps, **placement) for part in self.parts) if weighted else None
@@ -145,12 +155,13 @@ class Mamba(Mixer[RecurrentCache]):
         u, recent = self.convolution(
             u, initial_state=None if cache is None else cache.recent, return_state=cache is not None, cu_seqlens=packing
         )
-        dt, B, C = self.selection(u).split(self.parts, dim=-1)
+        heads = u if self.heads == 1 else u.unflatten(-1, (self.heads, -1))
+        dt, B, C = self.selection(heads).split(self.parts, dim=-1)
         if self.norms is not None:
             dt, B, C = (norm(part) for norm, part in zip(self.norms, (dt, B, C), strict=True))
         elif self.eps is not None:
             dt, B, C = (rms_norm(part, eps=self.eps) for part in (dt, B, C))
-        dt, (A, dt_bias) = self.step(dt), self.decay()
+        dt, (A, dt_bias) = self.step(dt).flatten(2), self.decay()
         options: dict[str, Any] = {"D": self.skip, "z": z, "dt_bias": dt_bias, "softplus": True}
         if cache is None:
             y, _ = selective_scan(u, dt, A, B, C, cu_seqlens=packing, **options)

@@ -51,6 +51,41 @@ class HeadProjection(nn.Linear):
         return f"{self.in_features}, {shapes}"
 
 
+class HeadLinears(nn.Module):
+    """One linear map without bias for each head: block-diagonal over heads.
+
+    Args:
+        heads: number of heads.
+        inputs, outputs: channels of each.
+
+    Example:
+        >>> HeadLinears(4, 8, 3)(torch.randn(2, 5, 4, 8)).shape
+        torch.Size([2, 5, 4, 3])
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        inputs: int,
+        outputs: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, outputs, inputs, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[-1] ** -0.5
+        self.weight.uniform_(-bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., heads, outputs]` of `x` `[..., heads, inputs]`."""
+        return torch.einsum("...hi,hoi->...ho", x, self.weight)
+
+
 def shared_heads(heads: int, given: int | None) -> int:
     """How many heads of keys and values there are: `given`, or one for each of `heads`; raises ValueError unless it divides them."""
     if given is not None:

@@ -20,16 +20,21 @@ __all__ = ["backward", "forward", "keeps"]
 
 LEAST_TILE = 16
 WARPS = 8
-RESIDENT, RESIDENT_WIDE = 32768, 16384  # weights of a program in registers; of wide tiles, whose sums take more
-WIDE, WIDE_BACKWARD = 256, 128
-STREAMED, STAGES = 4096, 3  # weights that it reads at a time, and how many times as many are on their way
+RESIDENT, RESIDENT_WIDE, WIDE = (
+    32768,
+    16384,
+    256,
+)  # weights of a program in registers; of wide tiles, whose sums take more
+STREAMED = 8192  # weights that it reads at a time
 
 
 def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
     outputs, kept = call.results(), call.kept() if save else ()
     assert call.recurrent is not None
     gates = CellLogits(*(getattr(call, name).contiguous() for name in GATES))
-    matrices = _narrow(call.recurrent).permute(1, 3, 2, 0).contiguous()  # [H, from, to, gate]
+    matrices = (
+        call.recurrent.float().permute(1, 3, 2, 0).contiguous()
+    )  # [H, from, to, gate]; in 16 bits slower (docs/lab_notes.md)
     last = CellStates(*outputs[1:])
     _launch(cell_kernel, call, (gates, matrices, _start(call), outputs[0], _kept(kept), last))
     return outputs, kept
@@ -44,7 +49,7 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     y, *saved = kept
     d_out, d_c, d_n, _, d_y = (None if g is None else g.contiguous() for g in grads)
     assert call.recurrent is not None
-    matrices = _narrow(call.recurrent).permute(1, 2, 0, 3).contiguous()  # [H, to, gate, from]
+    matrices = call.recurrent.float().permute(1, 2, 0, 3).contiguous()  # [H, to, gate, from]
     d_logits = torch.empty_like(saved[0])
     d_start = CellStates(*(None if name == "m" else call.empty(*call.c.shape) for name in CellStates._fields))
     d_last, found = CellStates(d_c, d_n, None, d_y), CellLogits(*d_logits.unbind(0))
@@ -55,11 +60,6 @@ def backward(call: SlstmCall, kept: Outputs, grads: Sequence[Tensor | None], wan
     if "recurrent" in wanted:
         gradients["recurrent"] = recurrent_gradient(call, d_logits, y)
     return gradients
-
-
-def _narrow(weights: Tensor) -> Tensor:
-    """Weights as a kernel reads them: those of 16 bits as they are, half the bytes."""
-    return weights if weights.dtype.itemsize == 2 else weights.to(torch.float32)
 
 
 def _start(call: SlstmCall) -> CellStates:
@@ -76,10 +76,11 @@ def spec_of(call: SlstmCall, backward: bool) -> CellSpec:
     heads, channels = call.write.shape[2:]
     tile = power_of_two(max(channels, LEAST_TILE))
     height, width = (4 * tile, tile) if backward else (tile, 4 * tile)
-    wide = tile >= (WIDE_BACKWARD if backward else WIDE)
-    resident, block = (min(height, weights // width) for weights in (RESIDENT_WIDE if wide else RESIDENT, STREAMED))
+    resident, block = (
+        min(height, weights // width) for weights in (RESIDENT_WIDE if tile >= WIDE else RESIDENT, STREAMED)
+    )
     packed = call.packing is not None
-    return CellSpec(heads, channels, tile, resident, min(block, resident), STAGES, packed, False)
+    return CellSpec(heads, channels, tile, resident, min(block, resident), packed, False)
 
 
 def _launch(kernel: Any, call: SlstmCall, structs: Sequence[Any], backward: bool = False) -> None:
@@ -92,5 +93,5 @@ def _launch(kernel: Any, call: SlstmCall, structs: Sequence[Any], backward: bool
         grid,
         *structs,
         Slots(cu_seqlens, None, None),
-        CellNumbers(call.tokens, 4 * S.CHANNELS if backward else S.CHANNELS, call.write.numel()),
+        CellNumbers(call.tokens, 4 * S.CHANNELS if backward else S.CHANNELS),
     )

@@ -46,7 +46,7 @@ def joined_gates(i, f, z, o, S: tl.constexpr):
     return tl.reshape(tl.join(tl.join(i, z), tl.join(f, o)), [COLUMNS])
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["matrices"])
 def cell_backward_kernel(kept, matrices, start, d_out, d_last, d_logits, d_start, slots, n, S: tl.constexpr):
     """The gradients of the logits of a sequence and head, and of its state; matrices `[H, 4D, D]`: a row for each gate of a channel."""
     TILE: tl.constexpr = S.TILE
@@ -87,8 +87,7 @@ def cell_backward_kernel(kept, matrices, start, d_out, d_last, d_logits, d_start
         put_logits(d_logits, token, column, inside, d_i, d_f, d_z, d_o, S)
         dc *= keep
         dn *= keep
-        joined, written = joined_gates(d_i, d_f, d_z, d_o, S), d_logits.write + (token * (S.HEADS * D) + head * D)
-        dy = times_matrix(joined, written, resident, matrix, n, TILE, 4 * D, D, S)
+        dy = times_matrix(joined_gates(d_i, d_f, d_z, d_o, S), resident, matrix, n.rows, TILE, 4 * D, D, S)
         c, N = c_before, tl.where(inside, N_before, 1.0)
         token -= 1
     put_channels(d_start.c, span.sequence, column, inside, dc, S)

@@ -58,7 +58,6 @@ class CellKept(NamedTuple):
 class CellNumbers(NamedTuple):
     tokens: Any  # T of a sequence; packed, of all
     rows: Any  # of a matrix
-    stride: Any  # from the gradients of one gate's logits to the next one's
 
 
 class CellSpec(NamedTuple):
@@ -67,7 +66,6 @@ class CellSpec(NamedTuple):
     TILE: int  # d
     RESIDENT: int  # rows of the matrix in registers, r
     BLOCK: int  # rows of it that are read at a time, b
-    STAGES: int  # blocks of these rows that are on their way
     PACKED: bool
     SEGMENTS: bool  # False, for `span_of`
 
@@ -128,44 +126,32 @@ def matrix_rows(matrix, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr, height
 
 
 @triton.jit
-def piece_of(x, ROWS: tl.constexpr):
-    """The first ROWS numbers of a vector."""
+def piece_of(x, place, ROWS: tl.constexpr):
+    """The numbers [ROWS] of a vector from `place` times ROWS on."""
     SIZE: tl.constexpr = x.shape[0]
     if SIZE == ROWS:
         return x
     else:
         pieces = tl.reshape(x, [SIZE // ROWS, ROWS])
-        wanted = tl.arange(0, SIZE // ROWS) == 0
+        wanted = tl.arange(0, SIZE // ROWS) == place
         return tl.sum(tl.where(wanted[:, None], pieces, 0.0), 0)
 
 
 @triton.jit
-def rows_in_memory(source, stride, first, ROWS: tl.constexpr, height: tl.constexpr, GATES: tl.constexpr):
-    """The numbers [ROWS] of a vector from `first` on, as memory has them: GATES numbers a channel, each in a row of its own, `stride` away
-    from the one before."""
-    row = first + tl.arange(0, ROWS)
-    place = source + row if GATES == 1 else source + (row % GATES).to(tl.int64) * stride + row // GATES
-    return tl.load(place, mask=row < height, other=0.0)
-
-
-@triton.jit
 def times_matrix(
-    x, written, resident, matrix, n, COLUMNS: tl.constexpr, height: tl.constexpr, width: tl.constexpr, S: tl.constexpr
+    x, resident, matrix, rows, COLUMNS: tl.constexpr, height: tl.constexpr, width: tl.constexpr, S: tl.constexpr
 ):
-    """A vector times a matrix `[height, width]`, whose first rows are `resident` [r, COLUMNS]; `n.rows` is the height, which the compiler is
-    not to know: unrolled, the loop takes registers for several blocks. The other rows' numbers of the vector are read from where it was
-    `written` (their gates `n.stride` apart), which needs no exchange between threads in every step of the loop.
+    """A vector times a matrix `[height, width]`, whose first rows are `resident` [r, COLUMNS]; `rows` is the height, which the compiler is
+    not to know: unrolled, the loop takes registers for several blocks.
     """
     BLOCK: tl.constexpr = S.BLOCK
     RESIDENT: tl.constexpr = resident.shape[0]
-    total = tl.sum(resident * piece_of(x, RESIDENT)[:, None], 0)
+    total = tl.sum(resident * piece_of(x, 0, RESIDENT)[:, None], 0)
     if RESIDENT < height:
-        tl.debug_barrier()  # what other threads have written of the vector
         partial = tl.full([BLOCK, COLUMNS], 0.0, tl.float32)  # summed over rows at the end, which threads share
-        for first in tl.range(RESIDENT, n.rows, BLOCK, num_stages=S.STAGES):
+        for first in range(RESIDENT, rows, BLOCK):
             block = matrix_rows(matrix, first, BLOCK, COLUMNS, height, width)  # [b, COLUMNS]
-            piece = rows_in_memory(written, n.stride, first, BLOCK, height, height // S.CHANNELS)  # [b]
-            partial += block * piece[:, None]
+            partial += block * piece_of(x, first // BLOCK, BLOCK)[:, None]
         total += tl.sum(partial, 0)
     return total
 
@@ -198,7 +184,6 @@ def cell_kernel(gates, matrices, start, out, kept, last, slots, n, S: tl.constex
     COLUMNS: tl.constexpr = 4 * S.TILE
     RESIDENT: tl.constexpr = S.RESIDENT
     D: tl.constexpr = S.CHANNELS
-    WIDTH: tl.constexpr = S.HEADS * S.CHANNELS
     head, span, column, inside = cell_place(slots, n, S)
     matrix = matrices + head * (4 * D * D)
     resident = matrix_rows(matrix, 0, RESIDENT, COLUMNS, D, 4 * D)  # [r, 4d]
@@ -212,9 +197,7 @@ def cell_kernel(gates, matrices, start, out, kept, last, slots, n, S: tl.constex
         i, f, z, o = now
         now = later
         later = logits_at(gates, token + 2, column, inside & (token + 2 < span.last), S)
-        before = tl.where(token == span.first, start.y + span.sequence * WIDTH, out + (token - 1) * WIDTH) + head * D
-        product = times_matrix(y, before, resident, matrix, n, COLUMNS, D, 4 * D, S)
-        gate_i, gate_f, gate_z, gate_o = parts_of(product, S)
+        gate_i, gate_f, gate_z, gate_o = parts_of(times_matrix(y, resident, matrix, n.rows, COLUMNS, D, 4 * D, S), S)
         i, f, z, o = i + gate_i, f + gate_f, z + gate_z, o + gate_o
         keep, write, candidate, share, m = factors_of(i, f, z, o, m)
         c = keep * c + write * candidate
