@@ -16,9 +16,9 @@ from flashmix.ops.selective_scan.gluon_hopper.backward import HopperGradients, s
 from flashmix.ops.selective_scan.gluon_hopper.forward import (
     CHUNK,
     HopperInputs,
-    HopperNumbers,
-    HopperSpec,
     HopperStates,
+    ScanHopperNumbers,
+    ScanHopperSpec,
     selective_hopper_kernel,
 )
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
@@ -89,15 +89,15 @@ def _inputs(call: SelectiveScanCall) -> HopperInputs:
     return HopperInputs(*map(_contiguous, (*tensors, cu_seqlens)))
 
 
-def _spec(call: SelectiveScanCall) -> HopperSpec:
+def _spec(call: SelectiveScanCall) -> ScanHopperSpec:
     width = call.u.shape[2]
-    return HopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus)
+    return ScanHopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus)
 
 
-def _numbers(call: SelectiveScanCall) -> HopperNumbers:
+def _numbers(call: SelectiveScanCall) -> ScanHopperNumbers:
     batch, tokens = call.u.shape[:2]
-    return HopperNumbers(tokens, batch * tokens)
+    return ScanHopperNumbers(tokens, batch * tokens)
 
 
-def _programs(call: SelectiveScanCall, spec: HopperSpec) -> int:
+def _programs(call: SelectiveScanCall, spec: ScanHopperSpec) -> int:
     return call.sequences * spec.SHARES * spec.BLOCKS

@@ -26,6 +26,7 @@ from flashmix.ops.selective_scan.gluon_hopper.forward import (
     place_of,
     put_states,
     rates_of,
+    read_tokens,
     states_at,
     step_sizes,
     tokens_at,
@@ -67,7 +68,7 @@ class HopperGradients(NamedTuple):
     start: Any
 
 
-class Tokens(NamedTuple):
+class TokenMemory(NamedTuple):
     """Shared memory of TOKENS tokens: step sizes, `dt u` and `dy` [t, c], B and C [t, s]."""
 
     steps: Any
@@ -77,7 +78,7 @@ class Tokens(NamedTuple):
     C: Any
 
 
-class Sums(NamedTuple):
+class StateSums(NamedTuple):
     """Shared memory for sums over states, `y`, `dx` and `sum_s A h c` [t, c]; over tokens of the gradients of D and the bias [t, c]; and
     over pairs of channels [p, s], one of each of HALF tokens."""
 
@@ -87,6 +88,24 @@ class Sums(NamedTuple):
     skip: Any
     bias: Any
     pairs: Any
+
+
+class Work(NamedTuple):
+    """What a program works on: its `ChannelPlace`, the numbers of the call, rates [c, s], its `TokenMemory` and `StateSums`, and in shared
+    memory the bias and the skip weight of its channels."""
+
+    place: Any
+    n: Any
+    rates: Any
+    memory: Any
+    sums: Any
+    weights: Any
+
+
+@gluon.jit
+def weight_of(w, i):
+    """The bias (0) or the skip weight (1) of each channel, [c], for tiles of tokens."""
+    return w.weights.index(i).load(gl.SliceLayout(0, tokens()))  # [c]
 
 
 @gluon.jit
@@ -127,7 +146,8 @@ def put_pairs(d_shared, WHICH: gl.constexpr, pairs, token, place, n, S: gl.const
     s = gl.arange(0, STATES, layout=gl.SliceLayout(0, pair_sums()))
     row = (place.part * 2 + WHICH).to(gl.int64) * n.rows + token
     for i in gl.static_range(HALF):
-        total = gl.sum(pairs[i].load(pair_sums()), 0)
+        parts = pairs[i].load(pair_sums())  # [p, s]
+        total = gl.sum(parts, 0)
         ptr = d_shared + ((row + i) * S.SHARES + place.share) * STATES
         gl.store(ptr + s, total, mask=(s >= 0) & (token + i < place.last))
 
@@ -140,11 +160,12 @@ def advanced(h, rates, memory, i):
 
 
 @gluon.jit
-def keep_chunk(x, h, rates, bias, kept, memory, at, groups, place, S: gl.constexpr):
+def keep_chunk(x, w, h, kept, at, groups, S: gl.constexpr):
     """Writes the states [c, s] before every HALF tokens of a chunk, but the first, to shared memory `kept`."""
+    place, memory = w.place, w.memory
     u, raw, B = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), weights_of(x.B, at, place, S)
     for group in range(groups):
-        dt = step_sizes(raw, bias.load(gl.SliceLayout(0, tokens())), tokens_there(at, place), S)
+        dt = step_sizes(raw, weight_of(w, 0), tokens_there(at, place), S)
         all_of(memory.steps).store(dt)
         all_of(memory.writes).store(dt * u.to(gl.float32))
         all_of(memory.B).store(B.to(gl.float32))
@@ -153,27 +174,28 @@ def keep_chunk(x, h, rates, bias, kept, memory, at, groups, place, S: gl.constex
         if group > 0:
             kept.index(2 * group - 1).store(h)
         for i in gl.static_range(HALF):
-            h, _factor = advanced(h, rates, memory, i)
+            h, _factor = advanced(h, w.rates, memory, i)
         kept.index(2 * group).store(h)
         if group < groups - 1:
             for i in gl.static_range(HALF, TOKENS):
-                h, _factor = advanced(h, rates, memory, i)
+                h, _factor = advanced(h, w.rates, memory, i)
 
 
 @gluon.jit
-def half_gradients(d, h, c, d_A, rates, memory, sums, WHICH: gl.constexpr, token, place, n, S: gl.constexpr):
+def half_gradients(d, w, h, c, d_A, WHICH: gl.constexpr, token, S: gl.constexpr):
     """The gradients of HALF tokens from the states `h` [c, s] before them; `c` and `d_A` [c, s] are carried from token to token."""
+    memory, sums = w.memory, w.sums
     before, factors, outputs = (), (), ()
     for i in gl.static_range(HALF):
         before = append(before, h)
-        h, factor = advanced(h, rates, memory, WHICH * HALF + i)
+        h, factor = advanced(h, w.rates, memory, WHICH * HALF + i)
         factors = append(factors, factor)
         sums.pairs[i].store(over_pairs(of_token(memory.flows, WHICH * HALF + i)[:, None] * h))
         if d.z is not None:
             outputs = append(outputs, gl.sum(h * weights_of_token(memory.C, WHICH * HALF + i)[None, :], 1))
     if d.z is not None:
         put_half(sums.y, WHICH, outputs)
-    put_pairs(d.shared, 1, sums.pairs, token, place, n, S)
+    put_pairs(d.shared, 1, sums.pairs, token, w.place, w.n, S)
     inputs, decays = (), ()
     for i in gl.static_range(HALF - 1, -1, -1):
         flow = (
@@ -184,31 +206,32 @@ def half_gradients(d, h, c, d_A, rates, memory, sums, WHICH: gl.constexpr, token
         inputs = append(inputs, gl.sum(flow * weights_of_token(memory.B, WHICH * HALF + i)[None, :], 1))
         c = factors[i] * flow
         part = before[i] * c
-        decays = append(decays, gl.sum(part * rates, 1))
+        decays = append(decays, gl.sum(part * w.rates, 1))
         d_A += of_token(memory.steps, WHICH * HALF + i)[:, None] * part
     put_half_back(sums.dx, WHICH, inputs)
     put_half_back(sums.rate, WHICH, decays)
-    put_pairs(d.shared, 0, sums.pairs, token, place, n, S)
+    put_pairs(d.shared, 0, sums.pairs, token, w.place, w.n, S)
     return c, d_A
 
 
 @gluon.jit
-def put_tokens(x, d, u, raw, z, flow, memory, sums, own, at, place, S: gl.constexpr):
-    """Writes the gradients of u, dt and z of TOKENS tokens."""
+def put_tokens(x, d, w, given, at, S: gl.constexpr):
+    """Writes the gradients of u, dt and z of TOKENS tokens; `given` are u, dt, z and dout of these as they lie in memory."""
+    memory, sums, place = w.memory, w.sums, w.place
+    u, raw, z, flow = given
     there = tokens_there(at, place)
-    bias, skip = own.index(0).load(gl.SliceLayout(0, tokens())), own.index(1).load(gl.SliceLayout(0, tokens()))
-    dt, dy, wide = all_of(memory.steps).load(tokens()), all_of(memory.flows).load(tokens()), u.to(gl.float32)
-    dx = all_of(sums.dx).load(tokens())
+    bias, skip = weight_of(w, 0), weight_of(w, 1)
+    dt, dy, dx, wide = read_tokens(memory.steps), read_tokens(memory.flows), read_tokens(sums.dx), u.to(gl.float32)
     d_u = dt * dx + skip[None, :] * dy
     gl.store(tokens_at(d.u, at, place, S), d_u.to(d.u.dtype.element_ty), mask=there)
-    d_dt = wide * dx + LN_2 * all_of(sums.rate).load(tokens())
+    d_dt = wide * dx + LN_2 * read_tokens(sums.rate)
     if S.SOFTPLUS:
         d_dt *= sigmoid(raw.to(gl.float32) + bias[None, :], False)
     gl.store(tokens_at(d.dt, at, place, S), d_dt.to(d.dt.dtype.element_ty), mask=there)
-    all_of(sums.skip).store(all_of(sums.skip).load(tokens()) + dy * wide)
-    all_of(sums.bias).store(all_of(sums.bias).load(tokens()) + gl.where(there, d_dt, 0.0))
+    all_of(sums.skip).store(read_tokens(sums.skip) + dy * wide)
+    all_of(sums.bias).store(read_tokens(sums.bias) + gl.where(there, d_dt, 0.0))
     if x.z is not None:
-        y = all_of(sums.y).load(tokens()) + skip[None, :] * wide
+        y = read_tokens(sums.y) + skip[None, :] * wide
         d_z = flow.to(gl.float32) * y * activation_slope(z.to(gl.float32), "silu", False)
         gl.store(tokens_at(d.z, at, place, S), d_z.to(d.z.dtype.element_ty), mask=there)
 
@@ -216,7 +239,7 @@ def put_tokens(x, d, u, raw, z, flow, memory, sums, own, at, place, S: gl.conste
 @gluon.jit
 def put_sums(channels, WHICH: gl.constexpr, sums, place, S: gl.constexpr):
     """Writes sums over tokens [c]."""
-    total = gl.sum(all_of(sums).load(tokens()), 0)
+    total = gl.sum(read_tokens(sums), 0)
     c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, tokens()))
     ptr = channels + (place.sequence.to(gl.int64) * 2 + WHICH) * S.WIDTH + place.column
     gl.store(ptr + c, total, mask=c < place.count)
@@ -228,14 +251,14 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
     place = place_of(x, n, S)
     rates, c = rates_of(x.A, place, S), states_at(d.last, place.sequence, place, S)
     d_A = gl.zeros_like(c)
-    memory = Tokens(
+    memory = TokenMemory(
         many(TOKENS, CHANNELS),
         many(TOKENS, CHANNELS),
         many(TOKENS, CHANNELS),
         many(TOKENS, STATES),
         many(TOKENS, STATES),
     )
-    sums = Sums(
+    sums = StateSums(
         many(TOKENS, CHANNELS),
         many(TOKENS, CHANNELS),
         many(TOKENS, CHANNELS),
@@ -243,30 +266,27 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
         many(TOKENS, CHANNELS),
         pair_buffers(),
     )
-    own = many(2, CHANNELS)
-    own.index(0).store(numbers_of(x.bias, place))
-    own.index(1).store(numbers_of(x.D, place))
+    weights_here = many(2, CHANNELS)
+    weights_here.index(0).store(numbers_of(x.bias, place))
+    weights_here.index(1).store(numbers_of(x.D, place))
     nothing = gl.full([TOKENS, CHANNELS], 0.0, gl.float32, layout=tokens())
     all_of(sums.skip).store(nothing)
     all_of(sums.bias).store(nothing)
+    w = Work(place, n, rates, memory, sums, weights_here)
     states = gl.allocate_shared_memory(gl.float32, [CHUNK // HALF - 1, CHANNELS, STATES], rows())
     chunks = ((place.last - place.first + CHUNK - 1) // CHUNK).to(gl.int32)
     for back in range(chunks):
         chunk = chunks - 1 - back
         start = place.first + chunk * CHUNK
         groups = gl.minimum((place.last - start + TOKENS - 1) // TOKENS, GROUPS).to(gl.int32)
-        h = states_at(kept, place.chunk + chunk, place, S)
-        keep_chunk(x, h, rates, own.index(0), states, memory, start, groups, place, S)
+        keep_chunk(x, w, states_at(kept, place.chunk + chunk, place, S), states, start, groups, S)
         at = start + (groups - 1) * TOKENS
         u, raw, z = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), tokens_of(x.z, at, place, S)
         flow = tokens_of(d.y, at, place, S)
         B, C = weights_of(x.B, at, place, S), weights_of(x.C, at, place, S)
         for later in range(groups):
             group = groups - 1 - later
-            dt, dy = (
-                step_sizes(raw, own.index(0).load(gl.SliceLayout(0, tokens())), tokens_there(at, place), S),
-                flow.to(gl.float32),
-            )
+            dt, dy = step_sizes(raw, weight_of(w, 0), tokens_there(at, place), S), flow.to(gl.float32)
             if x.z is not None:
                 dy = dy * activation(z.to(gl.float32), "silu", False)
             all_of(memory.steps).store(dt)
@@ -274,21 +294,20 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
             all_of(memory.flows).store(dy)
             all_of(memory.B).store(B.to(gl.float32))
             all_of(memory.C).store(C.to(gl.float32))
-            h = states.index(2 * group).load(tile())
-            c, d_A = half_gradients(d, h, c, d_A, rates, memory, sums, 1, at + HALF, place, n, S)
+            h = states.index(2 * group).load(tile())  # [c, s]
+            c, d_A = half_gradients(d, w, h, c, d_A, 1, at + HALF, S)
             if group > 0:
-                h = states.index(2 * group - 1).load(tile())
+                h = states.index(2 * group - 1).load(tile())  # [c, s]
             else:
                 h = states_at(kept, place.chunk + chunk, place, S)
-            c, d_A = half_gradients(d, h, c, d_A, rates, memory, sums, 0, at, place, n, S)
-            done = at
-            us, raws, zs, flows = u, raw, z, flow
+            c, d_A = half_gradients(d, w, h, c, d_A, 0, at, S)
+            done, given = at, (u, raw, z, flow)
             if group > 0:
                 at -= TOKENS
             u, raw, z = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), tokens_of(x.z, at, place, S)
             flow = tokens_of(d.y, at, place, S)
             B, C = weights_of(x.B, at, place, S), weights_of(x.C, at, place, S)
-            put_tokens(x, d, us, raws, zs, flows, memory, sums, own, done, place, S)
+            put_tokens(x, d, w, given, done, S)
     put_states(d.rates, place.sequence, place, True, d_A, S)
     put_sums(d.channels, 0, sums.skip, place, S)
     put_sums(d.channels, 1, sums.bias, place, S)

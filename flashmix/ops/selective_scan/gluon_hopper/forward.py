@@ -45,19 +45,19 @@ class HopperStates(NamedTuple):
     kept: Any
 
 
-class HopperSpec(NamedTuple):
+class ScanHopperSpec(NamedTuple):
     WIDTH: int  # D, channels
     SHARES: int  # G, groups of channels that share B and C
     BLOCKS: int  # of channels of such a group
     SOFTPLUS: bool
 
 
-class HopperNumbers(NamedTuple):
+class ScanHopperNumbers(NamedTuple):
     tokens: Any  # T; packed, of all sequences
     rows: Any  # tokens of the whole batch
 
 
-class Place(NamedTuple):
+class ChannelPlace(NamedTuple):
     """Of a program: its sequence, that one's first token and the one past its last, its first chunk; its group of channels, its block in
     that, the first of its channels and how many of them there are."""
 
@@ -86,7 +86,7 @@ def place_of(x, n, S: gl.constexpr):
         last = gl.minimum(gl.maximum(gl.load(x.cu_seqlens + sequence + 1).to(gl.int64), first), n.tokens)
         chunk = (first // CHUNK).to(gl.int32) + sequence  # packed there may be gaps between sequences
     count = gl.minimum(SIZE - part * CHANNELS, CHANNELS)
-    return Place(sequence, first, last, chunk, share, part, share * SIZE + part * CHANNELS, count)
+    return ChannelPlace(sequence, first, last, chunk, share, part, share * SIZE + part * CHANNELS, count)
 
 
 @gluon.jit
@@ -201,6 +201,12 @@ def all_of(shared):
 
 
 @gluon.jit
+def read_tokens(shared):
+    """The numbers [t, c] of TOKENS tokens in shared memory."""
+    return all_of(shared).load(tokens())  # [t, c]
+
+
+@gluon.jit
 def stacked(x):
     """Eight vectors [c] as [c, t]."""
     first, second = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6])), gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
@@ -240,7 +246,7 @@ def selective_hopper_kernel(x, y_ptr, states, n, S: gl.constexpr):
             h = ex2(of_token(steps, i)[:, None] * rates) * h + of_token(writes, i)[:, None] * B_t[None, :]
             found = append(found, gl.sum(h * C_t[None, :], 1))
         all_of(sums).permute([1, 0]).store(stacked(found))
-        y = all_of(sums).load(tokens()) + through
+        y = read_tokens(sums) + through
         if x.z is not None:
             y = y * activation(gate.to(gl.float32), "silu", False)
         gl.store(tokens_at(y_ptr, at, place, S), y.to(y_ptr.dtype.element_ty), mask=there)
