@@ -36,7 +36,7 @@ from torch import Tensor
 
 LIMITS = {"o": 1e-2}  # of the relative error; of gradients:
 LIMIT = 3e-2
-PACKAGES = ("triton", "fla-core", "flash-linear-attention", "tilelang")
+PACKAGES = ("triton", "fla-core", "flash-linear-attention", "tilelang", "flash-qla")
 PEERS = ("fla", "fla bounded", "fla lifted")
 
 

@@ -1,13 +1,14 @@
-"""The recurrence on a Hopper GPU: our kernels in Gluon and in Triton and those of flash-linear-attention, which take turns.
+"""The recurrence on a Hopper GPU: our kernels in Gluon and in Triton, FlashQLA's and flash-linear-attention's (FLA), which take turns.
 
-    python benchmarks/recurrence_hopper.py [--only gated_delta_rule:0,kda] [--warm 8] [--no-peer]
-    python benchmarks/recurrence_hopper.py --layer | --host | --first
+    python benchmarks/recurrence_hopper.py [--only gated_delta_rule:0,kda] [--fla gated_delta_rule:0] [--warm 8] [--no-peer]
+    python benchmarks/recurrence_hopper.py --kernels | --layer | --host | --first
 
 Medians with a cold L2 cache, the host's time hidden behind an idle GPU (`timing.cuda_medians`), after all sides were compared with the
-float32 result. Where the peer refuses its backward on this Triton, because it may be compiled wrong, that is timed with the refusal
-lifted and not compared. `--layer`: a whole Gated DeltaNet layer, forward + backward. `--host`: microseconds of the host for a call.
-`--first`: seconds of the first forward + backward in a fresh process with an empty compile cache. `--tuning 15` lets the peer's autotuner
-measure each candidate for 15 ms.
+float32 result. Where FLA refuses its backward on this Triton, because it may be compiled wrong, that is timed with the refusal lifted
+and not compared. `--kernels`: milliseconds of each of our kernels. `--layer`: a whole Gated DeltaNet layer, forward + backward.
+`--host`: microseconds of the host for a call. `--first`: seconds of the first forward + backward in a fresh process with an empty
+compile cache. `--warm N` compiles first, each side of each row in a process of its own; `--compile` does so and nothing else.
+`--tuning 15` lets FLA's autotuner measure each candidate for 15 ms. With FlashQLA installed, `FLA_FLASH_QLA=0` keeps FLA from calling it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import timing
 import torch
 from recurrence_gpu import chosen, errors, guard, reference, versions, wrong
+from recurrence_peers import flash_qla, flash_qla_takes, installed, quick_tuning, with_flash_qla, within
 from recurrence_rows import RULES, Row, Tensors, bounds, gradients, message, ours, peers, tensors
 from torch import Tensor
 
@@ -48,11 +49,21 @@ ROWS = (
 WIDTH, KEY_HEADS, VALUE_HEADS, CHANNELS, TOKENS = 2048, 16, 32, 128, 8192  # of the layer
 
 
+def fla_name(row: Row) -> str:
+    """FLA refuses its backward with a decay per token on this Triton; with tilelang it has another for the delta rule."""
+    refused = RULES[row.rule].gate == "token" and not (row.rule == "gated_delta_rule" and installed("tilelang"))
+    return "fla lifted" if refused else "fla"
+
+
 def sides(row: Row, options: argparse.Namespace) -> dict[str, Callable[[Tensors], Tensor]]:
-    """Who computes a row: what `impl="auto"` takes, Triton's kernels, the peer."""
-    found = {"flashmix": partial(_ours, row), "triton": lambda x: ours(row, x, "triton")}
-    if not options.no_peer:
-        found["fla lifted" if RULES[row.rule].gate == "token" else "fla"] = lambda x: peers(row, x)
+    """Who computes a row: what `impl="auto"` takes, Triton's kernels, the peers."""
+    found = {"flashmix": partial(_ours, row)}
+    if not options.no_triton:
+        found["triton"] = lambda x: ours(row, x, "triton")
+    if not options.no_peer and flash_qla_takes(row):
+        found["flashqla"] = flash_qla
+    if not options.no_peer and row in chosen(options.fla, ROWS):
+        found[fla_name(row)] = lambda x: peers(row, x)
     return found
 
 
@@ -67,7 +78,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     for name, run in sides(row, options).items():
         found[name] = {}
         try:
-            with guard(name):
+            with guard(name), within(options.limit):
                 own = errors(row, gradients(run, x, do), wanted)
         except Exception as error:  # a peer may raise anything; the row says what
             found[name]["failed"] = message(error)
@@ -108,22 +119,13 @@ def line(found: dict[str, Any]) -> str:
     if "failed" in found or "skipped" in found:
         return f"{name}: {found.get('failed') or found['skipped']}"
     parts = [f"{name:42}"]
-    for side in ("flashmix", "triton", "fla", "fla lifted"):
+    for side in ("flashmix", "triton", "flashqla", "fla", "fla lifted"):
         if side in found:
             times = (
                 found[side].get("failed") or f"{found[side].get('forward_ms', '-')} / {found[side].get('both_ms', '-')}"
             )
             parts.append(f"{side} {times} |")
     return " ".join(parts) + (f" WRONG {found['wrong']}" if found["wrong"] else "")
-
-
-def quick_tuning(milliseconds: int) -> None:
-    """Measures each candidate of the peer's autotuner for so long, in place of 100 ms."""
-    from triton.runtime import driver
-    from triton.testing import do_bench
-
-    quick = partial(do_bench, warmup=max(1, milliseconds // 4), rep=milliseconds)
-    mock.patch.object(driver.active, "get_benchmarker", lambda: quick).start()
 
 
 def layers(peers_too: bool) -> dict[str, torch.nn.Module]:
@@ -139,7 +141,10 @@ def layers(peers_too: bool) -> dict[str, torch.nn.Module]:
         return {name: layer.to("cuda", torch.bfloat16) for name, layer in found.items()}
     try:
         peer: dict[str, Any] = {"expand_v": 1, "head_dim": CHANNELS, "num_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS}
-        found["fla lifted"] = importlib.import_module("fla.layers").GatedDeltaNet(WIDTH, **peer)
+        if installed("flash_qla"):
+            found["fla with FlashQLA"] = with_flash_qla(WIDTH, peer)
+        kind = "fla" if installed("tilelang") else "fla lifted"
+        found[kind] = importlib.import_module("fla.layers").GatedDeltaNet(WIDTH, **peer)
     except ImportError as error:
         print(message(error))
     return {name: layer.to("cuda", torch.bfloat16) for name, layer in found.items()}
@@ -169,7 +174,8 @@ def layer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
         found[name] = {"parameters": sum(p.numel() for p in layer.parameters())}
         try:
-            both()
+            with within(options.limit):
+                both()
         except Exception as error:
             found[name]["failed"] = message(error)
             continue
@@ -179,6 +185,34 @@ def layer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             found[name][f"{kind}_ms"] = round(ms, 4)
     print(found)
     return [found]
+
+
+def kernel_rows(rows: list[Row]) -> list[dict[str, Any]]:
+    """Milliseconds of each of our kernels in a forward + backward: medians of 8 calls, by torch's profiler."""
+    found = []
+    for row in rows:
+        x = tensors(row)
+        call = _both("flashmix", partial(_ours, row), x, torch.randn_like(x["v"]))
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(8):
+                call()
+            torch.cuda.synchronize()
+        times: dict[str, list[float]] = {}
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                times.setdefault(event.name[:60], []).append(event.device_time / 1e3)
+        entry: dict[str, Any] = {**asdict(row), "kernels": {}}
+        for name, own in times.items():
+            launches = len(own) // 8
+            of_launch = [sorted(own[i::launches])[4] for i in range(launches)] if launches else own
+            entry["kernels"][name] = [round(ms, 4) for ms in of_launch]
+        print(row.name, {name: ms for name, ms in entry["kernels"].items() if sum(ms) > 0.005}, flush=True)
+        found.append(entry)
+        torch.cuda.empty_cache()
+    return found
 
 
 def host_rows() -> list[dict[str, Any]]:
@@ -236,11 +270,23 @@ def compile_rows(rows: list[Row], options: argparse.Namespace) -> None:
     def run(job: tuple[Row, str]) -> str:
         row, side = job
         name = f"{row.rule}:{[r for r in ROWS if r.rule == row.rule].index(row)}"
-        command = [sys.executable, __file__, "--only", name, "--compile", side, "--tuning", str(options.tuning or 100)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "FLA_CACHE_RESULTS": "0"})
+        command = [
+            sys.executable,
+            __file__,
+            "--only",
+            name,
+            "--fla",
+            name,
+            "--side",
+            side,
+            "--tuning",
+            str(options.tuning),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
         return f"{row.name} {side} {done.stdout.strip() or done.stderr[-200:]}"
 
     jobs = [(row, side) for row in rows for side in sides(row, options)]
+    jobs.sort(key=lambda job: job[1] == "flashmix")  # the peers take longest
     with ThreadPoolExecutor(options.warm) as pool:
         for text in pool.map(run, jobs):
             print("warm", text, flush=True)
@@ -275,35 +321,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rules, or rows of them (kda:1), separated by commas")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--no-triton", action="store_true")
+    parser.add_argument("--fla", default="", help="rows for flash-linear-attention, as for --only; all without")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seconds", type=float, help="rows that would start later are skipped")
+    parser.add_argument("--limit", type=int, default=0, help="seconds of the first call of each side")
     parser.add_argument("--warm", type=int, metavar="N", help="first compile in N processes")
-    parser.add_argument("--compile", metavar="SIDE", help="only run one side of each row once")
-    parser.add_argument("--tuning", type=int, metavar="MS", help="for each candidate of the peer's autotuner")
+    parser.add_argument("--compile", action="store_true", help="and nothing else")
+    parser.add_argument("--side", help="only run this side of each row once")
+    parser.add_argument("--tuning", type=int, default=100, metavar="MS", help="for each candidate of FLA's autotuner")
     parser.add_argument("--out", type=Path, help="folder of the JSON")
     parser.add_argument("--name", default="recurrence_hopper_h200", help="of the JSON, after the date")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--layer", action="store_true")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--first-here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = chosen(options.only, ROWS)
-    if options.tuning:
-        quick_tuning(options.tuning)
-    if options.compile:
+    quick_tuning(options.tuning, 4 if options.side or options.layer else 0)
+    if options.side:
         for row in rows:
-            compile_side(row, options.compile, options)
+            compile_side(row, options.side, options)
     elif options.first_here:
         print(first_row(rows[0]))
-    elif options.layer or options.host or options.first:
-        kinds = (("layer", lambda: layer_rows(options)), ("host", host_rows), ("first", first_rows))
+    elif options.kernels or options.layer or options.host or options.first:
+        kinds = (
+            ("kernels", lambda: kernel_rows(rows)),
+            ("layer", lambda: layer_rows(options)),
+            ("host", host_rows),
+            ("first", first_rows),
+        )
         for kind, run in kinds:
             if getattr(options, kind):
                 timing.write_results(f"{options.name}_{kind}", run(), options.out, versions())
     else:
         if options.warm:
             compile_rows(rows, options)
-        compare(rows, options)
+        if not options.compile:
+            compare(rows, options)
 
 
 if __name__ == "__main__":

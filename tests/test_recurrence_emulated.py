@@ -14,6 +14,7 @@ from compilers.gluon_emulator import hopper_card
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
+    Case("lone-token", "delta", "token", B=1, T=134, H=2, HV=2, K=128, V=128),
     Case("head-K96V80", "delta", "head", B=1, T=66, H=1, HV=1, K=96, V=80),
     Case("linear", "linear", "token", B=1, T=70, H=1, HV=1, K=128, V=128),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),

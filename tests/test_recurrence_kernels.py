@@ -187,6 +187,8 @@ WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,
     "many heads": replace(WIDE, H=20, HV=80),
+    "one value head": replace(WIDE, HV=1),
+    "one value head, no decay": replace(WIDE, HV=1, gate="none"),
     "no decay": replace(WIDE, gate="none"),
     "a decay per head": replace(WIDE, gate="head"),
     "narrow": replace(WIDE, K=96, V=80),

@@ -15,8 +15,8 @@ column):
 where `wr_j` is the last term of dbeta and `in` are row sums of beta W less its column sums, without the pairs of a token with itself,
 which no decay lies between, and the rows by way of the state. Without corrections nu is V, beta 1, and there are no dR, dA_a and N_a.
 
-Roles: a producer of one warp; `pairs`, a warpgroup for dA; two `consumer` warpgroups, 64 channels of keys each; a `finisher` of one warp,
-which also sends dq and dk to memory, so that no consumer waits for that.
+Roles: a producer of one warp; `pairs`, a warpgroup for dA (`output_pairs.py`); two `consumer` warpgroups, 64 channels of keys each; a
+`finisher` of one warp, which also sends dq and dk to memory, so that no consumer waits for that.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 128 channels of values.
 """
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from flashmix.gpu.hopper import (
     allocate_barriers,
-    ex2,
     expect_bytes,
     fence_async_shared,
     gl,
@@ -40,27 +39,12 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
-from flashmix.ops.recurrence.gluon_hopper.output_sums import (
-    CARRIED,
-    DIAGONAL,
-    PAIR_ROWS,
-    STATE_ROWS,
-    SUM_STAGE,
-    VSTAGES,
-    WRITTEN,
-    finisher,
-)
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.output_pairs import DO, DR, DSTATE, STATE, TILES, pairs
+from flashmix.ops.recurrence.gluon_hopper.output_sums import CARRIED, STATE_ROWS, SUM_STAGE, VSTAGES, WRITTEN, finisher
 from flashmix.ops.recurrence.gluon_hopper.place import fetch_tile, fetch_tokens, item_chunk, item_count, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
 from flashmix.ops.recurrence.gluon_hopper.structs import OutputBarriers, OutputTiles
-
-# The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
-TILES = gl.constexpr(6)
-DO = gl.constexpr(0)
-STATE = gl.constexpr(1)
-DR = gl.constexpr(3)
-DSTATE = gl.constexpr(4)
 
 
 @gluon.jit
@@ -106,114 +90,6 @@ def producer(keys_d, values_d, others_d, x, numbers, tiles, bars, S: gl.constexp
                     bar = expect_bytes(bars.nu.full, it, 64 * 128 * 2)
                     fetch_tokens(nu_d, at.span, at.t, head, 0, bar, tiles.nu.index(it % 2), S)
             it += 1
-
-
-@gluon.jit
-def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
-    """scale q k^T and -k k^T, below the diagonal, kept in the tiles of pairs: each thread reads its own elements again.
-
-    The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
-    """
-    wait_full(bars.keys.full, i)
-    q = tiles.q.index(i % 2)  # [C, 128]
-    k = tiles.k.index(i % 2)  # [C, 128]
-    row = gl.arange(0, 64, ROWS_64)[:, None]
-    column = gl.arange(0, 64, COLUMNS_64)[None, :]
-    qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
-    if S.CORRECTED:
-        kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-    wait_empty(bars.pairs.empty, i)
-    if S.CORRECTED:
-        qk = products_done(1, deps=[qk])
-    else:
-        qk = products_done(0, deps=[qk])
-    qk = qk * scale
-    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
-    if S.DECAY:
-        tiles.pairs.index(0).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
-    else:
-        tiles.pairs.index(0).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
-    if S.CORRECTED:
-        kk = products_done(0, deps=[kk])
-        tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
-    release(bars.keys.empty, i)
-    return diagonal
-
-
-@gluon.jit
-def pair_sums(N, dA, E, beta, pairs):
-    """N with the share of dA, and W = A dA without beta."""
-    P = dA * E
-    N += P * beta[None, :]
-    W = P * pairs.load(ACC_64).to(gl.float32)  # [C, C]
-    return N, W
-
-
-@gluon.jit
-def row_and_column_sums(W, beta):
-    """The row sums of beta W, and the column sums of W over each thread's rows."""
-    return gl.sum(W * beta[None, :], 1), gl.sum(W.reshape([4, 2, 8, 64]), 1)
-
-
-@gluon.jit
-def pairs(x, numbers, tiles, bars, S: gl.constexpr):
-    """dA of the pairs (6.1), summed over the value heads, and its share in dg and dbeta."""
-    DT: gl.constexpr = tiles.q.dtype
-    row = gl.arange(0, 64, ROWS_64)
-    column = gl.arange(0, 64, COLUMNS_64)
-    for i in range(item_count(numbers)):
-        qk_diagonal = begin_pairs(tiles, bars, i, numbers.scale, S)  # [C]
-        N_q = gl.zeros([64, 64], gl.float32, ACC_64)
-        N_a = gl.zeros([64, 64], gl.float32, ACC_64)
-        for r in range(S.GROUP):
-            it = i * S.GROUP + r
-            z = opaque_zero()
-            here = (row + z)[:, None]
-            dO = tiles.slots.index(DO + z)  # [C, V]
-            dR = tiles.slots.index(DR + z)  # [C, V]
-            nu = tiles.nu.index(it % 2)  # [C, V]
-            wait_full(bars.v.full, it)
-            stage = (it % VSTAGES) * 4
-            G_row = vector(tiles.vectors, stage, ROWS_64)
-            G_column = vector(tiles.vectors, stage, COLUMNS_64)
-            mbarrier.wait(bars.slots.full.index(DO), it & 1)
-            wait_full(bars.nu.full, it)
-            dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
-            E = ex2(
-                gl.minimum(G_row[:, None] - G_column[None, :], 0.0)
-            )  # above the diagonal 1: the tiles have zeros there
-            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
-            dA = products_done(0, deps=[dA])
-            mbarrier.arrive(bars.slots.empty.index(DO), count=1)
-            if S.CORRECTED:
-                mbarrier.wait(bars.slots.full.index(DR), it & 1)
-            if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
-                diagonal = qk_diagonal * gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
-            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
-            rows, columns = row_and_column_sums(W, beta)
-            if S.CORRECTED:
-                dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
-                dA = products_done(0, deps=[dA])
-                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
-            release(bars.nu.empty, it)
-            release(bars.v.empty, it)
-            if S.CORRECTED:
-                N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
-                more_rows, more_columns = row_and_column_sums(W, beta)
-                rows += more_rows
-                columns += more_columns
-            columns = gl.sum(columns, 1)  # of each warp's rows
-            wait_empty(bars.sums.empty, it)
-            tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
-            tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
-            if S.DECAY:
-                tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
-            signal(bars.sums.full, it)
-        tiles.pairs.index(0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
-        if S.CORRECTED:
-            tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
-        fence_async_shared()
-        signal(bars.pairs.full, i)
 
 
 @gluon.jit
@@ -330,7 +206,7 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         ring(VSTAGES, 1, 4),
         ring(1, 1, 2),
         ring(2, 3, 1),
-        allocate_barriers(1, 2),
+        allocate_barriers(2, 2),  # of two items: one consumer may end the next before the other has ended this one
     )
     return tiles, bars
 

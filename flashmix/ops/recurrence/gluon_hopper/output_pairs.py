@@ -1,0 +1,217 @@
+"""The warpgroup for dA in the backward of `output` (`output.py`): pairs of tokens, summed over value heads; their share in dg, dbeta.
+
+Letters of tiles: `C` = 64 tokens, `V` = 128 channels of values.
+"""
+
+from __future__ import annotations
+
+from flashmix.gpu.hopper import (
+    ex2,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    opaque_zero,
+    product,
+    products_done,
+    release,
+    signal,
+    wait_empty,
+    wait_full,
+)
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.output_sums import DIAGONAL, PAIR_ROWS, SUM_STAGE, VSTAGES
+from flashmix.ops.recurrence.gluon_hopper.place import item_count, vector
+from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA
+
+# The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
+TILES = gl.constexpr(6)
+DO = gl.constexpr(0)
+STATE = gl.constexpr(1)
+DR = gl.constexpr(3)
+DSTATE = gl.constexpr(4)
+
+
+@gluon.jit
+def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
+    """scale q k^T and -k k^T, below the diagonal, kept in the tiles of pairs: each thread reads its own elements again.
+
+    The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
+    """
+    wait_full(bars.keys.full, i)
+    q = tiles.q.index(i % 2)  # [C, 128]
+    k = tiles.k.index(i % 2)  # [C, 128]
+    row = gl.arange(0, 64, ROWS_64)[:, None]
+    column = gl.arange(0, 64, COLUMNS_64)[None, :]
+    qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
+    if S.CORRECTED:
+        kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+    wait_empty(bars.pairs.empty, i)
+    if S.CORRECTED:
+        qk = products_done(1, deps=[qk])
+    else:
+        qk = products_done(0, deps=[qk])
+    qk = qk * scale
+    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
+    if S.DECAY:
+        tiles.pairs.index(0).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
+    else:
+        tiles.pairs.index(0).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
+    if S.CORRECTED:
+        kk = products_done(0, deps=[kk])
+        tiles.pairs.index(1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
+    release(bars.keys.empty, i)
+    return diagonal
+
+
+@gluon.jit
+def pair_sums(N, dA, E, beta, pairs):
+    """N with the share of dA, and W = A dA without beta."""
+    P = dA * E
+    N += P * beta[None, :]
+    W = P * pairs.load(ACC_64).to(gl.float32)  # [C, C]
+    return N, W
+
+
+@gluon.jit
+def row_and_column_sums(W, beta):
+    """The row sums of beta W, and the column sums of W over each thread's rows."""
+    return gl.sum(W * beta[None, :], 1), gl.sum(W.reshape([4, 2, 8, 64]), 1)
+
+
+@gluon.jit
+def put_pair_sums(rows, columns, diagonal, it, tiles, bars, S: gl.constexpr):
+    """Leaves the sums of a value head to the finisher."""
+    columns = gl.sum(columns, 1)  # of each warp's rows
+    wait_empty(bars.sums.empty, it)
+    tiles.sums._reinterpret(gl.float32, [8, 4, 64], VECTORS).index((it % 2) * 4).store(columns)
+    tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
+    if S.DECAY:
+        tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)
+    signal(bars.sums.full, it)
+
+
+@gluon.jit
+def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
+    """dA of the pairs (6.1), summed over the value heads, and its share in dg and dbeta."""
+    DT: gl.constexpr = tiles.q.dtype
+    row = gl.arange(0, 64, ROWS_64)
+    column = gl.arange(0, 64, COLUMNS_64)
+    for i in range(item_count(numbers)):
+        qk_diagonal = begin_pairs(tiles, bars, i, numbers.scale, S)  # [C]
+        N_q = gl.zeros([64, 64], gl.float32, ACC_64)
+        N_a = gl.zeros([64, 64], gl.float32, ACC_64)
+        for r in range(S.GROUP):
+            it = i * S.GROUP + r
+            z = opaque_zero()
+            here = (row + z)[:, None]
+            dO = tiles.slots.index(DO + z)  # [C, V]
+            dR = tiles.slots.index(DR + z)  # [C, V]
+            nu = tiles.nu.index(it % 2)  # [C, V]
+            wait_full(bars.v.full, it)
+            stage = (it % VSTAGES) * 4
+            G_row = vector(tiles.vectors, stage, ROWS_64)
+            G_column = vector(tiles.vectors, stage, COLUMNS_64)
+            mbarrier.wait(bars.slots.full.index(DO), it & 1)
+            wait_full(bars.nu.full, it)
+            dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
+            E = ex2(
+                gl.minimum(G_row[:, None] - G_column[None, :], 0.0)
+            )  # above the diagonal 1: the tiles have zeros there
+            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
+            dA = products_done(0, deps=[dA])
+            mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+            if S.CORRECTED:
+                mbarrier.wait(bars.slots.full.index(DR), it & 1)
+            diagonal = qk_diagonal
+            if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
+                diagonal *= gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
+            N_q, W = pair_sums(N_q, dA, E, beta, tiles.pairs.index(0))
+            rows, columns = row_and_column_sums(W, beta)
+            if S.CORRECTED:
+                dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
+                dA = products_done(0, deps=[dA])
+                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            release(bars.nu.empty, it)
+            release(bars.v.empty, it)
+            if S.CORRECTED:
+                N_a, W = pair_sums(N_a, dA, E, beta, tiles.pairs.index(1))
+                more_rows, more_columns = row_and_column_sums(W, beta)
+                rows += more_rows
+                columns += more_columns
+            put_pair_sums(rows, columns, diagonal, it, tiles, bars, S)
+        tiles.pairs.index(0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
+        if S.CORRECTED:
+            tiles.pairs.index(1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
+        fence_async_shared()
+        signal(bars.pairs.full, i)
+
+
+@gluon.jit
+def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
+    """The same with one value head a key head: q k^T and k k^T stay in registers, so that a chunk's pairs wait for the consumers of the
+    chunk before only when they are made.
+    """
+    DT: gl.constexpr = tiles.q.dtype
+    row = gl.arange(0, 64, ROWS_64)
+    column = gl.arange(0, 64, COLUMNS_64)[None, :]
+    for i in range(item_count(numbers)):
+        z = opaque_zero()
+        here = (row + z)[:, None]
+        q = tiles.q.index(i % 2)  # [C, 128]
+        k = tiles.k.index(i % 2)  # [C, 128]
+        nu = tiles.nu.index(i % 2)  # [C, V]
+        wait_full(bars.keys.full, i)
+        pair = product(q, k.permute((1, 0)), ACC_64, 64, 64)
+        wait_full(bars.v.full, i)
+        stage = (i % VSTAGES) * 4
+        G_row = vector(tiles.vectors, stage, ROWS_64)
+        G_column = vector(tiles.vectors, stage, COLUMNS_64)
+        beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
+        mbarrier.wait(bars.slots.full.index(DO), i & 1)
+        wait_full(bars.nu.full, i)
+        dA = product(tiles.slots.index(DO + z), nu.permute((1, 0)), ACC_64, 64, 64)
+        E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))
+        E = gl.where(here >= column, E * numbers.scale, 0.0)
+        pair, dA = products_done(0, deps=[pair, dA])
+        mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+        if S.CORRECTED:
+            mbarrier.wait(bars.slots.full.index(DR), i & 1)
+        P = dA * E
+        W = P * pair  # [C, C]
+        N = (P * beta[None, :]).to(DT)
+        diagonal = gl.sum(gl.where(here == column, W, 0.0), 1)
+        if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
+            W = gl.where(here == column, 0.0, W)
+        rows, columns = row_and_column_sums(W, beta)
+        if S.CORRECTED:
+            pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+            dA = product(tiles.slots.index(DR + z), nu.permute((1, 0)), ACC_64, 64, 64)
+            pair, dA = products_done(0, deps=[pair, dA])
+            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
+            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
+            more_rows, more_columns = row_and_column_sums(P * pair, beta)
+            rows += more_rows
+            columns += more_columns
+            N_a = (P * beta[None, :]).to(DT)
+        release(bars.keys.empty, i)
+        release(bars.nu.empty, i)
+        release(bars.v.empty, i)
+        wait_empty(bars.pairs.empty, i)
+        tiles.pairs.index(0).store(N)
+        if S.CORRECTED:
+            tiles.pairs.index(1).store(N_a)
+        fence_async_shared()
+        signal(bars.pairs.full, i)
+        put_pair_sums(rows, columns, diagonal, i, tiles, bars, S)
+
+
+@gluon.jit
+def pairs(x, numbers, tiles, bars, S: gl.constexpr):
+    """The warpgroup for dA."""
+    if S.GROUP == 1:
+        lone_pairs(x, numbers, tiles, bars, S)
+    else:
+        grouped_pairs(x, numbers, tiles, bars, S)
