@@ -189,7 +189,9 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             dA = product(tiles.slots.index(DR + z), nu.permute((1, 0)), ACC_64, 64, 64)
             pair, dA = products_done(0, deps=[pair, dA])
             mbarrier.arrive(bars.slots.empty.index(DR), count=1)
-            difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+            difference = (
+                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+            )
             P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
             more_rows, more_columns = row_and_column_sums(P * pair, beta)
