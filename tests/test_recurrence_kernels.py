@@ -178,7 +178,7 @@ HOPPER_REGISTERS = {
     "output_backward_kernel": 128,
 }
 HOPPER_STACK = {
-    "scores_forward_kernel": 64,
+    "scores_forward_kernel": 80,  # with one value head a key head; else 64
     "channel_output_kernel": 32,
     "state_forward_kernel": 8,
     "output_backward_kernel": 200,

@@ -40,7 +40,16 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR
-from flashmix.ops.recurrence.gluon_hopper.output_pairs import DO, DR, DSTATE, STATE, TILES, pairs
+from flashmix.ops.recurrence.gluon_hopper.output_pairs import (
+    DO,
+    DR,
+    DSTATE,
+    PAIR_TILES,
+    STATE,
+    TILES,
+    pairs,
+    pairs_tile,
+)
 from flashmix.ops.recurrence.gluon_hopper.output_sums import CARRIED, STATE_ROWS, SUM_STAGE, VSTAGES, WRITTEN, finisher
 from flashmix.ops.recurrence.gluon_hopper.place import fetch_tile, fetch_tokens, item_chunk, item_count, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, ring
@@ -169,8 +178,8 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
                 tiles.sums.index(sums + CARRIED + w).store(carried)
             signal(bars.sums.full, it)
         wait_full(bars.pairs.full, i)
-        N_q = tiles.pairs.index(0)  # [C, C]
-        N_a = tiles.pairs.index(1)  # [C, C]
+        N_q = pairs_tile(tiles, i, 0)  # [C, C]
+        N_a = pairs_tile(tiles, i, 1)  # [C, C]
         d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
         d = products_done(0, deps=[d])
         dq += d
@@ -195,7 +204,7 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [S.SLOTS, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
-        gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        gl.allocate_shared_memory(DT, [PAIR_TILES, 64, 64], TILE),
         gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )

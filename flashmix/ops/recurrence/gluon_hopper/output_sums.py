@@ -7,8 +7,8 @@ from flashmix.ops.recurrence.gluon_hopper.place import item_chunk, item_count, s
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, ROW_FACTOR
 
 VSTAGES = gl.constexpr(3)  # stages of the vectors
-# Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 16.
-SUM_STAGE = gl.constexpr(16)
+# Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 12.
+SUM_STAGE = gl.constexpr(12)
 COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
 PAIR_ROWS = gl.constexpr(4)  # of beta W
 STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer

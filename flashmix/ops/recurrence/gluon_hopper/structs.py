@@ -157,9 +157,11 @@ class OutputTiles(NamedTuple):
     k: Any  # [2, 64, 128]
     slots: Any  # [SLOTS, 64, 128]: dO, S, dR, dS' of one value head after the other; states in two halves of K
     nu: Any  # [2, 64, 128]: held from the first to the last product of a value head, so in a ring of its own
-    pairs: Any  # [2, 64, 64]: q k^T and -k k^T, then N_q and N_a
+    pairs: (
+        Any  # [3, 64, 64]: q k^T and -k k^T, then N_q and N_a, each in the tile after the one before: see `pairs_tile`
+    )
     vectors: Any  # [4 VALUES, 64]
-    sums: Any  # [32, 64] float32: see `finisher`
+    sums: Any  # [24, 64] float32: see `finisher`
 
 
 class OutputBarriers(NamedTuple):
