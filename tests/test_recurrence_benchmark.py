@@ -7,8 +7,11 @@ import importlib
 import importlib.util
 import json
 import sys
+import time
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -195,3 +198,58 @@ def call_of(calls: Any, row: Any) -> Any:
         x = benchmark.tensors(row, "meta")
     operands = (x["q"], x["k"], x["v"], x.get("a"), x.get("b"), x.get("beta"), x["g"], None)
     return calls.RecurrenceCall(*operands, None, 1.0, False, False)
+
+
+@pytest.fixture
+def hopper(rows: Any) -> Any:
+    return importlib.import_module("recurrence_hopper")
+
+
+def test_peers_of_a_row(hopper: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashQLA has 128 channels of the gated delta rule alone; FLA's refused backward is named as such."""
+    peers = importlib.import_module("recurrence_peers")
+    there = {"flash_qla": True, "tilelang": True}
+    monkeypatch.setattr(peers, "installed", there.get)
+    monkeypatch.setattr(hopper, "installed", there.get)
+    options = argparse.Namespace(no_triton=True, no_peer=False, fla="gated_delta_rule:0")
+    of = {row: list(hopper.sides(row, options)) for row in hopper.ROWS}
+    gated = [row for row in of if row.rule == "gated_delta_rule"]
+    assert of[gated[0]] == ["flashmix", "flashqla", "fla"] and of[gated[1]] == ["flashmix", "flashqla"]
+    assert all(of[row] == ["flashmix"] for row in of if row.K != 128 or row not in gated)
+    there["tilelang"] = False
+    assert hopper.fla_name(gated[0]) == hopper.fla_name(rows.Row("simple_gla", 1, 64, 1, 1)) == "fla lifted"
+    assert hopper.fla_name(rows.Row("kda", 1, 64, 1, 1)) == "fla"
+
+
+def test_a_peer_that_compiles_for_long_is_stopped(hopper: Any) -> None:
+    with pytest.raises(TimeoutError, match="within 1 s"), hopper.within(1):
+        while True:
+            time.sleep(0.01)
+    with hopper.within(1):
+        pass
+    time.sleep(1.2)  # no alarm is left
+
+
+def test_the_tuner_compiles_candidates_before_it_measures_them(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with `warmup=True`; one that fails is left to the measurement."""
+    triton = pytest.importorskip("triton")
+    driver = types.SimpleNamespace(get_benchmarker=lambda: None)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    tuner = triton.runtime.autotuner.Autotuner
+    monkeypatch.setattr(tuner, "prune_configs", tuner.prune_configs)  # what the patch below leaves is undone
+    seen = []
+
+    def run(*arguments: Any, **given: Any) -> None:
+        seen.append((arguments, given))
+        if given["BLOCK"] == 32:
+            raise RuntimeError("does not fit")
+
+    configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32, 64)]
+    own = types.SimpleNamespace(
+        configs=configs, early_config_prune=None, perf_model=None, nargs={"x": 1}, fn=types.SimpleNamespace(run=run)
+    )
+    hopper.quick_tuning(10, 2)
+    assert tuner.prune_configs(own, {"grid": (1,)}) == configs
+    assert [given["BLOCK"] for _, given in seen] == [16, 32, 64]
+    assert all(arguments == (1,) and given["warmup"] and given["grid"] == (1,) for arguments, given in seen)
+    mock.patch.stopall()
