@@ -130,7 +130,10 @@ def gated_deltanet(measured: Json, before: Json) -> Figure:
         values: list[tuple[Series, list[float | None]]] = [
             (GLUON, [row["flashmix"][f"{part}_ms"] for row in found]),
             (FLASH_QLA, [number(row.get("flashqla"), f"{part}_ms") for row in found]),
-            (FLA, [peer({"fla": {}} | row, f"{part}_ms") or peer(earlier[shape_of(row)], f"{part}_ms") for row in found]),
+            (
+                FLA,
+                [peer({"fla": {}} | row, f"{part}_ms") or peer(earlier[shape_of(row)], f"{part}_ms") for row in found],
+            ),
             (BOUND, [row["bound_ms"][index] for row in found]),
         ]
         bars(panel, [size_of(row) for row in found], values, 2)

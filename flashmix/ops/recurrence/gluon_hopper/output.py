@@ -178,8 +178,8 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
                 tiles.sums.index(sums + CARRIED + w).store(carried)
             signal(bars.sums.full, it)
         wait_full(bars.pairs.full, i)
-        N_q = pairs_tile(tiles, i, 0)  # [C, C]
-        N_a = pairs_tile(tiles, i, 1)  # [C, C]
+        N_q = pairs_tile(tiles, i, 0, S)  # [C, C]
+        N_a = pairs_tile(tiles, i, 1, S)  # [C, C]
         d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
         e = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
         if S.CORRECTED:
@@ -206,7 +206,7 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [S.SLOTS, 64, 128], TILE),
         gl.allocate_shared_memory(DT, [2, 64, 128], TILE),
-        gl.allocate_shared_memory(DT, [PAIR_TILES, 64, 64], TILE),
+        gl.allocate_shared_memory(DT, [PAIR_TILES if S.GROUP == 1 else 2, 64, 64], TILE),
         gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )

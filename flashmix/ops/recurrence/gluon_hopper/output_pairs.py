@@ -34,42 +34,48 @@ PAIR_TILES = gl.constexpr(3)
 
 
 @gluon.jit
-def pairs_tile(tiles, i, which: gl.constexpr):
+def pairs_tile(tiles, i, which: gl.constexpr, S: gl.constexpr):
     """The tile of the queries' (0) or keys' (1) pairs of item i, [C, C].
 
-    Tiles of three follow one another, so that an item's first tile is free while the consumers still read both of the item before.
+    With one value head a key head tiles of three follow one another, so that an item's first tile is free while the consumers still
+    read both of the item before.
     """
-    return tiles.pairs.index((2 * i + which) % PAIR_TILES)
+    if S.GROUP == 1:
+        return tiles.pairs.index((2 * i + which) % PAIR_TILES)
+    else:
+        return tiles.pairs.index(which)
 
 
 @gluon.jit
-def put_query_pairs(tiles, bars, i, scale, S: gl.constexpr):
-    """scale q k^T below the diagonal, kept in its tile: each thread reads its own elements again.
+def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
+    """scale q k^T and -k k^T, below the diagonal, kept in the tiles of pairs: each thread reads its own elements again.
 
-    The diagonal, [C], is returned where there is a decay, else it is in the tile.
+    The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
     """
     wait_full(bars.keys.full, i)
-    row = gl.arange(0, 64, ROWS_64)[:, None]
-    column = gl.arange(0, 64, COLUMNS_64)[None, :]
-    qk = product(tiles.q.index(i % 2), tiles.k.index(i % 2).permute((1, 0)), ACC_64, 64, 64)
-    qk = products_done(0, deps=[qk]) * scale
-    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
-    inside = row > column if S.DECAY else row >= column
-    pairs_tile(tiles, i, 0).store(gl.where(inside, qk, 0.0).to(tiles.q.dtype))
-    return diagonal
-
-
-@gluon.jit
-def put_key_pairs(tiles, bars, i):
-    """-k k^T below the diagonal, likewise, in a tile that the consumers have left; the last use of the keys."""
+    q = tiles.q.index(i % 2)  # [C, 128]
     k = tiles.k.index(i % 2)  # [C, 128]
     row = gl.arange(0, 64, ROWS_64)[:, None]
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
-    kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+    qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
+    if S.CORRECTED:
+        kk = product(k, k.permute((1, 0)), ACC_64, 64, 64)
     wait_empty(bars.pairs.empty, i)
-    kk = products_done(0, deps=[kk])
+    if S.CORRECTED:
+        qk = products_done(1, deps=[qk])
+    else:
+        qk = products_done(0, deps=[qk])
+    qk = qk * scale
+    diagonal = gl.sum(gl.where(row == column, qk, 0.0), 1)
+    if S.DECAY:
+        pairs_tile(tiles, i, 0, S).store(gl.where(row > column, qk, 0.0).to(tiles.q.dtype))
+    else:
+        pairs_tile(tiles, i, 0, S).store(gl.where(row >= column, qk, 0.0).to(tiles.q.dtype))
+    if S.CORRECTED:
+        kk = products_done(0, deps=[kk])
+        pairs_tile(tiles, i, 1, S).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.q.dtype))
     release(bars.keys.empty, i)
-    pairs_tile(tiles, i, 1).store(gl.where(row > column, 0.0 - kk, 0.0).to(tiles.k.dtype))
+    return diagonal
 
 
 @gluon.jit
@@ -106,10 +112,7 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
-        qk_diagonal = put_query_pairs(tiles, bars, i, numbers.scale, S)  # [C]
-        if not S.CORRECTED:
-            release(bars.keys.empty, i)
-            wait_empty(bars.pairs.empty, i)
+        qk_diagonal = begin_pairs(tiles, bars, i, numbers.scale, S)  # [C]
         N_q = gl.zeros([64, 64], gl.float32, ACC_64)
         N_a = gl.zeros([64, 64], gl.float32, ACC_64)
         for r in range(S.GROUP):
@@ -137,25 +140,23 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             diagonal = qk_diagonal
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
                 diagonal *= gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
-            N_q, W = pair_sums(N_q, dA, E, beta, pairs_tile(tiles, i, 0))
+            N_q, W = pair_sums(N_q, dA, E, beta, pairs_tile(tiles, i, 0, S))
             rows, columns = row_and_column_sums(W, beta)
             if S.CORRECTED:
-                if r == 0:
-                    put_key_pairs(tiles, bars, i)
                 dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
                 dA = products_done(0, deps=[dA])
                 mbarrier.arrive(bars.slots.empty.index(DR), count=1)
             release(bars.nu.empty, it)
             release(bars.v.empty, it)
             if S.CORRECTED:
-                N_a, W = pair_sums(N_a, dA, E, beta, pairs_tile(tiles, i, 1))
+                N_a, W = pair_sums(N_a, dA, E, beta, pairs_tile(tiles, i, 1, S))
                 more_rows, more_columns = row_and_column_sums(W, beta)
                 rows += more_rows
                 columns += more_columns
             put_pair_sums(rows, columns, diagonal, it, tiles, bars, S)
-        pairs_tile(tiles, i, 0).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
+        pairs_tile(tiles, i, 0, S).store(gl.where(row[:, None] >= column[None, :], N_q * numbers.scale, 0.0).to(DT))
         if S.CORRECTED:
-            pairs_tile(tiles, i, 1).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
+            pairs_tile(tiles, i, 1, S).store(gl.where(row[:, None] > column[None, :], 0.0 - N_a, 0.0).to(DT))
         fence_async_shared()
         signal(bars.pairs.full, i)
 
@@ -192,7 +193,7 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             mbarrier.wait(bars.slots.full.index(DR), i & 1)
         P = dA * E
         W = P * pair  # [C, C]
-        pairs_tile(tiles, i, 0).store((P * beta[None, :]).to(DT))
+        pairs_tile(tiles, i, 0, S).store((P * beta[None, :]).to(DT))
         diagonal = gl.sum(gl.where(here == column, W, 0.0), 1)
         if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
             W = gl.where(here == column, 0.0, W)
@@ -216,7 +217,7 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
         release(bars.v.empty, i)
         wait_empty(bars.pairs.empty, i)
         if S.CORRECTED:
-            pairs_tile(tiles, i, 1).store(N_a)
+            pairs_tile(tiles, i, 1, S).store(N_a)
         fence_async_shared()
         signal(bars.pairs.full, i)
         put_pair_sums(rows, columns, diagonal, i, tiles, bars, S)

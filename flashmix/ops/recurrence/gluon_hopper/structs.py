@@ -157,9 +157,7 @@ class OutputTiles(NamedTuple):
     k: Any  # [2, 64, 128]
     slots: Any  # [SLOTS, 64, 128]: dO, S, dR, dS' of one value head after the other; states in two halves of K
     nu: Any  # [2, 64, 128]: held from the first to the last product of a value head, so in a ring of its own
-    pairs: (
-        Any  # [3, 64, 64]: q k^T and -k k^T, then N_q and N_a, each in the tile after the one before: see `pairs_tile`
-    )
+    pairs: Any  # [2 or 3, 64, 64]: q k^T and -k k^T, then N_q and N_a; see `pairs_tile`
     vectors: Any  # [4 VALUES, 64]
     sums: Any  # [24, 64] float32: see `finisher`
 
