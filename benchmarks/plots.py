@@ -37,7 +37,6 @@ TRITON = Series("flashmix, Triton", "#5b9bd9")
 OURS = Series("flashmix", "#123b7a")
 BFLOAT16 = Series("flashmix, bfloat16 state", "#5b9bd9")
 FLA = Series("flash-linear-attention", "#f5b971", "///")
-FLASH_QLA = Series("FlashQLA", "#c9c9c9", "...")
 CUDNN = Series("cuDNN", "#f5b971", "///")
 FLASH = Series("torch's flash", "#c9c9c9", "...")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
@@ -121,24 +120,26 @@ def number(row: Json | None, name: str) -> float | None:
     return None if row is None else row.get(name)
 
 
-def gated_deltanet(measured: Json, before: Json) -> Figure:
-    """Ours and the peers of one run; a peer's number that it has not is the run's of `before`."""
-    found = [row for row in measured["rows"] if row["rule"] == "gated_delta_rule" and shape_of(row)[4:] == (128, 128)]
-    earlier = {shape_of(row): row for row in before["rows"] if row["rule"] == "gated_delta_rule"}
+def gated_deltanet(hopper: Json, beside: Json) -> Figure:
+    ours = {tuple(row["row"]): row["ms"] | hopper["nu_in_a_ring_of_its_own"][as_key(row)] for row in hopper["rows"]}
+    rows = {shape_of(row): row for row in beside["rows"] if row["rule"] == "gated_delta_rule"}
+    found = [rows[(*sizes, 128, 128)] for sizes in ours]
     figure, axes = panels(2, 9.0, 4.6)
-    for index, (panel, part) in enumerate(zip(axes, ("forward", "both"), strict=True)):
-        values: list[tuple[Series, list[float | None]]] = [
-            (GLUON, [row["flashmix"][f"{part}_ms"] for row in found]),
-            (FLASH_QLA, [number(row.get("flashqla"), f"{part}_ms") for row in found]),
-            (
-                FLA,
-                [peer({"fla": {}} | row, f"{part}_ms") or peer(earlier[shape_of(row)], f"{part}_ms") for row in found],
-            ),
-            (BOUND, [row["bound_ms"][index] for row in found]),
+    for panel, part in zip(axes, ("forward", "both"), strict=True):
+        values = [
+            (GLUON, [times[f"gluon_{part}"] for times in ours.values()]),
+            (TRITON, [times[f"triton_{part}"] for times in ours.values()]),
+            (FLA, [row["fla"][f"{part}_ms"] for row in found]),
+            (BOUND, [row["bound_ms"][part] for row in found]),
         ]
         bars(panel, [size_of(row) for row in found], values, 2)
     title = "Gated DeltaNet, 128 channels a head, bfloat16, NVIDIA H200 (less is faster)"
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+def as_key(row: Json) -> str:
+    """The name of a row where the kernels of the tree were timed."""
+    return ",".join(str(size) for size in row["row"])
 
 
 def attention_rows(measured: Json) -> dict[str, Json]:

@@ -62,7 +62,7 @@ def sides(row: Row, options: argparse.Namespace) -> dict[str, Callable[[Tensors]
         found["triton"] = lambda x: ours(row, x, "triton")
     if not options.no_peer and flash_qla_takes(row):
         found["flashqla"] = flash_qla
-    if not options.no_peer and row in chosen(options.fla, ROWS):
+    if not options.no_peer and options.fla != "none" and row in chosen(options.fla, ROWS):
         found[fla_name(row)] = lambda x: peers(row, x)
     return found
 
@@ -322,7 +322,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rules, or rows of them (kda:1), separated by commas")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-triton", action="store_true")
-    parser.add_argument("--fla", default="", help="rows for flash-linear-attention, as for --only; all without")
+    parser.add_argument(
+        "--fla", default="", help="rows for flash-linear-attention, as for --only, or none; all without"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seconds", type=float, help="rows that would start later are skipped")
     parser.add_argument("--limit", type=int, default=0, help="seconds of the first call of each side")
