@@ -121,31 +121,28 @@ def softmax_attention(
     left, right = check_window(window)
     if causal:
         right = 0
-    by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.shape == (q.shape[0], q.shape[2])
-    check_features(
-        q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right, by_sequence=by_sequence
-    )
+    by_sequence = False
+    if sink is not None or alibi_slopes is not None or log_decay is not None:
+        by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.shape == (q.shape[0], q.shape[2])
+        check_features(
+            q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right, by_sequence=by_sequence
+        )
     check_softcap(softcap)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    _check_ranges(q, key_starts, key_lengths, packing)
+    if key_starts is not None or key_lengths is not None:
+        _check_ranges(q, key_starts, key_lengths, packing)
     if by_sequence and alibi_slopes is not None and packing is not None:
         alibi_slopes = alibi_slopes[0]  # one row, whatever it packs
     seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
     q, k, v = autocast(q, k, v)
-    values: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "sink": sink,
-        "alibi_slopes": alibi_slopes,
-        "log_decay": log_decay,
-    }
-    values |= {"seed": seed, "packing": packing, "packing_k": packing_k, "scale": scale, "left": left, "right": right}
-    values |= {"key_starts": key_starts, "key_lengths": key_lengths}
-    call = AttentionCall.make(values | {"softcap": softcap, "dropout_p": dropout_p, "return_lse": return_lse})
+    values: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": sink, "alibi_slopes": alibi_slopes, "seed": seed}
+    values |= {"log_decay": log_decay, "packing": packing, "packing_k": packing_k, "scale": scale, "left": left}
+    values |= {"right": right, "key_starts": key_starts, "key_lengths": key_lengths, "softcap": softcap}
+    values["dropout_p"], values["return_lse"] = dropout_p, return_lse
+    call = AttentionCall.make(values)
     o, *rest = ATTENTION(call, impl)
     return o, rest[0] if return_lse else None
 
