@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_per_head, check_states, shifted, unrounded
-from flashmix.mechanisms.mamba2 import Mamba2
+from flashmix.mechanisms.mamba2 import Mamba2, two_by_width
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.modules.projection import HeadProjection, repeat_heads
 from flashmix.op.checks import check_range, contents_are_checked, dims
@@ -250,6 +250,7 @@ register(
         call="q:BTHK k:BTHK v:BTHK log_decay:BTH level_scales:BTHL",
         wide=("level_scales",),
         layer=LogLinearMamba2,
+        preset=two_by_width,
     )
 )
 register(
