@@ -81,7 +81,7 @@ def halves_of(impl: str, rule: str, kind: str, packed: bool, capability: tuple[i
         state = torch.zeros(3, 2, 128, 128)
         (o, _), kept = forward.outputs(state, True)
         backward = halves.backward(call.but(initial_state=state), kept, o)
-        backward.entering(state, pieces.continued)
+        backward.entering(state, pieces)
         backward.gradients(state, frozenset(call.names))
     return found
 

@@ -89,31 +89,54 @@ def intervals(rows: int, summands: Sequence[tuple[int, int, Source]]) -> list[In
 
 @dataclass
 class Transfer:
-    """An all-to-all that may still be under way, which `arrived` waits for."""
+    """An all-to-all that may still be under way, which `arrived` waits for; until then it keeps the memory of both sides."""
 
     found: Tensor
     sent: Tensor
-    work: Any
+    end: torch.cuda.Event | None
 
     def arrived(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        if self.end is not None:
+            torch.cuda.current_stream(self.found.device).wait_event(self.end)
+            self.end = None
         return self.found
+
+    def __del__(self) -> None:
+        self.arrived()  # where an error came between
+
+
+LANES: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def lane(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device on which exchanges run beside the kernels of the current one."""
+    if device not in LANES:
+        LANES[device] = torch.cuda.Stream(device, priority=-1)
+    return LANES[device]
 
 
 def begun(rows: Tensor, sent: Sequence[int], received: Sequence[int], shard: Shard) -> Transfer:
-    """The exchange of a flat tensor, whose entries go to the ranks in turn; on a GPU beside what is launched after it."""
+    """The exchange of a flat tensor, whose entries go to the ranks in turn; on a GPU beside what is launched after it.
+
+    What is launched after it starts behind it: a collective needs a multiprocessor of its own, and behind kernels whose programs fill the
+    card it would wait for their end.
+    """
     import torch.distributed as dist
 
     size = rows.element_size()
     found = rows.new_empty(sum(received))
     both = found.view(torch.uint8), rows.view(torch.uint8)
     counts = [n * size for n in received], [n * size for n in sent]
-    if rows.is_cuda:
-        return Transfer(found, rows, dist.all_to_all_single(*both, *counts, group=shard.group, async_op=True))
-    dist.all_to_all_single(*both, *counts, group=shard.group)
-    return Transfer(found, rows, None)
+    if not rows.is_cuda:
+        dist.all_to_all_single(*both, *counts, group=shard.group)
+        return Transfer(found, rows, None)
+    own, beside = torch.cuda.current_stream(rows.device), lane(rows.device)
+    beside.wait_stream(own)
+    start = beside.record_event()
+    with torch.cuda.stream(beside):
+        dist.all_to_all_single(*both, *counts, group=shard.group)
+    own.wait_event(start)
+    return Transfer(found, rows, beside.record_event())
 
 
 def messages(flat: Tensor, rows: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[list[Tensor]]:

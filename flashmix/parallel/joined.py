@@ -97,10 +97,10 @@ class CallBackward:
     def __init__(self, call: Any, op: Op, kept: Outputs, do: Tensor | None, chosen: str) -> None:
         self.call, self.op, self.kept, self.do, self.chosen = call, op, kept, do, chosen
 
-    def entering(self, dstate: Tensor, continued: Sequence[int]) -> dict[int, Tensor]:
+    def entering(self, dstate: Tensor, pieces: Pieces) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
         D = self.gradients(dstate, frozenset(("initial_state",)))["initial_state"]
-        return {i: D[i] for i in continued}
+        return {i: D[i] for i in pieces.continued}
 
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
@@ -163,7 +163,7 @@ class Joined(torch.autograd.Function):
         )
         start: Any = call.initial_state
         dstate = torch.zeros_like(start) if dstate is None else torch.where(per_piece(shard.ends, start), dstate, 0.0)
-        D = run.entering(dstate, pieces_of_states(shard).continued)
+        D = run.entering(dstate, pieces_of_states(shard))
         own: Maps = {Link(shard.rank, i): x for i, x in D.items()}
         found = join_backward(shard, own, M, ctx.shapes, acts.transposed, start)
         left = by_piece({link.piece: E for link, E in found.items()}, shard.count)

@@ -137,7 +137,8 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         if joined:
             maps, starts = joined
             write_maps(run, reads, maps)
-            join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
+            base = run.base
+            base.plan.join_forward(base.join_programs(), maps, call.initial_state, starts, None, None, base.segmented)
         state_output(run, reads, joined, o, state)
 
     launch(FORWARD, device, kind, (*operands, o, state, kept, decayed), make)
@@ -178,10 +179,15 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         own = views(memory, sizes.kept), views(decayed, sizes.decayed)
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
         parts = views(work, sizes.work)
+        starts = None
         if scored[1]:
-            *_, ends, _ = parts
+            *parts, ends, starts = parts
             write_ends(run, scored[0], do, ends)
-        gradients(run, scored, (do, dstate), parts, found)
+            base = run.base
+            base.plan.join_backward(
+                base.join_programs(), scored[1][0], ends, dstate, starts, None, None, base.segmented
+            )
+        gradients(run, scored, (do, dstate, starts), parts, found)
 
     launch(BACKWARD, device, kind, (*operands, dstate, memory, decayed, work, do, *found.values()), make)
     return finished(call, found, wanted)
@@ -205,22 +211,20 @@ def results(call: RecurrenceCall) -> Gradients:
 def gradients(
     run: HopperRun,
     scored: tuple[ChunkReads, Sequence[Tensor], Any],
-    grads: tuple[Tensor, Tensor | None],
+    grads: tuple[Tensor, Tensor | None, Tensor | None],
     work: list[Tensor],
     found: Gradients,
 ) -> None:
-    """Launches what makes the gradients `found`, of what `scores` returns and, in `work`, of what segments send back."""
+    """Launches what makes the gradients `found`, of what `scores` returns and of those of the output, of final states and of what
+    segments leave.
+    """
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate), (states, dstates, *others) = grads, work
+    (do, dstate, starts), (states, dstates, *others) = grads, work
     x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
-    nu, segments = (others[0], others[1:]) if call.rule.corrected else (call.v, others)
+    nu = others[0] if call.rule.corrected else call.v
     saved = None, descriptors.states(states, 64, 128), run.tokens(nu, 64) if call.rule.corrected else None
     n = run.segmented if joined else run.n
     run.plan.state_save(run.state_programs, *reads.without(run.tokens(call.v, 64)), *saved, x, n)
-    starts = None
-    if joined:
-        ends, starts = segments
-        join(run, run.plan.triton.join_backward, joined[0], ends, dstate, starts)
     x = run.memory(dstate, starts, found.get("initial_state"), None)
     sent = descriptors.states(dstates, 64, 128), run.tokens(found["v"], 64)
     run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
@@ -284,12 +288,6 @@ def state_output(run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o:
     tiles = reads.with_queries(run.tokens(call.v, 64))
     n = run.segmented if joined else run.n
     run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
-
-
-def join(run: HopperRun, kernel: Any, *tensors: Tensor | None) -> None:
-    """One of the passes over the maps of segments, by the Triton kernel."""
-    own = run.plan.triton.tiles
-    kernel(run.base.rows * -(-run.call.V // own.join.BV), *tensors, run.base.segmented)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

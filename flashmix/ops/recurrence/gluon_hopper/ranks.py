@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from flashmix.ops.recurrence.gluon_hopper import (
     HopperRun,
     finished,
     gradients,
-    join,
     reads_of,
     results,
     scores,
@@ -23,7 +20,7 @@ from flashmix.ops.recurrence.gluon_hopper import (
 )
 from flashmix.ops.recurrence.gluon_hopper.memory import aligned, symbolic_sizes_of
 from flashmix.ops.recurrence.triton_gpu import empty_maps
-from flashmix.ops.recurrence.triton_gpu.ranks import back_through, from_maps, of_segments
+from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
 
 
@@ -32,16 +29,6 @@ def state_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor:
     maps = empty_maps(run.call, run.segmented.segments)[0]
     write_maps(run, reads_of(run, A, vectors), maps)
     return maps
-
-
-def join_forward(run: HopperRun, maps: Tensor | None) -> Outputs:
-    """The maps of the segments and the state that each starts from; nothing where there are none."""
-    if maps is None:
-        return ()
-    call = run.call
-    starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
-    join(run, run.plan.triton.join_forward, maps, call.initial_state, starts)
-    return maps, starts
 
 
 def part(run: HopperRun, first: int, stop: int, *made: Tensor) -> tuple[HopperRun, list[Tensor]]:
@@ -59,13 +46,13 @@ class HopperForward:
         pairs, vectors = symbolic_sizes_of(run.call).kept[:2]
         self.scores = [torch.empty(size=x.shape, dtype=x.dtype, device=call.device) for x in (pairs, vectors)]
         scores(run, self.scores, [], True)
-        self.segments = state_maps(run, *self.scores) if run.segmented.segments > 1 else None
+        cut = run.segmented.segments > 1
+        self.joined = JoinedPieces(run.base, state_maps(run, *self.scores)) if cut else None
 
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
-        if self.segments is not None:
-            starts = join_forward(self.run, self.segments)[1] if pieces.begun else None
-            return of_segments(self.run.call, self.segments, starts, pieces, shape)
+        if self.joined is not None:
+            return self.joined.forward(pieces, shape)
         N: dict[int, Tensor] = {}
         M: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.begun):
@@ -84,8 +71,12 @@ class HopperForward:
     def outputs(self, initial_state: Tensor, save: bool) -> tuple[Outputs, Outputs]:
         """Output, final state and what is kept, as the op's own forward has them."""
         self.run.call = self.run.call.but(initial_state=initial_state)
-        run, joined = self.run, join_forward(self.run, self.segments)
-        call = run.call
+        run, call = self.run, self.run.call
+        joined = (
+            ()
+            if self.joined is None
+            else (self.joined.maps, self.joined.enter(run.base.plan.enter_forward, initial_state))
+        )
         o, state = run.base.tokens_like(call.V), run.base.states()
         if call.packed:
             o.zero_()  # tokens past the last sequence
@@ -100,25 +91,17 @@ class HopperBackward:
         self.run, self.kept = HopperRun.of(call), kept
         call = self.run.call
         self.do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
-        A, vectors, *joined = kept
-        self.ends = torch.empty_like(joined[1]) if joined else None
-        if self.ends is not None:
-            write_ends(self.run, reads_of(self.run, A, vectors), self.do, self.ends)
+        self.joined = JoinedPieces(self.run.base, kept[2]) if len(kept) > 2 else None
 
-    def entering(self, dstate: Tensor, continued: Sequence[int]) -> dict[int, Tensor]:
+    def entering(self, dstate: Tensor, pieces: Pieces) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
+        A, vectors, *_ = self.kept
+        if self.joined is not None:
+            ends = torch.empty_like(self.joined.starts)
+            write_ends(self.run, reads_of(self.run, A, vectors), self.do, ends)
+            return self.joined.backward(pieces, ends, dstate)
         found: dict[int, Tensor] = {}
-        if self.ends is not None:
-            if continued:
-                maps, V = self.kept[2], self.run.call.V
-                starts = torch.empty_like(self.ends)
-                join(self.run, self.run.plan.triton.join_backward, maps, self.ends, dstate, starts)
-                last = starts[:, :, 0]
-                diagonal = not self.run.call.rule.corrected
-                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, diagonal)
-                found = {i: D[i] for i in continued}
-            return found
-        for first, stop in uncut(continued):
+        for first, stop in uncut(pieces.continued):
             run, (A, vectors) = part(self.run, first, stop, self.kept[0], self.kept[1])
             do, dS0 = self.run.base.of_tokens(self.do, first, stop), run.base.states()
             tiles = reads_of(run, A, vectors).with_queries(run.tokens(do, 64))
@@ -131,11 +114,11 @@ class HopperBackward:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         run, found = self.run, results(self.run.call)
         A, vectors, *joined = self.kept
-        parts = symbolic_sizes_of(run.call).work
+        parts = symbolic_sizes_of(run.call).work[: 3 if run.call.rule.corrected else 2]
         work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
-        if self.ends is not None:
-            work[-2] = self.ends
-        gradients(run, (reads_of(run, A, vectors), joined, None), (self.do, dstate.contiguous()), work, found)
+        dstate = dstate.contiguous()
+        starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
+        gradients(run, (reads_of(run, A, vectors), joined, None), (self.do, dstate, starts), work, found)
         return finished(run.call, found, wanted)
 
 

@@ -51,13 +51,12 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         return forward_of_values(call, save)
     run = Run.of(call)
     _, scores = scores_of(run)
-    return outputs(run, scores, segment_maps(run, scores), save)
+    return outputs(run, scores, join_forward(run, segment_maps(run, scores)), save)
 
 
-def outputs(run: Run, scores: ChunkScores, maps: Tensor | None, save: bool) -> tuple[Outputs, Outputs]:
-    """Output, final state and what is kept, from the scores and the maps of the segments."""
+def outputs(run: Run, scores: ChunkScores, joined: Outputs, save: bool) -> tuple[Outputs, Outputs]:
+    """Output, final state and what is kept, from the scores and the maps and starts of the segments."""
     o, state = run.tokens_like(run.call.V), run.states()
-    joined = join_forward(run, maps)
     state_forward(run, scores, joined, run.plan.state_output, StateResults(o, state, None, None, None))
     if run.rows == 0:
         o.zero_()
@@ -157,19 +156,18 @@ def gradients(run: Run, kept: Outputs, do: Tensor, dstate: Tensor | None, decay:
     """The gradients of a run's operands; with a transposed state in place of that of q the output."""
     inputs, scores = scores_of(run, kept)
     x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
-    return gradients_from(run, inputs, scores, joined, x, segment_ends(run, scores, joined, x), decay)
+    ends = segment_ends(run, scores, joined, do)
+    if ends is not None:
+        starts = torch.empty_like(ends)
+        run.plan.join_backward(run.join_programs(), joined[0], ends, dstate, starts, None, None, run.segmented)
+        x = x._replace(starts=starts)
+    return gradients_from(run, inputs, scores, joined, x, decay)
 
 
 def gradients_from(
-    run: Run,
-    inputs: ChunkInputs,
-    scores: ChunkScores,
-    joined: Outputs,
-    x: StateGradients,
-    ends: Tensor | None,
-    decay: bool,
+    run: Run, inputs: ChunkInputs, scores: ChunkScores, joined: Outputs, x: StateGradients, decay: bool
 ) -> Gradients:
-    """The same from the scores, the maps and starts of the segments, and what the segments send back."""
+    """The same from the scores, the maps and starts of the segments, and the gradients that reach their ends."""
     call, do = run.call, x.do
     corrected, raw = len(row_keys(call)) == 2, call.rule.raw
     states, dstates = (run.per_chunk(call.V, call.K, dtype=call.dtype) for _ in range(2))
@@ -183,7 +181,7 @@ def gradients_from(
     dv = run.gradient_like(call.V) if raw else dr
     dS0 = None if call.initial_state is None else run.states()
     results = StateGradientResults(dstates, dr, dv if raw else None, dS0, None)
-    state_backward(run, scores, joined, ends, x, results)
+    state_backward(run, scores, x, results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
     found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), decay)
@@ -275,10 +273,9 @@ def join_forward(run: Run, maps: Tensor | None) -> Outputs:
     """The maps of the segments and the state that each starts from; nothing where there are none."""
     if maps is None:
         return ()
-    call, own = run.call, run.plan.tiles
+    call = run.call
     starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=torch.float32, device=call.device)
-    grid = run.rows * cdiv(call.V, own.join.BV)
-    run.plan.join_forward(grid, maps, call.initial_state, starts, run.segmented)
+    run.plan.join_forward(run.join_programs(), maps, call.initial_state, starts, None, None, run.segmented)
     return maps, starts
 
 
@@ -291,32 +288,21 @@ def state_forward(run: Run, scores: ChunkScores, joined: Outputs, kernel: InTurn
     kernel(grid, scores, x, out, run.where, n)
 
 
-def segment_ends(run: Run, scores: ChunkScores, joined: Outputs, x: StateGradients) -> Tensor | None:
+def segment_ends(run: Run, scores: ChunkScores, joined: Outputs, do: Tensor) -> Tensor | None:
     """Where the state pass is cut into segments, what each sends back from nothing; else None."""
     if not joined:
         return None
     ends, n = torch.empty_like(joined[1]), run.segmented
     grid = run.rows * n.segments * cdiv(run.call.V, run.plan.tiles.state_backward.BV)
     sent = StateGradientResults(None, None, None, None, ends)
-    run.plan.state_ends(grid, scores, x._replace(final_state=None), sent, run.where, n)
+    run.plan.state_ends(grid, scores, StateGradients(do, None, None), sent, run.where, n)
     return ends
 
 
-def join_backward(run: Run, maps: Tensor, ends: Tensor, dstate: Tensor | None) -> Tensor:
-    """The gradient that reaches the end of each segment."""
-    starts, grid = torch.empty_like(ends), run.rows * cdiv(run.call.V, run.plan.tiles.join.BV)
-    run.plan.join_backward(grid, maps, ends, dstate, starts, run.segmented)
-    return starts
-
-
-def state_backward(
-    run: Run, scores: ChunkScores, joined: Outputs, ends: Tensor | None, x: StateGradients, out: StateGradientResults
-) -> None:
+def state_backward(run: Run, scores: ChunkScores, x: StateGradients, out: StateGradientResults) -> None:
     """The state pass from the end, in segments where they are joined."""
-    n = run.segmented if joined else run.n
+    n = run.n if x.starts is None else run.segmented
     grid = run.rows * n.segments * cdiv(run.call.V, run.plan.tiles.state_backward.BV)
-    if ends is not None:
-        x = x._replace(starts=join_backward(run, joined[0], ends, x.final_state))
     run.plan.state_backward(grid, scores, x, out, run.where, n)
 
 

@@ -15,7 +15,11 @@ from flashmix.ops.recurrence.triton_gpu.correlated import long_rows_kernel
 from flashmix.ops.recurrence.triton_gpu.decay import decay_sums_kernel
 from flashmix.ops.recurrence.triton_gpu.output import output_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.scores import scores_forward_kernel
-from flashmix.ops.recurrence.triton_gpu.segments import segments_backward_kernel, segments_forward_kernel
+from flashmix.ops.recurrence.triton_gpu.segments import (
+    enter_segments_kernel,
+    segments_backward_kernel,
+    segments_forward_kernel,
+)
 from flashmix.ops.recurrence.triton_gpu.state import state_backward_kernel, state_forward_kernel
 from flashmix.ops.recurrence.triton_gpu.structs import ChunkSpec, RowKind
 from flashmix.ops.recurrence.triton_gpu.table import ChunkTiles, Kind, Tile, kind_of, padded, segments_of, tiles
@@ -81,6 +85,8 @@ class Plan(NamedTuple):
     state_ends: InTurn
     join_forward: Kernel
     join_backward: Kernel
+    enter_forward: Kernel
+    enter_backward: Kernel
     output: Kernel
     pairs: Kernel
     values: Kernel
@@ -134,6 +140,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed,
         PRECISION=own.segment_precision, BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
     )  # fmt: skip
+    enter = join._replace(BN=own.enter.BK, BV=own.enter.BV)
     return Plan(
         tiles=own,
         decay=_kernel(decay_sums_kernel, basic._replace(EXACT=pairs.EXACT, **passes), own.decay),
@@ -154,6 +161,8 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
         state_ends=_in_turn(state_backward_kernel, state, own.state_backward),
         join_forward=Kernel(segments_forward_kernel, join, num_warps=own.join.warps),
         join_backward=Kernel(segments_backward_kernel, join, num_warps=own.join.warps),
+        enter_forward=Kernel(enter_segments_kernel, enter, num_warps=own.enter.warps),
+        enter_backward=Kernel(enter_segments_kernel, enter._replace(FROM_END=True), num_warps=own.enter.warps),
         output=_kernel(output_backward_kernel, of_values, own.output),
         pairs=_kernel(channel_pairs_backward_kernel, of_values, own.pairs),
         values=_kernel(value_output_kernel, of_values, own.values),

@@ -2,25 +2,22 @@
 
 Forward: `scores`, the maps of the pieces that a state leaves; then the state pass with what entered. Backward: `state` from the end for
 the gradients of the states that entered; then the rest with those of the states that left. Where sequences are cut into segments, the
-map of a piece is the product of those of its segments, which the launch has that joins them.
+join of these is in two parts as well (`JoinedPieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flashmix.gpu.blocks import cdiv
+from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu import (
     gradients_from,
-    join_backward,
-    join_forward,
     outputs,
     scores_of,
     segment_ends,
@@ -38,55 +35,66 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
 
 
-def composed(maps: Tensor, V: int, diagonal: bool) -> Tensor:
-    """The map of each sequence, `[N, HV, V + K, K]`, from those of its segments: neighbours joined in pairs, again and again."""
-    while maps.shape[2] > 1:
-        count = maps.shape[2] // 2 * 2
-        first, second = maps[:, :, 0:count:2], maps[:, :, 1:count:2]
-        M, N = second[..., V:, :], pad(second[..., :V, :], (0, 0, 0, first.shape[3] - V))
-        both = torch.addcmul(N, first, M) if diagonal else first @ M + N
-        maps = torch.cat([both, maps[:, :, count:]], 2)
-    return maps[:, :, 0]
+class JoinedPieces:
+    """The segments of a call's pieces: joined before the exchange from what a piece has itself, and entered after it, all at once.
+
+    The second takes products of the maps, which are made beside the first.
+    """
+
+    def __init__(self, run: Run, maps: Tensor) -> None:
+        call = run.call
+        self.run, self.maps = run, maps
+        self.starts = torch.empty(*maps.shape[:3], call.V, call.K, dtype=maps.dtype, device=maps.device)
+        self.entered: list[tuple[int, int]] = []  # the pieces that something is to enter
+        self.products: Tensor | None = None
+
+    def forward(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """`N` and `M` of the pieces that a state leaves; `starts` are those without states that enter from other pieces."""
+        run, state = self.run, self.run.call.initial_state
+        if state is not None and pieces.continued:
+            state = state.clone()
+            for first, stop in uncut(pieces.continued):
+                state[first:stop].zero_()
+        left = pieces.begun + pieces.through
+        last, (programs, products) = run.states() if left else None, self.multiplied(pieces.continued)
+        run.plan.join_forward(programs, self.maps, state, self.starts, last, products, run.segmented)
+        N = {} if last is None else {i: last[i] for i in left}
+        M = {} if products is None else {i: products[i, :, -1].mT[:, : shape["M"][1]] for i in pieces.through}
+        return N, M
+
+    def backward(self, pieces: Pieces, ends: Tensor, dstate: Tensor) -> dict[int, Tensor]:
+        """The gradients of the states that enter pieces; `starts` are those without gradients that come back from other pieces."""
+        run, first = self.run, self.run.states() if pieces.continued else None
+        programs, products = self.multiplied(tuple(sorted(pieces.begun + pieces.through)))
+        run.plan.join_backward(programs, self.maps, ends, dstate, self.starts, first, products, run.segmented)
+        return {} if first is None else {i: first[i] for i in pieces.continued}
+
+    def multiplied(self, entered: tuple[int, ...]) -> tuple[int, Tensor | None]:
+        """The programs of a join, and memory for products of the maps where something is to enter pieces."""
+        N, HV, segments, rows, K = self.maps.shape
+        self.entered = uncut(entered)
+        if not entered:
+            return self.run.join_programs(), None
+        rows -= self.run.call.V
+        self.products = torch.empty(N, HV, segments, rows, K, dtype=self.maps.dtype, device=self.maps.device)
+        return self.run.join_programs(rows), self.products
+
+    def enter(self, kernel: Kernel, states: Tensor) -> Tensor:
+        """The starts of the segments with the states, or gradients, that entered pieces."""
+        run, plan = self.run, self.run.plan.tiles
+        each = run.call.value_heads * plan.segments * cdiv(run.call.V, plan.enter.BV)
+        for first, stop in self.entered:
+            assert self.products is not None
+            parts = (x[first:stop] for x in (self.products, states, self.starts))
+            kernel((stop - first) * each, *parts, run.segmented)
+        return self.starts
 
 
 def from_maps(maps: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """`N` `[n, HV, K, V]` and `M` in the shape that ranks send, of transposed maps `[n, HV, V + K, K]`."""
     V = shape["N"][2]
     N, M = maps[..., :V, :].mT, maps[..., V:, :].mT
-    return N, M[..., : shape["M"][1], :] if M.shape[-1] == 1 else M
-
-
-def of_segments(
-    call: RecurrenceCall, maps: Tensor, starts: Tensor | None, pieces: Pieces, shape: Shape
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """The `N` and `M` that ranks send, from the maps of the segments of all pieces, and from their `starts` where pieces begin."""
-    diagonal, V = not call.rule.corrected, call.V
-    N: dict[int, Tensor] = {}
-    M: dict[int, Tensor] = {}
-    for first, stop in uncut(pieces.begun):
-        assert starts is not None
-        last, S = maps[first:stop, :, -1], starts[first:stop, :, -1]
-        own, through = last[..., :V, :], last[..., V:, :]
-        N |= each(applied(through.mT, S.mT, own.mT, diagonal), first)
-    for first, stop in uncut(pieces.through):
-        found = from_maps(composed(maps[first:stop], V, diagonal), shape)
-        N, M = N | each(found[0], first), M | each(found[1], first)
-    return N, M
-
-
-def applied(M: Tensor, S: Tensor, N: Tensor, diagonal: bool) -> Tensor:
-    """`M S + N` of `[n, HV, ., .]`, contiguous; M is a column where it is diagonal."""
-    out = torch.empty(N.shape, dtype=N.dtype, device=N.device)
-    if diagonal:
-        return torch.addcmul(N, M, S, out=out)
-    torch.baddbmm(*(x.flatten(0, 1) for x in (N, M, S)), out=out.view(-1, *N.shape[2:]))
-    return out
-
-
-def back_through(maps: Tensor, gradient: Tensor, own: Tensor, V: int, diagonal: bool) -> Tensor:
-    """The gradient that enters a segment, `[..., K, V]`: `M^T` of the one that leaves it, and its own; both are transposed."""
-    M = maps[..., V:, :]
-    return applied(M.mT if diagonal else M, gradient.mT, own.mT, diagonal)
+    return N, M[..., : shape["M"][1], :]
 
 
 def part(run: Run, scores: ChunkScores, first: int, stop: int) -> tuple[Run, ChunkScores]:
@@ -105,13 +113,13 @@ class ChunkForward:
     def __init__(self, call: RecurrenceCall) -> None:
         self.run = Run.of(call)
         _, self.scores = scores_of(self.run)
-        self.segments = segment_maps(self.run, self.scores)
+        maps = segment_maps(self.run, self.scores)
+        self.joined = None if maps is None else JoinedPieces(self.run, maps)
 
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
-        if self.segments is not None:
-            starts = join_forward(self.run, self.segments)[1] if pieces.begun else None
-            return of_segments(self.run.call, self.segments, starts, pieces, shape)
+        if self.joined is not None:
+            return self.joined.forward(pieces, shape)
         N: dict[int, Tensor] = {}
         M: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.begun):
@@ -133,7 +141,10 @@ class ChunkForward:
     def outputs(self, initial_state: Tensor, save: bool) -> tuple[Outputs, Outputs]:
         """Output, final state and what is kept, as the op's own forward has them."""
         run = replace(self.run, call=self.run.call.but(initial_state=initial_state))
-        return outputs(run, self.scores, self.segments, save)
+        joined = (
+            () if self.joined is None else (self.joined.maps, self.joined.enter(run.plan.enter_forward, initial_state))
+        )
+        return outputs(run, self.scores, joined, save)
 
 
 class ChunkBackward:
@@ -143,21 +154,16 @@ class ChunkBackward:
         self.run = Run.of(call)
         self.do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
         self.inputs, self.scores = scores_of(self.run, kept)
-        self.joined = kept[-2:] if self.run.plan.tiles.segments > 1 else ()
-        self.ends = segment_ends(self.run, self.scores, self.joined, StateGradients(self.do, None, None))
-        self.diagonal = not call.rule.corrected
+        self.kept = kept[-2:] if self.run.plan.tiles.segments > 1 else ()
+        self.ends = segment_ends(self.run, self.scores, self.kept, self.do)
+        self.joined = JoinedPieces(self.run, self.kept[0]) if self.kept else None
 
-    def entering(self, dstate: Tensor, continued: Sequence[int]) -> dict[int, Tensor]:
+    def entering(self, dstate: Tensor, pieces: Pieces) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
+        if self.joined is not None and self.ends is not None:
+            return self.joined.backward(pieces, self.ends, dstate)
         found: dict[int, Tensor] = {}
-        if self.ends is not None:
-            if continued:
-                maps, V = self.joined[0], self.run.call.V
-                last = join_backward(self.run, maps, self.ends, dstate)[:, :, 0]
-                D = back_through(maps[:, :, 0], last, self.ends[:, :, 0], V, self.diagonal)
-                found = {i: D[i] for i in continued}
-            return found
-        for first, stop in uncut(continued):
+        for first, stop in uncut(pieces.continued):
             run, scores = part(self.run, self.scores, first, stop)
             do, dS0 = self.run.of_tokens(self.do, first, stop), run.states()
             x = StateGradients(do, dstate[first:stop], None)
@@ -169,9 +175,9 @@ class ChunkBackward:
 
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
-        x = StateGradients(self.do, dstate, None)
-        decay = "log_decay" in wanted
-        return gradients_from(self.run, self.inputs, self.scores, self.joined, x, self.ends, decay)
+        starts = None if self.joined is None else self.joined.enter(self.run.plan.enter_backward, dstate)
+        x = StateGradients(self.do, dstate, starts)
+        return gradients_from(self.run, self.inputs, self.scores, self.kept, x, "log_decay" in wanted)
 
 
 HALVES = Halves(ChunkForward, ChunkBackward)

@@ -46,6 +46,11 @@ class Run:
         """Sequences times value heads: each has a state."""
         return self.call.sequences * self.call.value_heads
 
+    def join_programs(self, multiplied: int = 0) -> int:
+        """Programs of the passes that join segments, with those for so many rows of products of maps."""
+        BV = self.plan.tiles.join.BV
+        return self.rows * (cdiv(self.call.V, BV) + cdiv(multiplied, BV))
+
     @property
     def segmented(self) -> ChunkNumbers:
         return self.n._replace(segments=self.plan.tiles.segments)

@@ -44,6 +44,7 @@ class ChunkSpec(NamedTuple):
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = False  # the state pass writes what the backward reads
     DIAGONAL: bool = False  # the maps of segments are diagonal
+    FROM_END: bool = False  # products of maps reach to the end of the sequence, not from its start
     LONG: int = 0  # the state pass of corrected float32, without (1) or with (2) long rows of T (`correlated.py`)
     TRANSPOSED: bool = False  # the caller's states are [V, K], a decay of the value axis
     BK: int = 0

@@ -28,7 +28,8 @@ class Tile(NamedTuple):
 class ChunkTiles(NamedTuple):
     """Tokens of a chunk, the tile of each kernel, the segments of a sequence and the precision of products.
 
-    `maps` is the state pass that makes the maps of segments, `join` the pass that joins them (BK: columns of a map at a time). `values` is
+    `maps` is the state pass that makes the maps of segments, `join` the pass that joins them (BK: columns of a map at a time), `enter` adds
+    what a state that enters comes to in each. `values` is
     the output of a decay of the value axis, for which K and V are those of the transposed state: BK channels of values, BV of keys.
     """
 
@@ -42,6 +43,7 @@ class ChunkTiles(NamedTuple):
     pairs: Tile
     values: Tile
     join: Tile
+    enter: Tile
     segments: int
     precision: str
     segment_precision: str
@@ -82,6 +84,7 @@ HOPPER: Rows = {
     "values": {("", ALL, 128): (32, 128), ("", ALL, ALL): (32, 64)},
     # All of a map in one tile, [K, K] in float32, or where it would not fit some of its columns.
     "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (64, 16)},
+    "enter": {("linear", ALL, ALL): (ALL, 64), ("", 128, ALL): (ALL, 64, 8), ("", ALL, ALL): (64, 64, 8)},
 }  # fmt: skip
 # 163 KiB of shared memory and the matrix instructions of Ampere
 AMPERE: Rows = HOPPER | {
@@ -97,6 +100,7 @@ AMPERE: Rows = HOPPER | {
 }  # fmt: skip
 # the same instructions with 99 KiB
 SMALL: Rows = AMPERE | {
+    "enter": {("linear", ALL, ALL): (ALL, 32), ("", ALL, ALL): (32, 32)},
     "state": {("", 128, ALL): (ALL, 64), ("", ALL, ALL): (ALL, 32)},
     "maps": {("", 128, ALL): (ALL, 64), ("", ALL, ALL): (ALL, 32)},
     "state_backward": {("dplr", ALL, ALL): (ALL, 32), ("", 128, ALL): (ALL, 64), ("", ALL, ALL): (ALL, 32)},
@@ -104,6 +108,7 @@ SMALL: Rows = AMPERE | {
 }
 # newer cards with 99 KiB
 SMALL_BLACKWELL: Rows = HOPPER | {
+    "enter": SMALL["enter"],
     "state": {
         ("", 128, ALL): (ALL, 64), ("channel", ALL, ALL): (ALL, 32), ("tied", ALL, ALL): (ALL, 64, 8), ("", ALL, ALL): (ALL, 32),
     },
@@ -134,6 +139,7 @@ FLOAT32: Rows = {
     "pairs": {("", ALL, ALL): (32, 32)},
     "values": {("", ALL, ALL): (32, 32)},
     "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (16, 16)},
+    "enter": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (16, 16)},
 }  # fmt: skip
 FLOAT32["maps"] = FLOAT32["state"]
 # Triton's word for what `torch.set_float32_matmul_precision` asks for

@@ -164,13 +164,13 @@ def forward(call: Convolutions, save: bool) -> tuple[Outputs, Outputs]:
 
 def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
     names, weights, biases = ([part[i] for part in call.NAMES] for i in range(3))
-    dx = gradients_of(call.inputs)
+    dx = gradients_of(call.inputs) if any(name != "initial_state" for name in wanted) else ()
     dweight = gradients_of(call.weights) if any(name in wanted for name in weights) else None
     dbias = gradients_of(call.biases) if call.biases and any(name in wanted for name in biases) else None
     state = call.initial_state if "initial_state" in wanted else None
     dstate = None if state is None else state.new_empty(state.shape)
     run_backward(call, grads, dx, dweight, dbias, dstate)
-    found = dict(zip(names, dx, strict=True)) | dict(zip(weights, dweight or (), strict=False))
+    found = dict(zip(names, dx, strict=False)) | dict(zip(weights, dweight or (), strict=False))
     found |= dict(zip(biases, dbias or (), strict=False))
     return found if dstate is None else found | {"initial_state": dstate}
 
@@ -191,16 +191,17 @@ def run_backward(
     dbias: tuple[Tensor, ...] | None,
     dstate: Tensor | None,
 ) -> None:
-    """Writes the gradients; `dx` has one tensor for each part, or one for all side by side."""
+    """Writes the gradients; `dx` has one tensor for each part, one for all side by side, or none where only `dstate` is wanted."""
     x, c, (flows, dfinal) = rows_of(call.inputs), operands_of(call), call.flows(grads)
     dy = rows_of([t.new_zeros(t.shape[2]).expand(t.shape) if g is None else g for g, t in zip(flows, x, strict=True)])
     dfinal = None if dfinal is None else dfinal.contiguous()
-    p = plan(call, x, dy, dbias=dbias is not None, joined=len(dx) < len(x))
+    p = plan(call, x, dy, dbias=dbias is not None, joined=0 < len(dx) < len(x))
     partial = None
     if dweight or dbias:
         partial = torch.empty(p.n.jobs, call.width + 1, sum(call.channels), dtype=torch.float32, device=call.device)
     tapes = p.rows(x), p.rows(dy), c
-    p.bound(backward_kernels.short_conv_backward_kernel)(p.n.jobs * p.n.blocks, *tapes, dx, dfinal, partial, p.n)
+    if dx:
+        p.bound(backward_kernels.short_conv_backward_kernel)(p.n.jobs * p.n.blocks, *tapes, dx, dfinal, partial, p.n)
     if partial is not None:
         _sum_weights(p, call.channels, partial, dweight, dbias)
     if dstate is not None:
