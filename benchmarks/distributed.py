@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import KINDS, LAYOUTS, ROWS, Operands, operands_of, outputs, taken, with_gradients
+from distributed_cases import CUT, KINDS, LAYOUTS, ROWS, Operands, operands_of, outputs, taken, with_gradients
 from distributed_fla import fill_cache as compile_fla
 from distributed_fla import fla
 from distributed_model import bits, fill_cache, million, model, own_mesh
@@ -153,9 +153,9 @@ def check(bench: Bench) -> None:
     """Every kind of op over the ranks within the budget of one GPU: outputs and gradients of bfloat16, against float64."""
     dtype = torch.bfloat16
     for kind in bench.options.kinds or KINDS:
-        for order, lengths in LAYOUTS:
+        for order, lengths in (*LAYOUTS, *(CUT.get(kind, ()) if bench.cuda else ())):
             bench.row(
-                f"check {kind}, {order}",
+                f"check {kind}, {order}, {sum(lengths)} tokens",
                 lambda kind=kind, order=order, n=lengths: checked(bench, kind, order, n, dtype),
             )
 

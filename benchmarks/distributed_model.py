@@ -41,7 +41,7 @@ class Size:
 
 
 TINY = Size(32, 4, 2, 64, 16)  # on a CPU
-MILLION = Size(1024, 12, 8, 32768, 4096, full=(7,))
+LARGE = Size(2048, 24, 16, 32768, 4096)  # 1.4 billion parameters
 BITS = Size(512, 8, 4, 4096, 1024, full=(7,))
 
 
@@ -130,7 +130,7 @@ def finish(bench: Any) -> None:
 def model(bench: Any) -> None:
     """One GPU, data parallel, context parallel; windowed attention, then full attention in data and context parallel."""
     tokens = 65536 if bench.cuda else 128
-    size = Size(2048, 24, 16, 32768, 4096) if bench.cuda else TINY
+    size = LARGE if bench.cuda else TINY
     for way in ("one", "data", "context"):
         bench.row(f"model {way}, window", lambda way=way: trained(bench, way, tokens, size))
     full = Size(size.width, size.depth, size.heads, size.vocabulary, None)
@@ -139,9 +139,9 @@ def model(bench: Any) -> None:
 
 
 def million(bench: Any) -> None:
-    """One sequence of a million tokens on all GPUs: the second step is timed."""
+    """One sequence of a million tokens on all GPUs: the third step is timed."""
     tokens = 1_000_000 // bench.ranks if bench.cuda else 256
-    bench.row("million tokens", lambda: trained(bench, "context", tokens, MILLION if bench.cuda else TINY, 2))
+    bench.row("million tokens", lambda: trained(bench, "context", tokens, LARGE if bench.cuda else TINY, 3))
 
 
 def bits(bench: Any) -> None:
@@ -185,9 +185,11 @@ def repeated(bench: Any, steps: int = 20) -> dict[str, Any]:
 def fill_cache(what: str, device: str, exchange: Any) -> None:
     """The kernels of a rank of `million` or `bits`, whose pieces go on at itself; `exchange()` is a context in which a rank can."""
     cuda, group = device == "cuda", dist.group.WORLD
-    size = (MILLION if what == "million" else BITS) if cuda else TINY
+    size = (LARGE if what == "million" else BITS) if cuda else TINY
     lengths = ([500_000] if what == "million" else [10000, 6000, 384]) if cuda else [90, 50, 20]
-    small = Size(size.width, 8 if cuda else 4, size.heads, size.vocabulary, size.window, size.full)
+    small = Size(
+        size.width, 4 if what == "million" or not cuda else 8, size.heads, size.vocabulary, size.window, size.full
+    )
     model = Decoder(small.config, checkpoint_activations=True, device=device)
     if cuda:
         model.bfloat16()
