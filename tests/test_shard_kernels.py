@@ -30,7 +30,7 @@ from test_recurrence_kernels import HOPPER_REGISTERS, HOPPER_STACK, launches
 # rule, decay, ranks, layout, lengths, segments of a rank's pieces
 JOBS = [
     ("tied", "token", 2, "zigzag", (136,), 1),
-    ("tied", "token", 2, "zigzag", (136,), 2),
+    ("tied", "token", 2, "zigzag", (264,), 3),
     ("linear", "channel", 2, "uneven", (20, 0, 31), 1),
     *(
         pytest.param(job, marks=pytest.mark.whole)
@@ -38,8 +38,9 @@ JOBS = [
             ("tied", "head", 3, "uneven", (70, 0, 121), 1),
             ("untied", "none", 3, "zigzag", (300,), 1),
             ("tied", "channel", 3, "zigzag", (300,), 2),
+            ("untied", "token", 3, "contiguous", (300,), 3),
             ("dplr", "channel", 3, "arbitrary", (100, 91), 1),
-            ("linear", "token", 3, "contiguous", (300,), 2),
+            ("linear", "token", 3, "contiguous", (300,), 3),
             ("linear", "channel", 3, "contiguous", (300,), 2),
             ("linear", "value", 3, "contiguous", (99,), 1),
         )
@@ -102,6 +103,26 @@ def call_of(case: Case, operands: dict[str, torch.Tensor]) -> RecurrenceCall:
     with mock.patch.object(type(RECURRENCE), "__call__", kept):
         run_op(case, operands, "auto")
     return calls[0]
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_joins_of_segments_compile(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of pieces over ranks, which have the products of maps beside them, and what enters after the exchange."""
+    plan = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
+    monkeypatch.setattr(plan, "segments_of", lambda call, kind: 2)
+    found = [launch for launch in halves_of("gluon", rule, "token", False, (9, 0)) if "segments" in launch.name]
+    assert {launch.name for launch in found} == {
+        "segments_forward_kernel",
+        "segments_backward_kernel",
+        "enter_segments_kernel",
+    }
+    for launch in {launch.key: launch for launch in found}.values():
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[(9, 0)] * 1024 and made.stack == 0, (
+            launch.name,
+            made.shared,
+            made.stack,
+        )
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["dense", "packed"])
