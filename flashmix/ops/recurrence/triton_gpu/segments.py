@@ -102,7 +102,7 @@ def write_products(maps, products, row, block, n, FROM_END: tl.constexpr, S: tl.
     for passed in tl.range(1, n.segments, num_stages=2):
         at = index - passed if FROM_END else index + passed
         if S.DIAGONAL:
-            product *= load_diagonal(maps, at, ks, S)
+            product *= load_diagonal(maps, at, ks, S)  # [1, BK]
             tl.store(product_tile(products, at, rs, ks, S), product, mask=product_mask(rs, ks, S))
         elif S.BN < S.BK:  # BN columns at a time, put together in memory
             for k0 in tl.range(0, S.K, S.BN, num_stages=1):
@@ -225,14 +225,15 @@ def enter_segments_kernel(products, entered, starts, n, S: tl.constexpr):
     before = index + 1 if S.FROM_END else index - 1
     nothing = segment == n.segments - 1 if S.FROM_END else segment == 0
     if nothing:
-        tl.store(saved_tile(starts, index, vs, ks, S), load_state(starts, index, vs, ks, S) + state, mask=mask)
+        state += load_state(starts, index, vs, ks, S)  # [BV, BK]
+        tl.store(saved_tile(starts, index, vs, ks, S), state, mask=mask)
     else:
         for k0 in tl.range(0, S.K, S.BN, num_stages=1):
             cs = k0 + tl.arange(0, S.BN)
             own = load_state(starts, index, vs, cs, S)  # [BV, BN]
             if S.DIAGONAL:
                 diagonal = product_tile(products, before, tl.arange(0, 1), cs, S)
-                own += state * tl.load(diagonal, mask=(cs < S.K)[None, :], other=0.0)
+                own += state * tl.load(diagonal, mask=(cs < S.K)[None, :], other=0.0)  # [1, BN]
             else:
                 square = (ks < S.K)[:, None] & (cs < S.K)[None, :]
                 P = tl.load(product_tile(products, before, ks, cs, S), mask=square, other=0.0)  # [BK, BN]
