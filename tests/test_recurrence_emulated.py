@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
+import shard_cases
 import test_recurrence_gpu
+import threads_as_ranks
 import torch
+from budget import assert_within_budget
 from cases import Case
 from test_recurrence_gpu import HOPPER_CASES
+
+import flashmix
+from flashmix.op.packing import Packing
+from flashmix.parallel.shard import Shard
 
 pytest.importorskip("triton")
 
@@ -31,3 +41,58 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     output = "channel_output_kernel" if case.gate == "channel" else "output_backward_kernel"
     assert {"state_forward_kernel", output} <= set(launched), launched
+
+
+@pytest.mark.whole
+def test_emulated_segments_are_within_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence cut into segments, which Triton's kernels join."""
+    cut_into(2, monkeypatch)
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    case = Case("segments", "delta", "token", B=1, T=140, H=1, HV=1, K=128, V=128)
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert {"segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
+
+
+def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
+    monkeypatch.setattr(plan, "segments_of", lambda call, kind: 1 if call.packed else segments)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("tied", 2, "zigzag", 264, 2),
+        *(
+            pytest.param(job, marks=pytest.mark.whole)
+            for job in (
+                ("linear", 2, "contiguous", 264, 2),
+                ("tied", 3, "contiguous", 400, 2),
+                ("tied", 2, "contiguous", 140, 1),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule, ranks, layout, tokens and segments of a piece: both halves of a call, with the exchange between them."""
+    rule, ranks, order, tokens, segments = job
+    for name, size in (("K", 128), ("V", 128), ("H", 1), ("HV", 1)):
+        monkeypatch.setattr(shard_cases, name, size)
+    monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
+    cut_into(segments, monkeypatch)
+    whole, dtype = Packing.from_lengths([tokens]), torch.bfloat16
+    ranges = shard_cases.layout(order, tokens, ranks)
+    kernels, formula = (shard_cases.recurrence(rule, "token", states=True, impl=impl) for impl in ("gluon", "portable"))
+    want = shard_cases.evaluate(formula, whole, 0, None, dtype, exact=True)
+    baseline = shard_cases.evaluate(formula, whole, 0, None, dtype)
+
+    def work(group: Any) -> dict[str, Any]:
+        shard = Shard(whole.on_host(), ranges, group, whole.cu_seqlens)
+        return shard_cases.evaluate(kernels, shard, 0, shard.pieces[shard.rank], dtype)
+
+    with hopper_card() as launched:
+        have = shard_cases.together(threads_as_ranks.run(ranks, work), [tokens], ranges)
+    assert segments == 1 or "enter_segments_kernel" in launched, launched
+    for name, (expected, _) in want.items():
+        assert_within_budget(name, have[name], expected, baseline[name][0], dtype)
