@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from types import MethodType
 from typing import Any
 
@@ -217,6 +218,20 @@ def test_a_copy_of_an_accelerated_model_has_states_of_its_own() -> None:
             parameter.zero_()
     got = trained(twin)
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "minimax"])
+def test_a_file_of_an_accelerated_model_is_one(family: str) -> None:
+    model, row = tiny(family), tokens(1, 30)
+    with flashmix.accelerate(model, quiet=True) as accelerated:
+        expected = model(row, position_ids=torch.arange(15).repeat(2)[None]).logits
+        torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(row, position_ids=torch.arange(15).repeat(2)[None]).logits, expected)
+    for name in accelerated.replaced:
+        assert loaded.get_submodule(name).forward.args[-1] is loaded.get_submodule(name)
 
 
 def test_a_mixer_that_is_not_as_known_is_left_alone_and_named() -> None:

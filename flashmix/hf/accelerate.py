@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -64,7 +65,8 @@ class Patch:
         self.before = mixer.__dict__.get(self.slot)
         self.given = Given(boundaries, layers)
         mixer.__dict__["flashmix_given"] = self.given
-        mixer.__dict__[self.slot] = MethodType(KNOWN[type(mixer).__name__].forward, mixer)
+        # no bound method: a file would find it by its name, which is that of the class's own
+        mixer.__dict__[self.slot] = partial(KNOWN[type(mixer).__name__].forward, mixer)
 
     def undo(self) -> None:
         """Puts back what was in the instance's place, which usually is nothing."""

@@ -123,25 +123,25 @@ def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module
 Projection = Callable[[Any, Tensor], tuple[NetParameters, Projected]]
 
 
-def forward_by(project: Projection) -> Callable[..., Tensor]:
-    """The `forward` of a mixer whose projections are `project`."""
-
-    def forward(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        """The mixer's output `[B, T, D]`, computed by flashmix; the states in `cache_params` go on in place."""
-        x = masked(hidden_states, attention_mask)
-        with hooks_of(self, "conv1d", "norm", "o_norm", "forget_gate"):
-            cached = Cached(cache_params, self.layer_idx, self.conv_kernel_size)
-            net, made = project(self, x)
-            if cached.steps_in_place(made.qkv[0], net.A_log):
-                o = one_token(self.conv1d, net, made, cached)
-            else:
-                rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
-                o = tokens(self, net, made, cached, rows)
-            return net.output(o.flatten(2).to(x.dtype))
-
-    return forward
+def forward(
+    project: Projection,
+    self: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The output `[B, T, D]` of a mixer whose projections are `project`; the states in `cache_params` go on in place."""
+    x = masked(hidden_states, attention_mask)
+    with hooks_of(self, "conv1d", "norm", "o_norm", "forget_gate"):
+        cached = Cached(cache_params, self.layer_idx, self.conv_kernel_size)
+        net, made = project(self, x)
+        if cached.steps_in_place(made.qkv[0], net.A_log):
+            o = one_token(self.conv1d, net, made, cached)
+        else:
+            rows: BatchRows = self.flashmix_given.rows(x, attention_mask, options)
+            o = tokens(self, net, made, cached, rows)
+        return net.output(o.flatten(2).to(x.dtype))
 
 
 def one_token(conv: nn.Conv1d, net: NetParameters, made: Projected, cached: Cached) -> Tensor:

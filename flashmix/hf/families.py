@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -223,7 +224,7 @@ def limits_of_scan(m: Any) -> str | None:
 FAMILIES = (
     Family(
         ("Qwen3NextGatedDeltaNet",),
-        delta_net.forward_by(delta_net.qwen3_next),
+        partial(delta_net.forward, delta_net.qwen3_next),
         sizes_of_qwen3_next,
         norm="norm",
         needs=("layer_idx", "conv_kernel_size", "fix_query_key_value_ordering"),
@@ -231,14 +232,14 @@ FAMILIES = (
     ),
     Family(
         ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"),
-        delta_net.forward_by(delta_net.qwen3_5),
+        partial(delta_net.forward, delta_net.qwen3_5),
         sizes_of_qwen3_5,
         norm="norm",
         limits=limits_of_gated,
     ),
     Family(
         ("OlmoHybridGatedDeltaNet",),
-        delta_net.forward_by(delta_net.olmo_hybrid),
+        partial(delta_net.forward, delta_net.olmo_hybrid),
         sizes_of_olmo_hybrid,
         norm="o_norm",
         needs=("layer_idx", "conv_kernel_size", "allow_neg_eigval"),
@@ -246,7 +247,7 @@ FAMILIES = (
     ),
     Family(
         ("KimiLinearDeltaAttention", "Glm5NextTextLinearAttention"),
-        delta_net.forward_by(delta_net.kimi_linear),
+        partial(delta_net.forward, delta_net.kimi_linear),
         sizes_of_kimi,
         norm="o_norm",
         limits=limits_of_kimi,

@@ -57,6 +57,10 @@ class Kept:
         self.most = most
         self.found: list[tuple[list[weakref.ref[Tensor]], Any, Any]] = []  # newest last
 
+    def __reduce__(self) -> tuple[type[Kept], tuple[int]]:
+        """A copy of a model, or a file of one, begins with nothing."""
+        return Kept, (self.most,)
+
     def of(self, sources: tuple[Tensor, ...], about: Any, make: Callable[[tuple[Tensor, ...], Any], Any]) -> Any:
         """`make(sources, about)`; `about` is compared by its value."""
         if torch.compiler.is_compiling():  # which traces no weak references
@@ -131,6 +135,7 @@ class Given:
 
     def __init__(self, boundaries: Boundaries, layers: Sequence[nn.Module]) -> None:
         self.boundaries = boundaries
+        self.kept = Kept(1)  # what the mixer makes of its own buffers
         self.found: dict[str, Any] = {}
         self.hooks = [
             layer.register_forward_pre_hook(self.keep_first if layer is layers[0] else self.keep, with_kwargs=True)
