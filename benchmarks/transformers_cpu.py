@@ -1,6 +1,7 @@
 """Models of transformers on one thread of a CPU, without `flashmix.accelerate` and with it: CPU seconds.
 
-`python benchmarks/transformers_cpu.py [--only FAMILY ...] [--write [FOLDER]]`: hidden size 512, 4 linear layers and 1 full one.
+`python benchmarks/transformers_cpu.py [--only FAMILY ...] [--kinds train generate] [--write [FOLDER]]`: hidden size 512, 4 linear layers
+and 1 full one (Mamba-2: 5 linear ones).
 
 - train: forward, loss and backward of one row of 2048 tokens.
 - generate: 33 greedy tokens after 64, 4 rows. Both sides take turns; the best of each is kept, as other work on the machine only adds.
@@ -34,6 +35,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinear", KIMI | TYPES),
     "olmo_hybrid": ("OlmoHybrid", DELTA | TYPES),
     "bamba": ("Bamba", SCAN | {"attn_layer_indices": [2]}),
+    "mamba2": ("Mamba2", {"num_heads": 16, "head_dim": 64, "n_groups": 1, "state_size": 64, "expand": 2}),
+    "minimax": ("MiniMax", TYPES | {"num_local_experts": 1, "num_experts_per_tok": 1, "head_dim": 64}),
 }
 
 
@@ -78,6 +81,7 @@ def compared(run: Callable[[Any], None], model: Any, turns: int) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--kinds", nargs="*", choices=("train", "generate"), default=("train", "generate"))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
     options = parser.parse_args()
@@ -87,7 +91,8 @@ def main() -> None:
         model = model_of(family)
         row: dict[str, Any] = {"family": family}
         for run in (train, generate):
-            row[run.__name__] = compared(run, model, options.turns)
+            if run.__name__ in options.kinds:
+                row[run.__name__] = compared(run, model, options.turns)
         rows.append(row)
         print(json.dumps(row), flush=True)
     if options.write is not None:
