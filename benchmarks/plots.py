@@ -37,6 +37,7 @@ TRITON = Series("flashmix, Triton", "#5b9bd9")
 OURS = Series("flashmix", "#123b7a")
 BFLOAT16 = Series("flashmix, bfloat16 state", "#5b9bd9")
 FLA = Series("flash-linear-attention", "#f5b971", "///")
+FLASH_QLA = Series("FlashQLA", "#c9c9c9", "...")
 CUDNN = Series("cuDNN", "#f5b971", "///")
 FLASH = Series("torch's flash", "#c9c9c9", "...")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
@@ -120,26 +121,27 @@ def number(row: Json | None, name: str) -> float | None:
     return None if row is None else row.get(name)
 
 
-def gated_deltanet(hopper: Json, beside: Json) -> Figure:
-    ours = {tuple(row["row"]): row["ms"] | hopper["nu_in_a_ring_of_its_own"][as_key(row)] for row in hopper["rows"]}
-    rows = {shape_of(row): row for row in beside["rows"] if row["rule"] == "gated_delta_rule"}
-    found = [rows[(*sizes, 128, 128)] for sizes in ours]
+def gated_deltanet(*measured: Json) -> Figure:
+    """Ours and the peers; what several files have of a row is the later one's. The last file is the peers' where no other has them."""
+    *own, before = measured
+    found: dict[tuple[int, ...], Json] = {}
+    for row in (row for file in own for row in file["rows"]):
+        if row["rule"] == "gated_delta_rule" and (row["K"], row["V"]) == (128, 128):
+            found[shape_of(row)] = found.get(shape_of(row), {}) | row
+    earlier = {shape_of(row): row for row in before["rows"] if row["rule"] == "gated_delta_rule"}
     figure, axes = panels(2, 9.0, 4.6)
-    for panel, part in zip(axes, ("forward", "both"), strict=True):
-        values = [
-            (GLUON, [times[f"gluon_{part}"] for times in ours.values()]),
-            (TRITON, [times[f"triton_{part}"] for times in ours.values()]),
-            (FLA, [row["fla"][f"{part}_ms"] for row in found]),
-            (BOUND, [row["bound_ms"][part] for row in found]),
+    for index, (panel, part) in enumerate(zip(axes, ("forward", "both"), strict=True)):
+        values: list[tuple[Series, list[float | None]]] = [
+            (GLUON, [number(row.get("flashmix"), f"{part}_ms") for row in found.values()]),
+            (TRITON, [number(row.get("triton"), f"{part}_ms") for row in found.values()]),
+            (FLASH_QLA, [number(row.get("flashqla"), f"{part}_ms") for row in found.values()]),
+            (FLA, [number(row.get("fla", earlier[shape]["fla"]), f"{part}_ms") for shape, row in found.items()]),
+            (BOUND, [row["bound_ms"][index] for row in found.values()]),
         ]
-        bars(panel, [size_of(row) for row in found], values, 2)
+        there = [(series, numbers) for series, numbers in values if any(numbers)]
+        bars(panel, [size_of(row) for row in found.values()], there, 2)
     title = "Gated DeltaNet, 128 channels a head, bfloat16, NVIDIA H200 (less is faster)"
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
-
-
-def as_key(row: Json) -> str:
-    """The name of a row where the kernels of the tree were timed."""
-    return ",".join(str(size) for size in row["row"])
 
 
 def attention_rows(measured: Json) -> dict[str, Json]:
@@ -356,14 +358,15 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER, HOPPER_ATTENTION = "2026-11-22_recurrence_hopper_kda_h200.json", "2026-11-22_attention_hopper_all_h200.json"
+HOPPER = tuple(f"2026-11-22_recurrence_hopper_{kind}_h200.json" for kind in ("all", "pairs"))
+HOPPER_ATTENTION = "2026-11-22_attention_hopper_all_h200.json"
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
 PLOTS = {
     "gated_deltanet": Plot(
         gated_deltanet,
-        (HOPPER, RULES[2]),
-        "Medians with a cold L2 cache. Gluon and Triton: 2026-11-22, the host's time hidden, Gluon in a later window than Triton; "
+        (*HOPPER, RULES[2]),
+        "Medians with a cold L2 cache. Gluon and Triton: 2026-11-22, the host's time hidden, in turns (Gluon's last row a later run); "
         "flash-linear-attention 0.6.0 (with tilelang, the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s "
         "and operations / 790 TFLOP/s: 2026-11-21.",
     ),

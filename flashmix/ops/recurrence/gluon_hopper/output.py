@@ -181,16 +181,14 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
         N_q = pairs_tile(tiles, i, 0, S)  # [C, C]
         N_a = pairs_tile(tiles, i, 1, S)  # [C, C]
         d = product(N_q, k, ACC_64, 64, 64)  # (3.3); into dq and dk themselves ptxas would serialise every wgmma
-        e = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
-        if S.CORRECTED:
-            e = warpgroup_mma(N_a, k, e, is_async=True)
-            e = warpgroup_mma(N_a.permute((1, 0)), k, e, is_async=True)
-            d, dq = products_done(3, deps=[d, dq])
-        else:
-            d, dq = products_done(1, deps=[d, dq])
+        d = products_done(0, deps=[d])
         dq += d
-        e, dk = products_done(0, deps=[e, dk])
-        dk += e
+        d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
+        if S.CORRECTED:
+            d = warpgroup_mma(N_a, k, d, is_async=True)
+            d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
+        d, dq = products_done(0, deps=[d, dq])
+        dk += d
         release(bars.pairs.empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))
