@@ -11,6 +11,7 @@ import pytest
 import torch
 from fla_cases import RECORDED
 from hf_cases import ATTENTION, FAMILIES, error, tiny, tokens, transformers
+from tokenizers import Tokenizer
 
 import flashmix
 from flashmix.checkpoints import FAMILIES as CONVERTED
@@ -250,13 +251,19 @@ def test_the_command(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").write_text("one plus two is three\n" * 60)
+    text, tokenizer = tmp_path / "text.txt", tmp_path / "words.json"
+    text.write_text("one plus two is three\n" * 60)
+    assert cli.main(["tokenizer", str(text), "--vocabulary", "270", "--out", str(tokenizer)]) == 0
     options = (
         "--preset transformer_nano --steps 1 --batch-tokens 64 --seq-len 32 --held-out 0.3 --sample 0 --device cpu"
     )
-    run = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    run = ["--text", str(text), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "run")]
     assert cli.main(["train", *run, *options.split()]) == 0
+    capsys.readouterr()
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    assert "ours: transformers' AutoModelForCausalLM reads it" in capsys.readouterr().out
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert words("one plus two")["input_ids"] == Tokenizer.from_file(str(tokenizer)).encode("one plus two").ids
     assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "llama"), "--to", "llama"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
     row = tokens(1, 9)

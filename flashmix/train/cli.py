@@ -6,14 +6,16 @@ import argparse
 import contextlib
 import io
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flashmix
-from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json
 from flashmix.train.options import FLAGS, SETTINGS, add_tokenize, add_train
 
 if TYPE_CHECKING:
@@ -278,6 +280,11 @@ def convert_command(arguments: argparse.Namespace) -> int:
             if arguments.to or not arguments.out:
                 raise RunError("a run is written as a model of flashmix first: leave --to away, and name OUT")
             save(session.load(run, "cpu")[0], arguments.out)
+            if run.tokenizer.exists():
+                place = Path(arguments.out)
+                shutil.copyfile(run.tokenizer, place / run.tokenizer.name)
+                write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            print(f"{arguments.out}: transformers' AutoModelForCausalLM reads it after flashmix.hf.FlashmixConfig")
             return 0
         print(convert(arguments.source, arguments.out, to=arguments.to))
     except ConversionError as error:
