@@ -40,9 +40,12 @@ FLA = Series("flash-linear-attention", "#f5b971", "///")
 FLASH_QLA = Series("FlashQLA", "#c9c9c9", "...")
 CUDNN = Series("cuDNN", "#f5b971", "///")
 FLASH = Series("torch's flash", "#c9c9c9", "...")
+FA4 = Series("FlashAttention-4", "#c9c9c9", "...")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
 TRANSFORMERS = Series("transformers (PyTorch)", "#f5b971", "///")
 BOUND = Series("bound of the machine", "#ffffff")
+PRODUCT = Series("one large matrix product", "#ffffff")
+MATRIX_PRODUCT = 790.0  # TFLOP/s of 8192 x 8192 x 8192 in bfloat16 by torch on an H200
 
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small files, and the reader's own font
@@ -151,28 +154,19 @@ def attention_rows(measured: Json) -> dict[str, Json]:
 
 def attention(measured: Json) -> Figure:
     rows = attention_rows(measured)
-    sizes = (
-        (64, 4096, 32),
-        (64, 16384, 32),
-        (96, 16384, 16),
-        (128, 4096, 16),
-        (128, 16384, 16),
-        (192, 16384, 16),
-        (256, 16384, 8),
-    )
+    sizes = [(dim, 16384, 32 if dim == 64 else 8 if dim == 256 else 16) for dim in (64, 80, 96, 128, 192, 256)]
     names = {
         f"{dim}, {tokens}, {16384 // tokens}, {heads} {mask}": f"{dim} channels, {mask}\n{16384 // tokens} × {tokens:,} tokens"
         for dim, tokens, heads in sizes
         for mask in ("causal", "full")
     }
     names = {name: text for name, text in names.items() if name in rows}
-    figure, axes = panels(2, 9.0, 8.4)
+    figure, axes = panels(2, 9.0, 7.2)
     for panel, part in zip(axes, ("forward", "backward"), strict=True):
-        values = [
-            (series, [rows[name].get(f"{key}_{part}") for name in names])
-            for series, key in ((GLUON, "gluon"), (TRITON, "triton"), (CUDNN, "cudnn"))
-        ]
-        bars(panel, list(names.values()), values, 0)
+        sides = ((OURS, "auto"), (FA4, "fa4"), (CUDNN, "cudnn"))
+        values = [(series, [rows[name].get(f"{key}_{part}") for name in names]) for series, key in sides]
+        values = [(series, numbers) for series, numbers in values if any(numbers)]
+        bars(panel, list(names.values()), [*values, (PRODUCT, [MATRIX_PRODUCT] * len(names))], 0)
     title = "Softmax attention, 16 heads (of 64 channels: 32, of 256: 8), bfloat16, NVIDIA H200 (more is faster)"
     return finish(figure, axes, title, "TFLOP/s", ("forward", "backward"))
 
@@ -320,7 +314,7 @@ def decode_batch(measured: Json) -> Figure:
 
 def rowwise(*measured: Json) -> Figure:
     rows = [row for file in measured for row in file["rows"] if "flashmix_forward_of_copy" in row]
-    figure, axes = panels(2, 9.0, 8.4)
+    figure, axes = panels(2, 9.0, 7.2)
     for panel, part in zip(axes, ("forward", "both"), strict=True):
         values = [
             (series, [None if (of := number(row, f"{key}_{part}_of_copy")) is None else 100 * of for row in rows])
@@ -372,8 +366,8 @@ PLOTS = {
     ),
     "attention": Plot(
         attention,
-        (HOPPER_ATTENTION,),
-        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-22.",
+        ("2026-11-23_attention_16k_h200.json",),
+        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-23.",
     ),
     "decode": Plot(
         decode,
@@ -394,7 +388,9 @@ PLOTS = {
         "2026-11-21, one sequence of each row. The float64 definitions are compared in the tests, "
         "within the budget of the page on numerics.",
     ),
-    "attention_length": Plot(attention_length, (HOPPER_ATTENTION,), "2026-11-22, the runs of the plot of attention."),
+    "attention_length": Plot(
+        attention_length, (HOPPER_ATTENTION,), "2026-11-22, medians of runs that take turns, cold L2 cache."
+    ),
     "recurrence_length": Plot(
         recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
     ),
