@@ -246,7 +246,7 @@ def test_heads_that_do_not_fit() -> None:
         DeltaNet(16, 3)
     with pytest.raises(ValueError, match="value_heads must be a positive multiple of heads = 4, got 6"):
         GatedDeltaNet(16, 4, value_heads=6)
-    with pytest.raises(ValueError, match="heads must be between 1 and 65536, got 0"):
+    with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         RetNet(16, 0)
     with pytest.raises(ValueError, match="heads must be a positive multiple of groups = 3, got 4"):
         Mamba2(16, 4, groups=3)

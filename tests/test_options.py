@@ -78,7 +78,8 @@ def refused(op: str, name: str, value: Any, *errors: type[Exception]) -> None:
     text = str(raised.value)
     assert text.startswith(name), f"{op}({name}={value!r}): {text}"
     if name not in OTHERS and (
-        not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
+        not isinstance(value, Tensor)
+        or (type(value) is Tensor and value.layout is torch.strided and not value.is_nested)
     ):
         error_of(op, call | {name: value}, type(raised.value))
 
@@ -138,7 +139,15 @@ def test_a_number_of_another_library_is_one(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_of_another_kind(op: str) -> None:
     for name, value in full_call(op).items():
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        if not isinstance(value, Tensor):
+            continue
+        for wrong in (
+            torch.nn.UninitializedParameter(),
+            torch.masked.masked_tensor(value, torch.ones_like(value, dtype=torch.bool)),
+            torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]),
+        ):
+            refused(op, name, wrong, TypeError, ValueError)
+        if not value.is_floating_point() or value.dim() < 2:
             continue
         refused(op, name, value.to(torch.float8_e4m3fn), TypeError, ValueError)
         refused(op, name, value.to_sparse(), TypeError, ValueError)

@@ -11,11 +11,12 @@ from flashmix.layer.cache import LayerCache, RecurrentCache
 from flashmix.layer.padding import Padding, padding_of
 from flashmix.op.checks import check_shape, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
+from flashmix.op.public import Public
 
 Cache = TypeVar("Cache", bound=LayerCache)
 
 
-class Mixer(nn.Module, Generic[Cache]):
+class Mixer(Public, nn.Module, Generic[Cache]):
     """A layer that mixes tokens. A family writes `__init__` and `mix`; `output` is its last projection.
 
     Args:

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from flashmix.op.checks import check_range
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.public import Public
 from flashmix.op.softplus import softplus
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 
@@ -27,7 +28,7 @@ def draw_step_bias(bias: Tensor, step_range: tuple[float, float] = (1e-3, 0.1)) 
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 
-class ExactParameters(nn.Module):
+class ExactParameters(Public, nn.Module):
     """A module whose parameters stay float32 where those of others are cast to 16 bits: rates of decays, which add up over tokens."""
 
     reads: tuple[str, ...] = ()  # methods that read them, besides `forward`
@@ -184,7 +185,7 @@ class BoundedDecay(ExactParameters):
         return bounded_decay(x, self.A_log, self.dt_bias, lower=self.lower)
 
 
-class LogSigmoidDecay(nn.Module):
+class LogSigmoidDecay(Public, nn.Module):
     """The decay of GLA: `g = logsigmoid(x) / temperature`.
 
     Args:
@@ -209,7 +210,7 @@ class LogSigmoidDecay(nn.Module):
         return f"temperature={self.temperature}"
 
 
-class RWKV7Decay(nn.Module):
+class RWKV7Decay(Public, nn.Module):
     """The decay of RWKV-7: `w = -e^{-1/2} sigmoid(x)`, between -0.6065 and 0.
 
     Source: Peng et al., arXiv:2503.14456, equation 11.
@@ -224,7 +225,7 @@ class RWKV7Decay(nn.Module):
         return RWKV7_STRONGEST * torch.sigmoid(at_least_float32(x))
 
 
-class RWKV6Decay(nn.Module):
+class RWKV6Decay(Public, nn.Module):
     """The decay of RWKV-6: `w = -e^x`, with `x` bounded at 8, where nothing is left of a state (`e^{-e^8} = 0` in float32).
 
     Source: Peng et al., arXiv:2404.05892, section 4 (Finch).
@@ -239,7 +240,7 @@ class RWKV6Decay(nn.Module):
         return -at_least_float32(x).clamp(max=8.0).exp()
 
 
-class ForgetGate(nn.Module):
+class ForgetGate(Public, nn.Module):
     """The logarithm of HGRN-2's forget gate: `log(lower + (1 - lower) sigmoid(x))`.
 
     Args:
@@ -272,7 +273,7 @@ class ForgetGate(nn.Module):
         return f"lower={self.lower}"
 
 
-class WriteStrength(nn.Module):
+class WriteStrength(Public, nn.Module):
     """The `beta` of a delta rule: `sigmoid(x)`, or `2 sigmoid(x)` where transitions may have negative eigenvalues.
 
     Args:

@@ -11,10 +11,11 @@ from torch.nn.functional import linear
 from flashmix.modules.mlp import SwiGLU
 from flashmix.op.checks import check_choice, check_multiple, check_range
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.public import Public
 from flashmix.ops.gated_product.op import swiglu
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Public, nn.Module):
     """`y = scale sum_e p_e SwiGLU_e(x)` over the `active` experts of highest score, and a shared expert for every token.
 
     Scores `p` are a softmax of the router's logits over all experts, or their sigmoid. With `balance` a bias per expert, which no

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from flashmix.op.packing import check_whole
+from flashmix.op.public import Public
 from flashmix.ops.losses.op import linear_cross_entropy
 
 
-class LinearCrossEntropy(nn.Module):
+class LinearCrossEntropy(Public, nn.Module):
     """Cross-entropy of `hidden @ weight^T` against targets; the logits `[tokens, vocabulary]` are never held.
 
     Args:

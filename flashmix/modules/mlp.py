@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice
 from flashmix.op.packing import Packing
+from flashmix.op.public import Public
 from flashmix.op.recompute import recomputed
 from flashmix.ops.gated_product.linear import swiglu_linear
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.token_shift.op import token_shift
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Public, nn.Module):
     """A gated MLP `y = W_down (act(W_gate x) * W_up x)`, with or without biases; gate and up are one matrix.
 
     Args:
@@ -94,7 +95,7 @@ class SwiGLU(GatedMLP):
         return self.down(recomputed(swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
 
 
-class ChannelMixing(nn.Module):
+class ChannelMixing(Public, nn.Module):
     """RWKV's MLP: `y = W_v relu(W_k x_k)^2`, with `receptance` times `sigmoid(W_r x_r)`; `x_k` and `x_r` mix a token with the one before.
 
     Args:
@@ -157,7 +158,7 @@ class ChannelMixing(nn.Module):
         yield self.value.weight
 
 
-class LowRank(nn.Module):
+class LowRank(Public, nn.Module):
     """A projection through few channels: `y = W_up act(W_down x) + bias`.
 
     Args:
@@ -186,6 +187,7 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        check_choice("activation", activation, "tanh", "sigmoid", None)
         self.activation = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, None: None}[activation]
         self.up = nn.Linear(rank, out, bias=bias, device=device, dtype=dtype)
         if bias:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice
 from flashmix.op.dtypes import at_least_float32
+from flashmix.op.public import Public
 from flashmix.op.recompute import recompute, recomputed
 from flashmix.ops.norm.op import group_norm, layer_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Public, nn.Module):
     """Divides by the root mean square of the last axis and scales: `y = x / sqrt(mean(x^2) + eps) * weight`.
 
     Args:
@@ -93,7 +94,7 @@ class RMSNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}, affine={self.weight is not None}"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Public, nn.Module):
     """Brings the last axis to mean 0 and variance 1, then scales and shifts it: `y = (x - mean) / sqrt(var + eps) * weight + bias`.
 
     Args:
@@ -138,12 +139,13 @@ class LayerNorm(nn.Module):
 
 def output_norm(dim: int, eps: float, gate: str, **placement: Any) -> RMSNorm | GatedRMSNorm:
     """The norm of a layer's output, with a gate of this activation or with "none"."""
+    check_choice("output_gate", gate, "silu", "sigmoid", "none")
     if gate == "none":
         return RMSNorm(dim, eps, **placement)
     return GatedRMSNorm(dim, eps, activation=gate, **placement)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Public, nn.Module):
     """An RMS norm whose result is gated: `y = x / sqrt(mean(x^2) + eps) * weight * act(gate)`.
 
     Args:

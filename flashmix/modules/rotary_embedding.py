@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_multiple, check_range
 from flashmix.op.packing import Packing
+from flashmix.op.public import Public
 from flashmix.ops.rotary.op import rotary, rotary_table
 from flashmix.ops.rotary.scaling import RotaryScaling
 
 exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Public, nn.Module):
     """Rotates pairs of channels by an angle proportional to the token's position.
 
     The table of cosines and sines is float32 whatever the model's dtype, is not part of the state dict, and doubles

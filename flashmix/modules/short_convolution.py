@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
+from flashmix.op.public import Public
 from flashmix.op.recompute import recomputed
 from flashmix.ops.short_conv.joined import convolved_parts
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
@@ -20,7 +21,7 @@ def maybe_convolution(dim: int, width: int, **options: Any) -> ShortConvolution 
     return ShortConvolution(dim, width, **options) if width else None
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Public, nn.Module):
     """A causal depthwise convolution over `width` tokens: `y_t = act(sum_i weight[:, width-1-i] x_{t-i} + bias)`.
 
     Args:

@@ -71,10 +71,20 @@ def _brackets(sizes: Sequence[int | str]) -> str:
     return "[" + ", ".join(str(size) for size in sizes) + "]"
 
 
+# Tensors whose numbers are not all there, by class; under most ops of torch they raise its own errors, or lose their mask.
+WITHOUT_NUMBERS = {
+    "MaskedTensor": "a masked tensor",
+    "UninitializedParameter": "an uninitialized parameter",
+    "UninitializedBuffer": "an uninitialized buffer",
+}
+
+
 def check_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is a tensor with strides: neither sparse nor nested."""
+    """Raises TypeError unless `value` is a tensor with strides and numbers: neither sparse nor nested, masked or uninitialized."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if (kind := type(value).__name__) in WITHOUT_NUMBERS:
+        raise TypeError(f"{name} must be a dense tensor, got {WITHOUT_NUMBERS[kind]}")
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise TypeError(f"{name} must be a dense tensor, got {kind}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 import sys
 from collections.abc import Callable
@@ -12,11 +13,35 @@ from typing import Any, TypeVar
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Check = Callable[[str, Any], Any]
 LARGEST_FLOAT, LARGEST_INT = sys.float_info.max, 2**63 - 1
-LEAST = {"eps": 0.0}  # bounds of numbers that mean the same in every op
+LEAST = {"eps": 0.0, "divisor_eps": 0.0, "conv_width": 0}  # bounds of numbers that mean the same in every op
+# Sizes of modules and layers, and numbers there that are more than 0.
+SIZES = {
+    "active",
+    "channels",
+    "dim",
+    "experts",
+    "groups",
+    "head_dim",
+    "heads",
+    "hidden",
+    "inner",
+    "kv_heads",
+    "kv_rank",
+    "norm_groups",
+    "out",
+    "query_rank",
+    "rank",
+    "slots",
+    "value_dim",
+    "value_heads",
+    "width",
+}
+POSITIVE = frozenset({"base", "temperature"})
 
 
-def public(op: Function) -> Function:
+def public(op: Function, check_of: Callable[[inspect.Parameter], Check | None] | None = None) -> Function:
     """A public op: its arguments annotated `bool`, `int`, `float` and `Tensor` are checked before it is called.
 
     An option that is not given is not looked at. A tensor is no number, with a gradient or without: as one it would be cut from the graph.
@@ -25,10 +50,10 @@ def public(op: Function) -> Function:
     Raises TypeError: an option is of another type, or a tensor that is not optional is None. ValueError: a number is infinite or NaN, or
     `eps` is negative.
     """
-    named: dict[str, Callable[[str, Any], Any]] = {}
-    placed: list[tuple[int, str, Callable[[str, Any], Any]]] = []
+    named: dict[str, Check] = {}
+    placed: list[tuple[int, str, Check]] = []
     for place, parameter in enumerate(inspect.signature(op).parameters.values()):
-        check = _CHECKS.get(parameter.annotation)
+        check = _CHECKS.get(parameter.annotation) if check_of is None else check_of(parameter)
         if check is not None:
             named[parameter.name] = check
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -41,11 +66,20 @@ def public(op: Function) -> Function:
                 options[name] = named[name](name, options[name])
         given = len(args)
         for place, name, check in placed:
-            if place < given:
-                check(name, args[place])
+            if place < given and (value := check(name, args[place])) is not args[place]:
+                args = (*args[:place], value, *args[place + 1 :])
         return op(*args, **options)
 
     return checked  # type: ignore[return-value]
+
+
+class Public:
+    """A class whose constructor is checked as a public op is, and so are those of its subclasses; sizes are positive there."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = public(cls.__init__, _check_of_module)  # type: ignore[method-assign]
 
 
 def check_number(name: str, value: Any) -> Any:
@@ -56,16 +90,20 @@ def check_number(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # type: ignore[operator]
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}")
-    if value < LEAST.get(name, value):
+    if number < LEAST.get(name, number):
         raise ValueError(f"{name} must be at least {LEAST[name]}, got {value}")
-    return float(value)
+    return number
 
 
 def check_integer(name: str, value: Any) -> Any:
     """The integer `value`, which fits 64 bits."""
-    if type(value) is int and -LARGEST_INT <= value <= LARGEST_INT:
+    if type(value) is int and LEAST.get(name, -LARGEST_INT) <= value <= LARGEST_INT:
         return value
     if isinstance(value, torch.SymInt):
         return value
@@ -73,6 +111,8 @@ def check_integer(name: str, value: Any) -> Any:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if not -LARGEST_INT <= int(value) <= LARGEST_INT:
         raise ValueError(f"{name} must be an integer of at most 64 bits, got {value}")
+    if value < LEAST.get(name, value):
+        raise ValueError(f"{name} must be at least {LEAST[name]}, got {value}")
     return int(value)
 
 
@@ -90,10 +130,55 @@ def check_given(name: str, value: Any) -> Any:
     return value
 
 
-def _or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+def check_numbers(name: str, value: Any, count: int, kind: type = numbers.Real) -> Any:
+    """`value`, a tuple or list of `count` numbers of a kind, none of them NaN."""
+    whole = isinstance(value, (tuple, list)) and len(value) == count
+    if not whole or not all(isinstance(x, kind) and not isinstance(x, bool) for x in value):
+        shown = repr(value) if isinstance(value, (tuple, list, str)) else type(value).__name__
+        raise TypeError(f"{name} must be {count} {'integers' if kind is numbers.Integral else 'numbers'}, got {shown}")
+    if any(x != x for x in value):
+        raise ValueError(f"{name} must be {count} numbers, got {value}")
+    return value
+
+
+def _check_of_module(parameter: inspect.Parameter) -> Check | None:
+    """The check of an argument of a module's or layer's constructor, by its annotation and name."""
+    kind, name = parameter.annotation, parameter.name
+    if not isinstance(kind, str):
+        return None
+    plain = kind.removesuffix(" | None")
+    if plain.startswith("tuple[") and plain[6:-1].replace("float", "int").replace("int, ", "") == "int":
+        members = plain[6:-1].split(", ")
+        only = numbers.Integral if members[0] == "int" else numbers.Real
+
+        def check(name: str, value: Any) -> Any:
+            return check_numbers(name, value, len(members), only)
+
+    elif plain == "int" and name in SIZES:
+        check = _at_least_1
+    elif plain == "float" and name in POSITIVE:
+        check = _above_0
+    else:
+        return _CHECKS.get(kind)
+    return check if plain == kind else _or_none(check)
+
+
+def _at_least_1(name: str, value: Any) -> Any:
+    if (value := check_integer(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def _above_0(name: str, value: Any) -> Any:
+    if (value := check_number(name, value)) <= 0:
+        raise ValueError(f"{name} must be more than 0, got {value}")
+    return value
+
+
+def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {"Tensor": check_given, "bool": check_flag}
+_CHECKS: dict[str, Check] = {"Tensor": check_given, "bool": check_flag}
 for _annotation, _check in (("int", check_integer), ("float", check_number)):
     _CHECKS |= {_annotation: _check, f"{_annotation} | None": _or_none(_check)}

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from .cases import Space, run_case
+from .cases import STRUCTURES, Space, run_case
 from .runner import run
 
 
@@ -21,6 +21,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--few", action="store_true", help="few structures, as on a GPU")
+    parser.add_argument(
+        "--structures",
+        type=int,
+        default=STRUCTURES,
+        help="of each op: fewer compile sooner, as kernels take most of a short run",
+    )
     parser.add_argument("--correlated", action="store_true", help="keys may be parallel")
     parser.add_argument("--ops", default="", help="only these ops, separated by commas")
     parser.add_argument(
@@ -32,7 +38,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     only = tuple(name for name in options.ops.split(",") if name)
-    space = Space(options.seed, options.device, options.correlated, options.few, only, options.impl)
+    space = Space(options.seed, options.device, options.correlated, options.few, only, options.impl, options.structures)
     if options.index is not None:
         outcome = run_case(space, options.index)
         print(f"{outcome.op}, {outcome.kind}\n{outcome.text}")

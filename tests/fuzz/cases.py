@@ -31,6 +31,7 @@ class Space:
     few: bool = False  # few structures, as on a GPU, on the CPU: for kernels in the interpreter
     only: tuple[str, ...] = ()  # ops
     impl: str = ""  # the only implementation
+    structures: int = STRUCTURES  # of each op, where there are few
 
     @property
     def names(self) -> list[str]:
@@ -39,7 +40,7 @@ class Space:
     @property
     def slots(self) -> int:
         """How many structures a GPU run has; index modulo this is one of them."""
-        return STRUCTURES * len(self.names)
+        return self.structures * len(self.names)
 
     def draw(self, index: int) -> Draw:
         few = self.few or self.device != "cpu"

@@ -30,6 +30,7 @@ PLAIN = (  # products and powers of plain PyTorch, whatever `impl` is
     "ttt_linear",
     "titans_linear",
     "momentum_deltanet",
+    "slstm",  # torch's sigmoid rounds by the place of a number in its tensor
 )
 Law = Callable[[Sample, Draw, str], Iterator[Finding]]
 

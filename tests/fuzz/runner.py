@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from .cases import Outcome, Space, run_case
+from .cases import STRUCTURES, Outcome, Space, run_case
 
 GRACE = 40.0  # seconds after the end in which a worker finishes its case
 SHOWN = 200  # defects that are printed
+REPORTED = 15.0  # seconds between two lines of how far a run of several processes is
 
 
 def prepared() -> None:
@@ -64,6 +65,7 @@ def replay(space: Space, index: int) -> str:
     """The command that runs one case again."""
     more = "" if space.device == "cpu" else f" --device {space.device}"
     more += (" --few" if space.few else "") + (" --correlated" if space.correlated else "")
+    more += f" --structures {space.structures}" if space.structures != STRUCTURES else ""
     more += f" --impl {space.impl}" if space.impl else ""
     more += f" --ops {','.join(space.only)}" if space.only else ""
     return f"python -m fuzz --seed {space.seed} --index {index}{more}"
@@ -87,6 +89,14 @@ class Tally:
         self.defects.append(what)
         if len(self.defects) <= SHOWN:
             print(f"DEFECT {what}\n    {replay(self.space, index)}" + (f"\n    {text}" if text else ""), flush=True)
+
+    def progress(self) -> None:
+        spoilt = sum(n for (name, kind), n in self.counts.items() if name and kind == "wrong")
+        total = sum(n for (name, _), n in self.counts.items() if name)
+        print(
+            f"{time.time() - self.start:.0f} s: {total - spoilt} valid and {spoilt} wrong calls, {len(self.defects)} defects",
+            flush=True,
+        )
 
     def table(self) -> None:
         """Cases by op, then by kind."""
@@ -136,8 +146,11 @@ def together(space: Space, tally: Tally, plan: tuple[int, int, int | None, float
     for process in processes:
         process.start()
     running = set(range(plan[1]))
-    done = 0
+    done, told = 0, time.time()
     while done < len(processes) and running:
+        if time.time() > told + REPORTED:
+            tally.progress()
+            told = time.time()
         try:
             one = found.get(timeout=2.0)
         except queue.Empty:

@@ -123,7 +123,9 @@ def softmax_attention(
         right = 0
     by_sequence = False
     if sink is not None or alibi_slopes is not None or log_decay is not None:
-        by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.shape == (q.shape[0], q.shape[2])
+        if alibi_slopes is not None:
+            check_tensor("alibi_slopes", alibi_slopes)
+            by_sequence = alibi_slopes.shape == (q.shape[0], q.shape[2])
         check_features(
             q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right, by_sequence=by_sequence
         )
