@@ -41,8 +41,8 @@ def _native_supports(call: SelectiveScanCall) -> str | None:
 
 MOST_STATES = 16  # of a channel in registers
 IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
-    Implementation("gluon", "flashmix.ops.selective_scan.gluon_hopper", _gluon_supports),
     Implementation("triton", "flashmix.ops.selective_scan.triton_gpu", _triton_supports),
+    Implementation("gluon", "flashmix.ops.selective_scan.gluon_hopper", _gluon_supports),
     Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.selective_scan.portable", always),
 )
