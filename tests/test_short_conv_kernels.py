@@ -257,11 +257,10 @@ def test_qkv_interpreted() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 5), (2, 70), (1, sum(LENGTHS))])
+@pytest.mark.parametrize(("batch", "tokens", "bias"), [(2, 5, False), (1, 12, True)])
 def test_one_gradient_of_a_projection_has_the_bits_of_three(batch: int, tokens: int, bias: bool) -> None:
     """The last case is packed. A part without a gradient, and a frozen weight, are none for others."""
-    packing = Packing.from_lengths(LENGTHS) if tokens == sum(LENGTHS) else None
+    packing = Packing.from_lengths([3, 0, 9]) if bias else None
     x = random(batch, tokens, sum(SIZES), dtype=torch.bfloat16)
     w, b = random(sum(SIZES), 4, dtype=torch.bfloat16, seed=1), random(sum(SIZES), seed=2) if bias else None
     leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
@@ -271,11 +270,10 @@ def test_one_gradient_of_a_projection_has_the_bits_of_three(batch: int, tokens: 
     flows = [torch.randn_like(t) for t in apart]
     for one, other in zip(joined, apart, strict=True):
         assert_same_bits("output", one, other)
-    for kept in (slice(0, 3), slice(1, 2)):
-        for inputs in (leaves, leaves[:1]):
-            grads = (torch.autograd.grad(y[kept], inputs, flows[kept], retain_graph=True) for y in (joined, apart))
-            for one, other in zip(*grads, strict=True):
-                assert_same_bits("gradient", one, other)
+    for kept, inputs in ((slice(0, 3), leaves), (slice(1, 2), leaves[:1])):
+        grads = (torch.autograd.grad(y[kept], inputs, flows[kept], retain_graph=True) for y in (joined, apart))
+        for one, other in zip(*grads, strict=True):
+            assert_same_bits("gradient", one, other)
 
 
 def test_a_projection_whose_packing_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
