@@ -50,6 +50,20 @@ def test_the_kernels_are_the_definition(sizes: Sizes, lengths: Sizes) -> None:
         assert_scans(sizes, lengths, torch.float16, "gluon", True)
 
 
+def test_what_is_left_out_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch has its step sizes, skip and gate computed beside it, also where a kernel for them is there and left out."""
+    x = {
+        name: t.bfloat16()
+        for name, t in inputs((1, 20, 32, 16, 1), torch.float32, 1).items()
+        if name != "initial_state"
+    }
+    want = selective_scan(**x, softplus=True, impl="portable")[0]
+    monkeypatch.setattr("flashmix.op.choose.AVOIDED", frozenset(("triton", "gluon", "native")))
+    with hopper_card() as launched:
+        assert_same_bits("y", selective_scan(**x, softplus=True)[0], want)
+    assert not launched
+
+
 def test_what_it_refuses() -> None:
     x = {name: t.bfloat16() for name, t in inputs((1, 600, 32, 16, 0), torch.float32, 1).items()}
     x["initial_state"] = x["initial_state"].float()

@@ -123,6 +123,12 @@ def choose(
     raise ValueError(f"impl={impl!r} cannot run this: {reason}")
 
 
+def chosen(implementations: Sequence[Implementation[Problem]], problem: Problem, impl: str = "auto") -> str | None:
+    """The name of what `choose` returns, None where it raises; `explain` does not hear of it."""
+    able = (i.name for i in implementations if impl in ("auto", i.name) and _refuses(i, problem, impl) is None)
+    return next(able, None)
+
+
 def _refuses(implementation: Implementation[Problem], problem: Problem, impl: str) -> str | None:
     """Why the implementation is not taken: the user leaves it out, or it cannot run the problem."""
     if impl == "auto" and implementation.name in AVOIDED:

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, always, refused
 from flashmix.op.checks import check_dtype, check_like, check_shape, check_tensor
-from flashmix.op.choose import Implementation
+from flashmix.op.choose import Implementation, chosen
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
@@ -46,6 +46,7 @@ IMPLEMENTATIONS: tuple[Implementation[SelectiveScanCall], ...] = (
     Implementation("native", "flashmix.ops.selective_scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.selective_scan.portable", always),
 )
+WITH_EXTRAS = ("triton", "gluon")  # implementations that compute step sizes, skip and gate too
 SHARDED = "flashmix.ops.selective_scan.sharded"
 SELECTIVE_SCAN = Op("selective_scan", SelectiveScanCall, IMPLEMENTATIONS, sharded=SHARDED)
 
@@ -117,7 +118,7 @@ def selective_scan(
     extras.check_contents(A, dt)
     A, B, C = extras.shaped(A, B, C)
     call = SelectiveScanCall(u, dt, A, B, C, initial_state, packing, *extras)
-    apart = impl not in ("auto", "gluon", "triton") or (impl != "gluon" and _triton_supports(call) is not None)
+    apart = chosen(IMPLEMENTATIONS, call, impl) not in (None, *WITH_EXTRAS)
     if apart:
         call = SelectiveScanCall(u, extras.step(dt), A, B, C, initial_state, packing)
     y, state = SELECTIVE_SCAN(call, impl, "selective_scan")
