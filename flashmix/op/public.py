@@ -147,8 +147,8 @@ def _check_of_module(parameter: inspect.Parameter) -> Check | None:
     if not isinstance(kind, str):
         return None
     plain = kind.removesuffix(" | None")
-    if plain.startswith("tuple[") and plain[6:-1].replace("float", "int").replace("int, ", "") == "int":
-        members = plain[6:-1].split(", ")
+    members = plain.removeprefix("tuple[").removesuffix("]").split(", ")
+    if plain.startswith("tuple[") and set(members) <= {"int", "float"}:
         only = numbers.Integral if members[0] == "int" else numbers.Real
 
         def check(name: str, value: Any) -> Any:

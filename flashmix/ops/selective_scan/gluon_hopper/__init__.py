@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
-from flashmix.gpu.rows import sum_columns
+from flashmix.gpu.rows import contiguous, sum_columns
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.selective_scan.call import SelectiveScanCall
 from flashmix.ops.selective_scan.gluon_hopper.backward import HopperGradients, selective_backward_hopper_kernel
@@ -29,7 +29,7 @@ __all__ = ["backward", "forward", "keeps"]
 def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
     y, state = outputs = call.results()
     kept = keeps(call) if save else ()
-    states = HopperStates(_contiguous(call.initial_state), state, kept[0] if kept else None)
+    states = HopperStates(contiguous(call.initial_state), state, kept[0] if kept else None)
     spec, numbers = _spec(call), _numbers(call)
     bound(selective_hopper_kernel, spec, num_warps=1)(_programs(call, spec), _inputs(call), y, states, numbers)
     return outputs, kept
@@ -57,7 +57,7 @@ def backward(
     channels, rates = _empty(call, call.sequences, 2, spec.WIDTH), _empty(call, call.sequences, *call.A.shape)
     start = _empty(call, call.sequences, *call.A.shape) if "initial_state" in wanted else None
     gradients = HopperGradients(
-        d_y.contiguous(), found["u"], found["dt"], found.get("z"), shared, channels, rates, _contiguous(d_last), start
+        d_y.contiguous(), found["u"], found["dt"], found.get("z"), shared, channels, rates, contiguous(d_last), start
     )
     run = bound(selective_backward_hopper_kernel, spec, num_warps=1)
     run(_programs(call, spec), _inputs(call), gradients, kept[0], _numbers(call))
@@ -79,14 +79,10 @@ def _empty(call: SelectiveScanCall, *sizes: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.float32, device=call.device)
 
 
-def _contiguous(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
-
-
 def _inputs(call: SelectiveScanCall) -> HopperInputs:
     tensors = (call.u, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias)
     cu_seqlens = None if call.packing is None else call.packing.cu_seqlens
-    return HopperInputs(*map(_contiguous, (*tensors, cu_seqlens)))
+    return HopperInputs(*map(contiguous, (*tensors, cu_seqlens)))
 
 
 def _spec(call: SelectiveScanCall) -> ScanHopperSpec:

@@ -32,9 +32,8 @@ def forward(call: SlstmCall, save: bool) -> tuple[Outputs, Outputs]:
     outputs, kept = call.results(), call.kept() if save else ()
     assert call.recurrent is not None
     gates = CellLogits(*(getattr(call, name).contiguous() for name in GATES))
-    matrices = (
-        call.recurrent.float().permute(1, 3, 2, 0).contiguous()
-    )  # [H, from, to, gate]; in 16 bits slower (docs/lab_notes.md)
+    # float32 whatever their dtype: in 16 bits they are slower to read (docs/lab_notes.md)
+    matrices = call.recurrent.float().permute(1, 3, 2, 0).contiguous()  # [H, from, to, gate]
     last = CellStates(*outputs[1:])
     _launch(cell_kernel, call, (gates, matrices, _start(call), outputs[0], _kept(kept), last))
     return outputs, kept
