@@ -3,8 +3,8 @@
 `--parts` are of check, collectives, exchange, ops, model, million, bits, fla (default: the first five). `fla` compares with
 flash-linear-attention's context parallelism, where that is installed; `--kinds` leaves rows of ops out. Each row is written to the file
 as it is done and printed by rank 0; a failure of a row prints its traceback and the next row follows, and a row that stands still for
-`--patience` seconds ends the process. `python benchmarks/distributed.py --warm` first fills Triton's cache, with as many processes as
-there are rows: then no row waits for a compiler.
+`--patience` seconds ends the process. `python benchmarks/distributed.py --warm` first fills Triton's cache for two ranks, `--jobs`
+processes at a time: then no row waits for a compiler.
 
 Times are medians of GPU events, the slowest rank's; ranks are aligned before each run, and their hosts are ahead. Efficiency is the
 time on one GPU over (ranks x the time on all of them), for the same row of tokens.
@@ -153,11 +153,16 @@ def check(bench: Bench) -> None:
     """Every kind of op over the ranks within the budget of one GPU: outputs and gradients of bfloat16, against float64."""
     dtype = torch.bfloat16
     for kind in bench.options.kinds or KINDS:
-        for order, lengths in (*LAYOUTS, *(CUT.get(kind, ()) if bench.cuda else ())):
+        for order, lengths in layouts_of(kind, bench.cuda):
             bench.row(
                 f"check {kind}, {order}, {sum(lengths)} tokens",
                 lambda kind=kind, order=order, n=lengths: checked(bench, kind, order, n, dtype),
             )
+
+
+def layouts_of(kind: str, cuda: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The orders and lengths of the checks of a kind."""
+    return (*LAYOUTS, *(CUT.get(kind, ()) if cuda else ()))
 
 
 def checked(bench: Bench, kind: str, order: str, lengths: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -317,62 +322,80 @@ def environment(options: argparse.Namespace) -> Iterator[Bench]:
 
 
 def warm(options: argparse.Namespace) -> None:
-    """One process for each row, all at once, so that the kernels of all rows are compiled before any is timed."""
-    jobs = [f"{kind}:{heads}" for kind, heads in rows_of(options)]
-    jobs += [f"{kind}:check" for kind in options.kinds or KINDS if "check" in options.parts]
-    jobs = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + jobs
+    """A process for each row, `--jobs` of them at a time, so that the kernels of all rows are compiled before any is timed."""
+    waiting = [f"{kind}:check" for kind in options.kinds or KINDS if "check" in options.parts]
+    waiting += [f"{kind}:{heads}" for kind, heads in rows_of(options) if "ops" in options.parts]
+    waiting = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + waiting
     if "fla" in options.parts:
-        jobs = [f"{kind}:fla {part} 6" for kind in ("gated delta rule", "KDA") for part in range(6)] + jobs
+        waiting += [f"{kind}:fla {part} 6" for kind in ("gated delta rule", "KDA") for part in range(6)]
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
-    running = []
-    for number, job in enumerate(jobs):
-        command = [sys.executable, __file__, "--warm-one", job, "--device", options.device]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % max(1, cards)), "OMP_NUM_THREADS": "1"}
-        running.append((job, subprocess.Popen(command, env=environment)))
-    for job, process in running:
-        if process.wait():
-            print(f"warming {job}: status {process.returncode}", flush=True)
+    start, number = time.monotonic(), 0
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            command = [sys.executable, "-X", "faulthandler", __file__, "--warm-one", waiting[0]]
+            command += ["--device", options.device, "--tokens", str(options.tokens)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % max(1, cards)), "OMP_NUM_THREADS": "1"}
+            running[waiting.pop(0)] = subprocess.Popen(command, env=environment)
+            number += 1
+        for job, process in [*running.items()]:
+            if process.poll() is not None:
+                del running[job]
+                print(f"warmed {job}: status {process.returncode}, {time.monotonic() - start:.1f} s", flush=True)
+        time.sleep(0.05)
 
 
 def warm_one(options: argparse.Namespace) -> None:
-    """The kernels of one row: those of one GPU, and those of a rank, whose pieces go on at itself."""
+    """The kernels of one row, or of the checks of a kind: those of one GPU, and those of each of two ranks."""
     kind, _, what = options.warm_one.partition(":")
-    cuda = options.device == "cuda"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if what == "model":
-        return fill_cache(kind, options.device, gpu_exchange)
-    if what.startswith("fla"):
-        return compile_fla(kind, *map(int, what.split()[1:]))
-    heads, T = (4, 1536) if what == "check" else (int(what), 8192 if what == "64" else 65536)
-    heads, T, D = (heads, T, 128) if cuda else (2, 256, 16)
-    whole = Packing.from_lengths([T], device=options.device)
-    operands = operands_of(kind, T, heads, D, options.device, torch.bfloat16)
-    group: Any = dist.group.WORLD
-    flow = torch.randn_like(outputs(kind, operands, None))
-    packings: list[Any] = [None, whole] if what == "check" else [None]
-    for packing in packings:
-        with_gradients(kind, operands, packing, flow)
-    cuts = [[(0, 0, T)], [(0, T // 2, T), (0, 0, T // 2)], [(0, T - T // 5, T), (0, 0, T - T // 5)]]
-    if KINDS[kind].run not in (KINDS["window"].run, KINDS["full attention"].run, KINDS["forget gate"].run) or cuda:
-        for ranges in cuts if what == "check" else cuts[:2]:
-            with gpu_exchange():
-                shard = whole.shard(group, ranges=ranges)
-                with_gradients(kind, taken(kind, operands, shard), shard, shard.take(flow))
+        fill_cache(kind, options.device, as_rank)
+    elif what.startswith("fla"):
+        compile_fla(kind, *map(int, what.split()[1:]))
+    elif what == "check":
+        for order, lengths in layouts_of(kind, options.device == "cuda"):
+            compile_op(kind, lengths, order, 4, options)
+    else:
+        compile_op(kind, (8192 if what == "64" else options.tokens,), KINDS[kind].order, int(what), options)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def compile_op(kind: str, lengths: tuple[int, ...], order: str, heads: int, options: argparse.Namespace) -> None:
+    heads, D = (heads, 128) if options.device == "cuda" else (2, 16)
+    whole = Packing.from_lengths(list(lengths), device=options.device)
+    operands = operands_of(kind, sum(lengths), heads, D, options.device, torch.bfloat16)
+    flow = torch.randn_like(outputs(kind, operands, whole))
+    if len(lengths) == 1:
+        with_gradients(kind, operands, None, flow)
+        half = {n: x if n in KINDS[kind].shared else x[:, : lengths[0] // 2].clone() for n, x in operands.items()}
+        with_gradients(kind, half, None, flow[:, : lengths[0] // 2])
+    with_gradients(kind, operands, whole, flow)
+    for rank in range(2):
+        with as_rank(rank) as group:
+            shard = whole.shard(group, **layout(order, sum(lengths), 2))
+            with_gradients(kind, taken(kind, operands, shard), shard, shard.take(flow))
 
 
 @contextmanager
-def gpu_exchange() -> Iterator[None]:
-    """Of one rank an exchange is a copy: gloo has no tensors of a GPU."""
-    plain = dist.all_to_all_single
+def as_rank(rank: int, ranks: int = 2) -> Iterator[Any]:
+    """This process as one of several ranks, which receives zeros."""
+    names = ("get_rank", "get_world_size", "all_to_all_single")
+    plain = {name: getattr(dist, name) for name in names}
 
-    def copied(output: Tensor, rows: Tensor, *sizes: Any, group: Any, async_op: bool = False) -> None:
-        output.copy_(rows)
+    def nothing(output: Tensor, *others: Any, **options: Any) -> None:
+        output.zero_()
 
-    dist.all_to_all_single = copied  # type: ignore[assignment]
+    for name, stub in zip(names, (lambda group=None: rank, lambda group=None: ranks, nothing), strict=True):
+        setattr(dist, name, stub)
     try:
-        yield
+        yield dist.group.WORLD
     finally:
-        dist.all_to_all_single = plain
+        for name, function in plain.items():
+            setattr(dist, name, function)
 
 
 def main() -> None:
@@ -386,6 +409,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="KIND:HEADS of the table, in place of --kinds")
     parser.add_argument("--after", help="a file: nothing is measured before it is there")
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--jobs", type=int, default=32, help="of --warm: processes at a time")
     parser.add_argument("--warm-one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm_one:

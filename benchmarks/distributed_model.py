@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flashmix import Packing
 from flashmix.models import Decoder, DecoderConfig, LayerConfig
 from flashmix.modules.decay import ExactParameters
+from flashmix.parallel.shard import Shard
 from flashmix.train.ranks import order_of, shard_parameters
 
 STEPS = 4  # the first two are not timed
@@ -182,13 +185,13 @@ def repeated(bench: Any, steps: int = 20) -> dict[str, Any]:
     }
 
 
-def fill_cache(what: str, device: str, exchange: Any) -> None:
-    """The kernels of a rank of `million` or `bits`, whose pieces go on at itself; `exchange()` is a context in which a rank can."""
-    cuda, group = device == "cuda", dist.group.WORLD
+def fill_cache(what: str, device: str, as_rank: Callable[[int], AbstractContextManager[Any]]) -> None:
+    """The kernels of each of two ranks of `million` or `bits`; `as_rank(rank)` is a context in which this process is one of them."""
+    cuda = device == "cuda"
     size = (LARGE if what == "million" else BITS) if cuda else TINY
-    lengths = ([500_000] if what == "million" else [10000, 6000, 384]) if cuda else [90, 50, 20]
+    lengths = ([131072] if what == "million" else [10000, 6000, 384]) if cuda else [90, 50, 20]
     small = Size(
-        size.width, 4 if what == "million" or not cuda else 8, size.heads, size.vocabulary, size.window, size.full
+        size.width, min(size.depth, 8 if size.full else 4), size.heads, size.vocabulary, size.window, size.full
     )
     model = Decoder(small.config, checkpoint_activations=True, device=device)
     if cuda:
@@ -197,13 +200,17 @@ def fill_cache(what: str, device: str, exchange: Any) -> None:
             if isinstance(module, ExactParameters):
                 module.float()
     whole = Packing.from_lengths(lengths, device=device)
-    half, ids = sum(lengths) // 2, torch.zeros(1, sum(lengths), dtype=torch.int64, device=device)
-    packings: list[Any] = [whole] if what == "bits" else []
-    with exchange():
-        cuts = (
-            [(0, half, 2 * half), (0, 0, half)]
-            if what == "million"
-            else [(0, half, 2 * half), (0, 0, half // 3), (0, half // 3, half)]
-        )
-        for packing in [whole.shard(group, ranges=cuts), *packings]:  # type: ignore[arg-type]
-            model(ids, cu_seqlens=packing, targets=ids, reduction="sum").backward()
+    ids = torch.zeros(1, sum(lengths), dtype=torch.int64, device=device)
+
+    def run(packing: Packing) -> None:
+        its = packing.take(ids) if isinstance(packing, Shard) else ids
+        model(its, cu_seqlens=packing, targets=its, reduction="sum").backward()
+
+    for rank in range(2):
+        with as_rank(rank) as group:
+            run(whole.shard(group, order=order_of(small.config)))
+    if what == "bits":
+        run(whole)
+    elif cuda:
+        half = ids[:, : sum(lengths) // 2]
+        model(half, targets=half, reduction="sum").backward()
