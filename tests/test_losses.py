@@ -17,6 +17,7 @@ from flashmix.ops.losses.call import KLDivergenceCall
 from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 
 MASK = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
+CHUNK = 3  # rows of a head at once
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, -5, 99, 4, 2]])  # anything where the mask is False
 
 
@@ -40,7 +41,7 @@ def test_kl_divergence_is_its_definition(temperature: float, reduction: str, rev
 
     def op(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         th, tw, tb = (value.to(h.dtype) for value in teacher)
-        options = {"temperature": temperature, "reverse": reverse, "reduction": reduction, "chunk": 3}
+        options = {"temperature": temperature, "reverse": reverse, "reduction": reduction, "chunk": CHUNK}
         return linear_kl_divergence(h, w, th, tw, bias=b, teacher_bias=tb, mask=mask, **options)
 
     def definition(h: Tensor, w: Tensor, b: Tensor) -> Tensor:

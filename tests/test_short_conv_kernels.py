@@ -258,15 +258,18 @@ def test_qkv_interpreted() -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("batch", "tokens", "bias"), [(2, 5, False), (1, 12, True)])
-def test_one_gradient_of_a_projection_has_the_bits_of_three(batch: int, tokens: int, bias: bool) -> None:
-    """The last case is packed. A part without a gradient, and a frozen weight, are none for others."""
-    packing = Packing.from_lengths([3, 0, 9]) if bias else None
-    x = random(batch, tokens, sum(SIZES), dtype=torch.bfloat16)
-    w, b = random(sum(SIZES), 4, dtype=torch.bfloat16, seed=1), random(sum(SIZES), seed=2) if bias else None
+def test_one_gradient_of_a_projection_has_the_bits_of_three(
+    batch: int, tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first case has a program a sequence, the last is packed. A part without a gradient, and a frozen weight, are none for others."""
+    monkeypatch.setattr(short_conv_triton, "SHORT", 4)
+    packing, sizes = Packing.from_lengths([3, 0, 9]) if bias else None, (8, 16, 40)
+    x = random(batch, tokens, sum(sizes), dtype=torch.bfloat16)
+    w, b = random(sum(sizes), 4, dtype=torch.bfloat16, seed=1), random(sum(sizes), seed=2) if bias else None
     leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
-    biases = (None, None, None) if b is None else b.split(SIZES)
-    apart = short_conv_qkv(*x.split(SIZES, -1), *w.split(SIZES), *biases, cu_seqlens=packing, impl="triton")[:3]
-    joined = JoinedConvolutions.apply(x, w, b, SIZES, "silu", packing)
+    biases = (None, None, None) if b is None else b.split(sizes)
+    apart = short_conv_qkv(*x.split(sizes, -1), *w.split(sizes), *biases, cu_seqlens=packing, impl="triton")[:3]
+    joined = JoinedConvolutions.apply(x, w, b, sizes, "silu", packing)
     flows = [torch.randn_like(t) for t in apart]
     for one, other in zip(joined, apart, strict=True):
         assert_same_bits("output", one, other)
