@@ -7,8 +7,9 @@ Medians with a cold L2 cache, the host's time hidden behind an idle GPU (`timing
 float32 result. Where FLA refuses its backward on this Triton, because it may be compiled wrong, that is timed with the refusal lifted
 and not compared. `--kernels`: milliseconds of each of our kernels. `--layer`: a whole Gated DeltaNet layer, forward + backward.
 `--host`: microseconds of the host for a call. `--first`: seconds of the first forward + backward in a fresh process with an empty
-compile cache. `--warm N` compiles first, each side of each row in a process of its own; `--compile` does so and nothing else.
-`--tuning 15` lets FLA's autotuner measure each candidate for 15 ms. With FlashQLA installed, `FLA_FLASH_QLA=0` keeps FLA from calling it.
+compile cache. `--warm N` compiles first, each side of each row in a process of its own, FLA's candidates dealt out to `--shares`
+processes, so many at a time; `--compile` does so and nothing else. `--tuning 15` lets FLA's autotuner measure each candidate for 15 ms.
+With FlashQLA installed, `FLA_FLASH_QLA=0` keeps FLA from calling it.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def line(found: dict[str, Any]) -> str:
     return " ".join(parts) + (f" WRONG {found['wrong']}" if found["wrong"] else "")
 
 
-def layers(peers_too: bool) -> dict[str, torch.nn.Module]:
-    """The layer, ours and the peer's, of the same sizes."""
+def layers(options: argparse.Namespace) -> dict[str, torch.nn.Module]:
+    """The layer, ours and the peer's, of the same sizes; the peer's with FlashQLA, and as it is where `--fla` names no rows."""
     sizes: dict[str, Any] = {
         "heads": KEY_HEADS,
         "value_heads": VALUE_HEADS,
@@ -137,14 +138,15 @@ def layers(peers_too: bool) -> dict[str, torch.nn.Module]:
         "value_dim": CHANNELS,
     }
     found: dict[str, torch.nn.Module] = {"flashmix": GatedDeltaNet(WIDTH, **sizes)}
-    if not peers_too:
+    if options.no_peer:
         return {name: layer.to("cuda", torch.bfloat16) for name, layer in found.items()}
     try:
         peer: dict[str, Any] = {"expand_v": 1, "head_dim": CHANNELS, "num_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS}
         if installed("flash_qla"):
             found["fla with FlashQLA"] = with_flash_qla(WIDTH, peer)
-        kind = "fla" if installed("tilelang") else "fla lifted"
-        found[kind] = importlib.import_module("fla.layers").GatedDeltaNet(WIDTH, **peer)
+        if not options.fla:
+            kind = "fla" if installed("tilelang") else "fla lifted"
+            found[kind] = importlib.import_module("fla.layers").GatedDeltaNet(WIDTH, **peer)
     except ImportError as error:
         print(message(error))
     return {name: layer.to("cuda", torch.bfloat16) for name, layer in found.items()}
@@ -161,7 +163,7 @@ def layer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         "heads": [KEY_HEADS, VALUE_HEADS],
     }
     runs: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "both": {}}
-    for name, layer in layers(not options.no_peer).items():
+    for name, layer in layers(options).items():
 
         def forward(layer: torch.nn.Module = layer) -> Tensor:
             with torch.no_grad():
@@ -180,6 +182,8 @@ def layer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             found[name]["failed"] = message(error)
             continue
         runs["forward"][name], runs["both"][name] = forward, both
+    if options.share:
+        return []
     for kind, own in runs.items():
         for name, ms in timing.cuda_medians(own, repeats=options.repeats).items():
             found[name][f"{kind}_ms"] = round(ms, 4)
@@ -265,40 +269,39 @@ def first_rows() -> list[dict[str, Any]]:
 
 
 def compile_rows(rows: list[Row], options: argparse.Namespace) -> None:
-    """Runs each side of each row once, each in a process of its own, so many at a time."""
+    """Runs each side of each row once, each in a process of its own, so many at a time; with `--layer` the layers too."""
+    common = [sys.executable, __file__, "--tuning", str(options.tuning)]
 
-    def run(job: tuple[Row, str]) -> str:
-        row, side = job
+    def run(job: tuple[str, list[str]]) -> str:
+        start = time.perf_counter()
+        done = subprocess.run([*common, *job[1]], capture_output=True, text=True)
+        return f"{job[0]} {time.perf_counter() - start:.0f} s {done.stderr[-200:] if done.returncode else ''}"
+
+    jobs: list[tuple[str, list[str]]] = []
+    for row in rows:
         name = f"{row.rule}:{[r for r in ROWS if r.rule == row.rule].index(row)}"
-        command = [
-            sys.executable,
-            __file__,
-            "--only",
-            name,
-            "--fla",
-            name,
-            "--side",
-            side,
-            "--tuning",
-            str(options.tuning),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return f"{row.name} {side} {done.stdout.strip() or done.stderr[-200:]}"
-
-    jobs = [(row, side) for row in rows for side in sides(row, options)]
-    jobs.sort(key=lambda job: job[1] == "flashmix")  # the peers take longest
+        for side in sides(row, options):
+            job = ["--only", name, "--fla", name, "--side", side]
+            parts = options.shares if side.startswith("fla ") or side == "fla" else 1
+            jobs += [(f"{name} {side}", [*job, *_share(i, parts)]) for i in range(parts)]
+    if options.layer:
+        job = ["--layer", *(("--fla", "none") if options.fla else ())]
+        jobs += [(f"layer {i}", [*job, "--share", f"{i}/{options.shares}"]) for i in range(options.shares)]
+    jobs.sort(key=lambda job: "flashmix" in job[1])  # the peers take longest
     with ThreadPoolExecutor(options.warm) as pool:
         for text in pool.map(run, jobs):
             print("warm", text, flush=True)
 
 
+def _share(index: int, count: int) -> list[str]:
+    return ["--share", f"{index}/{count}"] if count > 1 else []
+
+
 def compile_side(row: Row, side: str, options: argparse.Namespace) -> None:
     x = tensors(row)
-    start = time.perf_counter()
     with guard(side):
         gradients(sides(row, options)[side], x, torch.randn_like(x["v"]))
     torch.cuda.synchronize()
-    print(f"{time.perf_counter() - start:.0f} s")
 
 
 def compare(rows: list[Row], options: argparse.Namespace) -> None:
@@ -331,6 +334,10 @@ def main() -> None:
     parser.add_argument("--warm", type=int, metavar="N", help="first compile in N processes")
     parser.add_argument("--compile", action="store_true", help="and nothing else")
     parser.add_argument("--side", help="only run this side of each row once")
+    parser.add_argument(
+        "--shares", type=int, default=1, metavar="N", help="processes that compile FLA's candidates of a row"
+    )
+    parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--tuning", type=int, default=100, metavar="MS", help="for each candidate of FLA's autotuner")
     parser.add_argument("--out", type=Path, help="folder of the JSON")
     parser.add_argument("--name", default="recurrence_hopper_h200", help="of the JSON, after the date")
@@ -341,12 +348,17 @@ def main() -> None:
     parser.add_argument("--first-here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = chosen(options.only, ROWS)
-    quick_tuning(options.tuning, 4 if options.side or options.layer else 0)
+    share = options.share and tuple(int(part) for part in options.share.split("/"))
+    quick_tuning(options.tuning, share)
     if options.side:
         for row in rows:
             compile_side(row, options.side, options)
     elif options.first_here:
         print(first_row(rows[0]))
+    elif options.compile:
+        compile_rows(rows, options)
+    elif options.share:
+        layer_rows(options)
     elif options.kernels or options.layer or options.host or options.first:
         kinds = (
             ("kernels", lambda: kernel_rows(rows)),
@@ -360,8 +372,7 @@ def main() -> None:
     else:
         if options.warm:
             compile_rows(rows, options)
-        if not options.compile:
-            compare(rows, options)
+        compare(rows, options)
 
 
 if __name__ == "__main__":

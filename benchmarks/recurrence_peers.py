@@ -9,7 +9,6 @@ import importlib.util
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ import torch
 from recurrence_rows import Row, Tensors
 from torch import Tensor
 from torch.nn import functional as F
+
+SHARED_MEMORY = 227 << 10  # bytes that a program of a Hopper GPU can have
 
 
 def installed(name: str) -> bool:
@@ -59,10 +60,13 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def quick_tuning(milliseconds: int, threads: int) -> None:
-    """Triton's autotuner measures each candidate for so long, in place of 100 ms; with threads it compiles them in these before."""
+def quick_tuning(milliseconds: int, share: tuple[int, int] | None) -> None:
+    """Triton's autotuner measures each candidate for so long, in place of 100 ms.
+
+    With a `share` (index, of how many) it compiles each so many-th candidate into the cache of compiled kernels and measures none:
+    as many processes, each with another index, compile all of them, and one without a share then finds them there.
+    """
     from triton.runtime import driver
-    from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.autotuner import Autotuner
     from triton.testing import do_bench
 
@@ -72,17 +76,20 @@ def quick_tuning(milliseconds: int, threads: int) -> None:
         with one_at_a_time():
             return do_bench(call, warmup=max(1, milliseconds // 4), rep=milliseconds, **more)
 
-    def compile_all(self: Any, given: dict[str, Any]) -> Any:
+    def compile_share(self: Any, given: dict[str, Any]) -> Any:
+        assert share is not None
         found = prune(self, given)
-        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for config in found:
-                with contextlib.suppress(Exception):  # measuring it says what
-                    self.fn.run(*self.nargs.values(), warmup=True, **{**given, **config.all_kwargs()})
-        return found
+        runs = []
+        for config in found[share[0] :: share[1]] or found[:1]:
+            with contextlib.suppress(Exception):  # a candidate that does not compile: measuring it says what
+                kernel = self.fn.run(*self.nargs.values(), **{**given, **config.all_kwargs(), "warmup": True})
+                if kernel.metadata.shared <= SHARED_MEMORY:
+                    runs.append(config)
+        return (runs or found)[:1]
 
     mock.patch.object(driver.active, "get_benchmarker", lambda: bench).start()
-    if threads:
-        mock.patch.object(Autotuner, "prune_configs", compile_all).start()
+    if share:
+        mock.patch.object(Autotuner, "prune_configs", compile_share).start()
 
 
 def with_flash_qla(width: int, sizes: dict[str, Any]) -> torch.nn.Module:
