@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -119,8 +120,6 @@ class Worker:
             "losses": [round(float(first), 4), round(float(last), 4)],
         }
         self.say(kind=f"train {rows} x {tokens}", **found)
-        if self.options.graph and self.cuda:
-            self.train_captured(rows, tokens)
 
     def train_captured(self, rows: int, tokens: int) -> None:
         """The step as one CUDA graph."""
@@ -254,14 +253,21 @@ class Worker:
         if options.warm_worker:
             self.train(1, 2048 if self.cuda else 16)
             return
-        jobs: list[Any] = [lambda shape=shape: self.train(*shape) for shape in shapes]
+        first, *others = shapes  # what is worth most comes first
+        captured: Any = self.train_captured if options.graph and self.cuda else None
+        jobs: list[Any] = [lambda: self.train(*first)]
+        if options.profile:
+            jobs.append(lambda: self.profile(*first))
+        if captured:
+            jobs.append(lambda: captured(*first))
+        jobs += [lambda shape=shape: self.train(*shape) for shape in others]
         if options.table:
             jobs.append(lambda: self.table(1, 2048 if self.cuda else 16))
-        if options.profile:
-            jobs.append(lambda: self.profile(*shapes[0]))
         if options.generate:
             jobs.append(lambda: self.generate(1, *((2048, 64) if self.cuda else (16, 3))))
             jobs.append(lambda: self.generate(16, *((2048, 64) if self.cuda else (16, 3))))
+        if captured:
+            jobs += [lambda shape=shape: captured(*shape) for shape in others]
         for job in jobs:
             try:
                 job()
@@ -317,6 +323,7 @@ def warm(options: argparse.Namespace, jobs: list[tuple[str, str]], cache: str) -
         row, contender = peers[index % len(peers)]
         more = ["--warm-worker", str(index + 1), "--depth", "4", "--steps", "1"]
         environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+        environment["FLA_CACHE_RESULTS"] = "0"  # the variants were not timed: no choice among them is to be stored
         nowhere = subprocess.DEVNULL
         started.append(
             subprocess.Popen(
@@ -336,8 +343,14 @@ def ended(processes: list[subprocess.Popen[bytes]], until: float) -> None:
             process.wait()
 
 
-def measured(options: argparse.Namespace, rows: list[str], contender: str, cache: str | None) -> list[dict[str, Any]]:
-    """The findings of the rows of a contender, as far as each came."""
+def measured(
+    options: argparse.Namespace,
+    rows: list[str],
+    contender: str,
+    cache: str | None,
+    write: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """The findings of the rows of a contender, as far as each came; `write` is given those so far whenever there are more."""
     limit = options.fla_timeout if contender == "fla" and options.fla_timeout else options.timeout
     with tempfile.TemporaryDirectory() as place:
         turns = Path(place) / "turns"
@@ -347,13 +360,22 @@ def measured(options: argparse.Namespace, rows: list[str], contender: str, cache
         running, start = {}, time.perf_counter()
         for row in rows:
             environment = {**os.environ, "TRITON_CACHE_DIR": cache or str(Path(place) / row)}
-            files = [open(Path(place) / f"{row}.{end}", "w+") for end in ("out", "err")]  # noqa: SIM115
-            out, err = files
-            running[row] = (
-                subprocess.Popen(command(options, row, contender, *more), stdout=out, stderr=err, env=environment),
-                files,
-            )
+            out, err = paths = Path(place) / f"{row}.out", Path(place) / f"{row}.err"
+            with open(out, "w") as told, open(err, "w") as errors:
+                process = subprocess.Popen(
+                    command(options, row, contender, *more), stdout=told, stderr=errors, env=environment
+                )
+            running[row] = process, paths
         ended_after: dict[str, float] = {}
+
+        def found() -> list[dict[str, Any]]:
+            spent = time.perf_counter() - start
+            return [
+                findings(row, contender, process.poll(), paths, ended_after.get(row, spent))
+                for row, (process, paths) in running.items()
+            ]
+
+        told_so_far = 0
         while len(ended_after) < len(rows):
             spent = time.perf_counter() - start
             for row, (process, _) in running.items():
@@ -362,20 +384,18 @@ def measured(options: argparse.Namespace, rows: list[str], contender: str, cache
                     process.kill()
                     process.wait()
                     (turns / row).touch()  # nobody waits for it
-            time.sleep(0.05)
-        return [
-            findings(row, contender, process.returncode, files, ended_after[row])
-            for row, (process, files) in running.items()
-        ]
+            told = sum(out.stat().st_size for _, (out, _) in running.values())
+            if told > told_so_far:
+                told_so_far = told
+                write(found())
+            time.sleep(0.1)
+        write(last := found())
+        return last
 
 
-def findings(row: str, contender: str, status: int, files: list[Any], seconds: float) -> dict[str, Any]:
-    """What a worker said in its lines of JSON, and why it ended early."""
-    texts = []
-    for file in files:
-        file.seek(0)
-        texts.append(file.read())
-        file.close()
+def findings(row: str, contender: str, status: int | None, paths: tuple[Path, Path], seconds: float) -> dict[str, Any]:
+    """What a worker has said in its lines of JSON, and why it ended early."""
+    texts = [path.read_text() for path in paths]
     found: dict[str, Any] = {"row": row, "contender": contender, "seconds": round(seconds, 1)}
     for line in texts[0].splitlines():
         if line.startswith("{") and line.endswith("}"):
@@ -415,6 +435,12 @@ def show(found: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def write(options: argparse.Namespace, before: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    if options.out or torch.cuda.is_available():
+        about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+        timing.write_results("model", [*before, *found], options.out, about)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS))
@@ -426,6 +452,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fla-timeout", type=float, help="seconds for one of flash-linear-attention, if not --timeout")
     parser.add_argument("--warm", type=int, default=0, help="processes that compile the peers' kernels beforehand")
     parser.add_argument("--warm-limit", type=float, default=300, help="seconds for them, from the start")
+    parser.add_argument("--warm-cache", type=Path, help="a folder for what they compile, which stays")
     parser.add_argument("--tuning-ms", type=int, default=0, help="milliseconds for a variant of the peers' autotuning")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -487,20 +514,19 @@ def main() -> None:
     jobs.sort(key=lambda job: job[1] == "fla")  # last, so that its kernels compile meanwhile
     results: list[dict[str, Any]] = []
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as place:
+        cache = str(options.warm_cache or place)
         compiling = warm(options, jobs, cache)
         try:
             for contender in dict.fromkeys(who for _, who in jobs):
                 rows = [row for row, who in jobs if who == contender]
                 if contender == "fla":
                     ended(compiling, start + options.warm_limit)
-                found = measured(options, rows, contender, cache if options.warm and contender == "fla" else None)
+                shared = cache if contender == "fla" and (options.warm or options.warm_cache) else None
+                found = measured(options, rows, contender, shared, partial(write, options, results))
                 for one in found:
                     show(one)
                 results += found
-                if options.out or torch.cuda.is_available():
-                    about = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-                    timing.write_results("model", results, options.out, about)
         finally:
             ended(compiling, 0.0)
 
