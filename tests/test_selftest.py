@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from flashmix.capabilities import capabilities, public_ops
+from flashmix.gpu.arch import Gpu
 from flashmix.mechanisms.registry import functions
 from flashmix.op.call import Call
 from flashmix.ops.recurrence.native.binding import missing
@@ -126,6 +129,54 @@ def test_an_implementation_that_raises_fails_and_the_others_go_on(
     monkeypatch.setattr(importlib.import_module("flashmix.ops.norm.portable"), "forward", refuse)
     lines = failed_lines(capsys, monkeypatch, "rms_norm", "swiglu")
     assert "RuntimeError: no kernel image;" in lines[1] and lines[2].split()[0] == "swiglu"
+
+
+class Pool(Executor):
+    """Runs at once, on the CPU, what is sent to another process for a GPU; one op's process dies."""
+
+    def __init__(self, dies: str = "") -> None:
+        self.begun: list[str] = []
+        self.dies = dies
+
+    def submit(self, function: Callable[..., Any], /, op: str, device: torch.device) -> Future[Any]:  # type: ignore[override]
+        assert function is check.verdicts_of and device.type == "cuda"
+        self.begun.append(op)
+        done: Future[Any] = Future()
+        if op == self.dies:
+            done.set_exception(BrokenProcessPool("A process in the process pool was terminated abruptly"))
+        else:
+            done.set_result(function(op, CPU))
+        return done
+
+
+@pytest.mark.parametrize("dies", ["", "rms_norm"])
+def test_gpus_are_checked_beside_the_cpu_the_ops_with_most_calls_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    all_ops, pool = public_ops(), Pool(dies)
+    ops = ("mingru", "rms_norm", "token_shift", "dplr")  # 1, 2, 3 and 3 calls
+    monkeypatch.setattr(check, "public_ops", lambda: {op: all_ops[op] for op in ops})
+    monkeypatch.setattr(check, "processes", lambda: pool)
+    monkeypatch.setattr(check.arch, "gpus", lambda: [Gpu(0, "H200", (9, 0), 232448, 132)])
+    before = check.verdicts_of
+    began_before_the_cpu: list[bool] = []
+
+    def verdicts_of(op: str, device: torch.device) -> list[check.Verdict]:
+        began_before_the_cpu.append(len(pool.begun) > 0)
+        return before(op, device)
+
+    monkeypatch.setattr(check, "verdicts_of", verdicts_of)
+    assert check.check() is (dies == "")
+    assert pool.begun == ["token_shift", "dplr", "rms_norm", "mingru"] and all(began_before_the_cpu)
+    on_cpu, on_gpu = capsys.readouterr().out.split("on cuda:0: ")
+    assert [line.split()[0] for line in on_cpu.splitlines()[1:]] == list(ops)
+    wanted = "rms_norm, triton, BrokenProcessPool: A process in the process pool" if dies else "all of 8 ops"
+    assert wanted in on_gpu and on_gpu.count("FAILED") == bool(dies)
+
+
+def test_processes_have_one_thread_each() -> None:
+    with check.processes() as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
 
 
 def test_the_budget_is_twice_the_baseline_and_its_steps() -> None:

@@ -11,7 +11,8 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -244,31 +245,52 @@ def verdicts_of(op: str, device: torch.device) -> list[Verdict]:
         return [Verdict("portable", failure=f"{type(error).__name__}: {first_line(error)}")]
 
 
-def checked(device: torch.device) -> Iterator[tuple[str, list[Verdict]]]:
-    """The verdicts op by op: on a GPU, where nearly all the time is the kernels' compilation, of some processes at once."""
+def begun(device: torch.device, pool: Executor) -> Iterator[tuple[str, list[Verdict]]]:
+    """The verdicts op by op on a GPU, where nearly all the time is the kernels' compilation: all wait for a process from now on.
+
+    The ops with most calls begin first, so that none of them is what the others wait for at the end.
+    """
     ops = list(public_ops())
-    if device.type == "cpu":
-        yield from ((op, verdicts_of(op, device)) for op in ops)
-        return
-    with ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        yield from zip(ops, pool.map(partial(verdicts_of, device=device), ops), strict=True)
+    calls = {op: len(list(trials(op))) for op in ops}
+    waiting = {op: pool.submit(verdicts_of, op, device) for op in sorted(ops, key=lambda op: -calls[op])}
+    return ((op, awaited(waiting[op])) for op in ops)
+
+
+def awaited(verdicts: Future[list[Verdict]]) -> list[Verdict]:
+    """What a process found; that it died, if it did."""
+    try:
+        return verdicts.result()
+    except Exception as error:
+        return [Verdict("triton", failure=f"{type(error).__name__}: {first_line(error)}")]
+
+
+def processes() -> Executor:
+    """Those that check on GPUs: each of one thread, for the references are of a few numbers."""
+    number, context = min(PROCESSES, os.cpu_count() or 1), get_context("spawn")
+    return ProcessPoolExecutor(number, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def check(write: Callable[[str], None] = print) -> bool:
     """Checks all ops on the CPU and each GPU, one line per op as soon as it is done; True if all are within their budgets."""
     start, done, failed = time.perf_counter(), 0, 0
-    devices = [torch.device("cpu"), *(torch.device("cuda", gpu.index) for gpu in arch.gpus())]
-    for device in devices:
-        write(f"on {device}: the largest error of each implementation, as a part of its budget (1.00 is all of it)")
-        for op, verdicts in checked(device):
-            if not verdicts:
-                continue
-            done += 1
-            failures = [verdict for verdict in verdicts if verdict.failure]
-            failed += bool(failures)
-            write(f"  {op:30}{', '.join(map(str, verdicts))}")
-            for verdict in failures:
-                write(f"    {op}, {verdict.impl}, {verdict.failure}; {around(op, verdict.impl)}")
+    cpu, gpus = torch.device("cpu"), [torch.device("cuda", gpu.index) for gpu in arch.gpus()]
+    with ExitStack() as stack:
+        found: dict[torch.device, Iterator[tuple[str, list[Verdict]]]]
+        found = {cpu: ((op, verdicts_of(op, cpu)) for op in public_ops())}
+        if gpus:  # which compile while the CPU's are checked
+            pool = stack.enter_context(processes())
+            found |= {gpu: begun(gpu, pool) for gpu in gpus}
+        for device, ops in found.items():
+            write(f"on {device}: the largest error of each implementation, as a part of its budget (1.00 is all of it)")
+            for op, verdicts in ops:
+                if not verdicts:
+                    continue
+                done += 1
+                failures = [verdict for verdict in verdicts if verdict.failure]
+                failed += bool(failures)
+                write(f"  {op:30}{', '.join(map(str, verdicts))}")
+                for verdict in failures:
+                    write(f"    {op}, {verdict.impl}, {verdict.failure}; {around(op, verdict.impl)}")
     seconds = time.perf_counter() - start
     total = f"all of {done} ops are" if not failed else f"{failed} of {done} ops are not"
     write(f"{total} within the error budget ({seconds:.0f} s)")
