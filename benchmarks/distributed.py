@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_cases import CUT, KINDS, LAYOUTS, ROWS, Operands, operands_of, outputs, taken, with_gradients
+from distributed_cases import CUT, KINDS, LAYOUTS, ROWS, Operands, chosen, operands_of, outputs, taken, with_gradients
+from distributed_fla import ROWS as FLA_ROWS
 from distributed_fla import fill_cache as compile_fla
 from distributed_fla import fla
 from distributed_model import bits, fill_cache, million, model, own_mesh
@@ -241,14 +242,8 @@ def joins(bench: Bench, heads: int, D: int = 128) -> dict[str, Any]:
 def ops(bench: Bench) -> None:
     """The table: one GPU, its half of the tokens, and all GPUs."""
     T, D = (bench.options.tokens, 128) if bench.cuda else (512, 16)
-    for kind, heads in rows_of(bench.options):
+    for kind, heads in chosen(ROWS, bench.options):
         bench.row(f"{kind}, {heads} heads", lambda kind=kind, heads=heads: efficiency(bench, kind, heads, T, D))
-
-
-def rows_of(options: argparse.Namespace) -> list[tuple[str, int]]:
-    if options.rows is not None:
-        return [row for row in ROWS if f"{row[0]}:{row[1]}" in options.rows]
-    return [row for row in ROWS if options.kinds is None or row[0] in options.kinds]
 
 
 def efficiency(bench: Bench, kind: str, heads: int, T: int, D: int) -> dict[str, Any]:
@@ -324,10 +319,10 @@ def environment(options: argparse.Namespace) -> Iterator[Bench]:
 def warm(options: argparse.Namespace) -> None:
     """A process for each row, `--jobs` of them at a time, so that the kernels of all rows are compiled before any is timed."""
     waiting = [f"{kind}:check" for kind in options.kinds or KINDS if "check" in options.parts]
-    waiting += [f"{kind}:{heads}" for kind, heads in rows_of(options) if "ops" in options.parts]
+    waiting += [f"{kind}:{heads}" for kind, heads in chosen(ROWS, options) if "ops" in options.parts]
     waiting = [f"{name}:model" for name in ("million", "bits") if name in options.parts] + waiting
     if "fla" in options.parts:
-        waiting += [f"{kind}:fla {part} 6" for kind in ("gated delta rule", "KDA") for part in range(6)]
+        waiting += [f"{kind}:fla {heads} {n} 12" for kind, heads in chosen(FLA_ROWS, options) for n in range(12)]
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
     start, number = time.monotonic(), 0
     running: dict[str, subprocess.Popen[bytes]] = {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,15 @@ ROWS = (
     *((kind, heads) for kind in ("GLA", "Mamba-2 form", "RWKV-7") for heads in (16, 64)),
     *((kind, 16) for kind in ("convolution", "window", "full attention")),
 )
+
+
+def chosen(rows: Iterable[tuple[str, int]], options: argparse.Namespace) -> list[tuple[str, int]]:
+    """The rows of a table that `--rows` or else `--kinds` name."""
+    if options.rows is not None:
+        return [row for row in rows if f"{row[0]}:{row[1]}" in options.rows]
+    return [row for row in rows if options.kinds is None or row[0] in options.kinds]
+
+
 # of the checks: kinds, layouts, lengths
 LAYOUTS = (("contiguous", (1536,)), ("zigzag", (1536,)), ("uneven", (700, 0, 3, 801)))
 # of recurrences as well: pieces so long that a card cuts them into segments
