@@ -355,8 +355,8 @@ def warm_one(options: argparse.Namespace) -> None:
         compile_op(kind, (8192 if what == "64" else options.tokens,), KINDS[kind].order, int(what), options)
     if options.device == "cuda":
         torch.cuda.synchronize()
-    gc.collect()
     dist.destroy_process_group()
+    time.sleep(0.1)  # a thread of torch that lets go of its last tensor at the end of Python aborts the process
 
 
 def compile_op(kind: str, lengths: tuple[int, ...], order: str, heads: int, options: argparse.Namespace) -> None:

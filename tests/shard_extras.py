@@ -152,6 +152,8 @@ def errors(group: Any) -> list[str]:
     assert layer is not None
     mixer = layer(8, heads=2).double()
     x = torch.rand(1, shard.total, 8, dtype=torch.float64)
+    model = Decoder(DecoderConfig(vocab_size=11, width=8, layers=[LayerConfig("gla", {"heads": 2})]))
+    ids = torch.zeros(1, shard.total, dtype=torch.int64)
     elsewhere = Packing(torch.zeros(2, dtype=torch.int64, device="meta"), T)
     stranger = copy.copy(shard)
     stranger.group = "another"  # type: ignore[assignment]
@@ -164,6 +166,9 @@ def errors(group: Any) -> list[str]:
         ("a gap from 20 on", whole.shard, {"group": group, "ranges": [(0, 0, 20)]}),
         ("owners between 0 and 2, got 3", whole.shard, {"group": group, "ranges": [(3, 0, T)]}),
         ("within the row's", whole.shard, {"group": group, "ranges": [(0, 0, T + 1)]}),
+        ("the Packing of the whole row", shard.shard, {"group": group}),
+        ("this rank among its own", whole.shard, {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER}),
+        ("reduction must be", model, {"tokens": ids, "targets": ids, "cu_seqlens": shard}),
         ("shard.take", flashmix.linear_attention, {**dict.fromkeys("qkv", everything), "cu_seqlens": shard}),
         ("window must come with causal", attend, {**local, "window": (3, 3)}),
         ("dropout_p must be 0", attend, {**local, "dropout_p": 0.5}),
@@ -182,11 +187,18 @@ def errors(group: Any) -> list[str]:
         choice = flashmix.explain(flashmix.short_conv, x, torch.rand(8, 4), cu_seqlens=shard).choice
     if sent or choice != "portable":
         found.append("explain must name the implementation and send nothing")
-    try:
-        whole.shard("gloo")  # type: ignore[arg-type]
-        found.append("a group must be one")
-    except TypeError:
-        pass
+    kinds: list[tuple[str, Any, dict[str, Any]]] = [
+        ("group must be", whole.shard, {"group": "gloo"}),
+        ("ranges must be a list", whole.shard, {"group": group, "ranges": 5}),
+        ("ranges must hold", whole.shard, {"group": group, "ranges": [5]}),
+        ("dim must be an int", shard.take, {"x": torch.zeros(T), "dim": 0.0}),
+    ]
+    for words, call, arguments in kinds:
+        try:
+            call(**arguments)
+            found.append(f"no error {words!r}")
+        except TypeError as error:
+            found += [] if words in str(error) else [str(error)]
     with flashmix.checks(True):
         try:
             Packing.from_lengths([T] if shard.rank != 2 else [T - 1, 1]).shard(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import torch
 from budget import assert_within_budget
 from shard_cases import CASES, JOBS, PACKINGS, RANKS, SAMPLE, Job
 
+import flashmix
 from flashmix.op.packing import Packing
+from flashmix.parallel.exchange import GROUPS
 from flashmix.parallel.join import by_heads
 from flashmix.parallel.shard import Link
 
@@ -86,6 +89,24 @@ def test_the_join_goes_by_heads_where_that_is_less(ranks: int) -> None:
         shard: Any = SimpleNamespace(ranks=ranks, chains=chains, made=lambda key, make: make())
         assert by_heads(shard, shapes, gradient=True) == wanted
         assert by_heads(shard, shapes, gradient=False) == wanted
+
+
+def test_a_group_lives_no_longer_than_its_shards() -> None:
+    """A group that the library kept would keep its threads, and one of gloo's that meets the end of Python aborts the process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.group.WORLD
+        shard = Packing.from_lengths([9]).shard(group, ranges=[(0, 4, 9), (0, 0, 4)])
+        q = torch.rand(1, 9, 1, 2)
+        flashmix.linear_attention(q, q, q, cu_seqlens=shard)
+        assert list(GROUPS.values()) == [group]
+    finally:
+        dist.destroy_process_group()
+    del shard, group
+    gc.collect()
+    assert not list(GROUPS.values())
 
 
 @pytest.mark.whole

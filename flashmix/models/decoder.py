@@ -203,7 +203,8 @@ class Decoder(nn.Module):
                 cache it covers the tokens of this call only.
             cache: from `new_cache`, the memory of the tokens before these; updated in place. For inference only.
             targets: `[B, T]` int64, the token that should follow each token; -100 where it does not count (as padding).
-            reduction: of the loss, "mean" over counted targets, "sum" or "none".
+            reduction: of the loss, "mean" over counted targets, "sum" or "none"; over a `Shard` not "mean", which takes the other
+                ranks' targets.
 
         Returns:
             Logits `[B, T, vocab_size]`; with `targets` the loss.
@@ -211,8 +212,12 @@ class Decoder(nn.Module):
         Raises:
             TypeError: `tokens` or the mask has another dtype.
             ValueError: a token is not in the vocabulary, shapes do not fit, both `cu_seqlens` and `attention_mask` are
-                given, the cache holds another number of sequences or is used while gradients are recorded.
+                given, the cache holds another number of sequences or is used while gradients are recorded, a mean over a `Shard`.
         """
+        if targets is not None and reduction == "mean" and isinstance(cu_seqlens, Packing) and cu_seqlens.sharded:
+            raise ValueError(
+                "reduction must be 'sum' or 'none' over a Shard, whose ranks count targets together, got 'mean'"
+            )
         x, padding = self._hidden(tokens, cu_seqlens, attention_mask, cache)
         if targets is None:
             return self.logits(x if padding is None else padding.restore(x))

@@ -202,8 +202,8 @@ class Packing:
 
         Raises:
             TypeError: `group` is neither, or a range does not hold three integers.
-            ValueError: the boundaries are on a device only, `order` is unknown, or ranges overlap, leave a gap or name an owner that
-                is not in the group.
+            ValueError: the boundaries are on a device only, `order` is unknown, ranges overlap, leave a gap or name an owner that is
+                not in the group, this rank is not in the group, or the packing is a `Shard` already.
 
         Example:
             >>> import torch.distributed as dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: str) -
     return rows.new_empty(sum(received), *rows.shape[1:])
 
 
-GROUPS: dict[str, Any] = {}  # process groups by their names
+GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()  # process groups by their names, which shards keep
 LIBRARY.define("all_to_all(Tensor rows, SymInt[] sent, SymInt[] received, str group) -> Tensor")
 LIBRARY.impl("all_to_all", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("flashmix::all_to_all", _exchanged, lib=LIBRARY)

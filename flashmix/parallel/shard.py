@@ -156,9 +156,7 @@ class Shard(Packing):
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of `x`, a tensor of the whole row that has its tokens on axis `dim`."""
-        check_tensor("x", x)
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.row:
-            raise ValueError(f"x must have the row's {self.row} tokens on axis {dim}, got {list(x.shape)}")
+        check_tokens(x, dim, self.row, "row's")
         return torch.cat([x.narrow(dim, 0, 0), *(x.narrow(dim, r.start, r.stop - r.start) for r in self.own)], dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -168,9 +166,7 @@ class Shard(Packing):
         """
         from flashmix.parallel.exchange import fetch
 
-        check_tensor("x", x)
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != self.total:
-            raise ValueError(f"x must have the shard's {self.total} tokens on axis {dim}, got {list(x.shape)}")
+        check_tokens(x, dim, self.total, "shard's")
         rows = x.movedim(dim, 0)
         flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         (found,) = fetch(self, "row", lambda: [self.spans(0, self.row)] * self.ranks, flat)
@@ -194,16 +190,29 @@ class Shard(Packing):
         return f"Shard(rank={self.rank} of {self.ranks}, sequences={self.count}, tokens={self.total} of {self.row})"
 
 
+def check_tokens(x: Tensor, dim: int, tokens: int, whose: str) -> None:
+    """Raises TypeError or ValueError unless `x` has so many tokens on axis `dim`."""
+    check_tensor("x", x)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
+        raise ValueError(f"x must have the {whose} {tokens} tokens on axis {dim}, got {list(x.shape)}")
+
+
 def shard_of(packing: Packing, group: Any, order: str, ranges: Sequence[tuple[int, int, int]] | None) -> Shard:
     """`packing.shard(group, order=order, ranges=ranges)`."""
     import torch.distributed as dist
 
     check_choice("order", order, *ORDERS)
+    if packing.sharded:
+        raise ValueError("shard must be of the Packing of the whole row, got a Shard of it")
     boundaries = packing.on_host()
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             raise ValueError(f"group must be a mesh of one dimension, got {group.ndim}")
         group = group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must have this rank among its own, got a group of others")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     ranks, total = dist.get_world_size(group), boundaries[-1]
@@ -222,8 +231,11 @@ def by_order(order: str, total: int, ranks: int) -> list[Range]:
 def checked(ranges: Sequence[tuple[int, int, int]], total: int, ranks: int) -> list[Range]:
     """The caller's ranges; raises ValueError unless they cover `total` tokens once and their owners are ranks of the group."""
     found = []
+    if not isinstance(ranges, Sequence):
+        raise TypeError(f"ranges must be a list of (owner, start, stop), got {type(ranges).__name__}")
     for entry in ranges:
-        if len(entry) != 3 or any(isinstance(n, bool) or not isinstance(n, int) for n in entry):
+        whole = isinstance(entry, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in entry)
+        if not whole or len(entry) != 3:
             raise TypeError(f"ranges must hold (owner, start, stop) of integers, got {entry!r}")
         owner, start, stop = entry
         if not 0 <= owner < ranks:

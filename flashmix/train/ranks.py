@@ -7,6 +7,7 @@ sharded over all of them (FSDP2).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -96,6 +97,7 @@ class Ranks:
 
             dist.destroy_process_group()
             self.mesh = None
+            time.sleep(0.1)  # a thread of gloo that lets go of its last tensor at the end of Python aborts the process
 
     def device(self, name: str) -> torch.device:
         return torch.device("cuda", self.local) if self.several and name == "cuda" else torch.device(name)
