@@ -135,6 +135,13 @@ def test_a_log_needs_its_package(small: TrainConfig, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RunError, match="--log wandb must come with its package: pip install wandb"):
         session.begin(replace(small, log="wandb"), RunFolder(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()  # no text was read
+
+
+def test_a_run_without_a_checkpoint_begins_no_other(small: TrainConfig, tmp_path: Path) -> None:
+    session.begin(small, RunFolder(tmp_path / "run"))
+    with pytest.raises(RunError, match=r"--init-from must be a run with a checkpoint, got .*run, which has none yet"):
+        session.begin(replace(small, init_from=str(tmp_path / "run")), RunFolder(tmp_path / "tuned"))
 
 
 def test_work_of_a_step() -> None:

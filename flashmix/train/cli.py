@@ -284,7 +284,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
                 place = Path(arguments.out)
                 shutil.copyfile(run.tokenizer, place / run.tokenizer.name)
                 write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-            print(f"{arguments.out}: transformers' AutoModelForCausalLM reads it after flashmix.hf.FlashmixConfig")
+            print(f"{arguments.out}: AutoModelForCausalLM reads it after `from flashmix.hf import FlashmixConfig`")
             return 0
         print(convert(arguments.source, arguments.out, to=arguments.to))
     except ConversionError as error:

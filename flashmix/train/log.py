@@ -18,12 +18,17 @@ def make_log(kind: str | None, folder: RunFolder) -> Log | None:
     return {"tensorboard": tensorboard, "wandb": wandb}[kind](folder)
 
 
+def package(kind: str) -> Any:
+    """The package that writes the measurements. Raises RunError: it is not installed."""
+    try:
+        return importlib.import_module({"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}[kind])
+    except ImportError as error:
+        raise RunError(f"--log {kind} must come with its package: pip install {kind}") from error
+
+
 def tensorboard(folder: RunFolder) -> Log:
     """Into the folder `tensorboard` of the run."""
-    try:
-        library: Any = importlib.import_module("torch.utils.tensorboard")
-    except ImportError as error:
-        raise RunError("--log tensorboard must come with its package: pip install tensorboard") from error
+    library = package("tensorboard")
     writer = library.SummaryWriter(str(folder.path / "tensorboard"))
 
     def log(rows: list[dict[str, Any]]) -> None:
@@ -38,10 +43,7 @@ def tensorboard(folder: RunFolder) -> Log:
 
 def wandb(folder: RunFolder) -> Log:
     """Into a run of Weights & Biases with the name of the folder; its own variables say which project, and whether it is online."""
-    try:
-        library: Any = importlib.import_module("wandb")
-    except ImportError as error:
-        raise RunError("--log wandb must come with its package: pip install wandb") from error
+    library = package("wandb")
     run: Any = library.init(name=folder.path.name, dir=str(folder.path), id=folder.path.name, resume="allow")
 
     def log(rows: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from flashmix.models import Decoder, DecoderConfig
 from flashmix.train import checkpoint, data, shards
 from flashmix.train.dataset import Dataset, open_dataset
 from flashmix.train.folder import RunError, RunFolder, TrainConfig, write_json, written_whole
+from flashmix.train.log import package
 from flashmix.train.loop import Trainer
 from flashmix.train.ranks import Ranks
 from flashmix.train.sizes import initial_model
@@ -29,6 +30,7 @@ def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) ->
     """A new run in `folder`: it reads the texts, makes the model from the seed and writes the settings."""
     config.check()
     ranks = ranks or Ranks()
+    _check_log(config, ranks)
     config = replace(
         config, threads=config.threads or torch.get_num_threads(), device=config.device or default_device()
     )
@@ -51,6 +53,12 @@ def begin(config: TrainConfig, folder: RunFolder, ranks: Ranks | None = None) ->
     ranks.together(lambda: _check_seen(folder))
     corpus = dataset or ranks.together(lambda: written or data.open_corpus(folder, tokens))
     return Trainer(config, folder, model, corpus, ranks)
+
+
+def _check_log(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises RunError, before texts are read: what measurements are written with is not installed."""
+    if config.log is not None and ranks.first:
+        package(config.log)
 
 
 def _write(config: TrainConfig, folder: RunFolder, tokens: Tokens, model: Decoder) -> data.Corpus | None:
@@ -101,6 +109,7 @@ def resume(folder: RunFolder, changes: dict[str, Any], ranks: Ranks | None = Non
             )
     config = replace(before, **changes)
     config.check()
+    _check_log(config, ranks)
     ranks.check(config)
     ranks.start(config)
     _set_up(config)

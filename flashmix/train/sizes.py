@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashmix.models import Decoder, DecoderConfig, LayerConfig, preset
 from flashmix.models.config import MIXERS
-from flashmix.train.folder import RunError, RunFolder, TrainConfig
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, read_json
 
 MIXER = re.compile(r"(?:(\d+)\*)?([a-z0-9_]+)(?:\((.*)\))?")
 WORDS = {"": True, "true": True, "false": False, "none": None}
@@ -100,8 +99,10 @@ def pretrained(path: str) -> Decoder:
     run = RunFolder(path)
     if run.config.exists() and (run.checkpoint.exists() or run.shards.exists()):
         return session.load(run, "cpu")[0].train()
-    if not (Path(path) / "config.json").exists():
+    if not run.config.exists():
         raise RunError(f"--init-from must be a run or a converted checkpoint, got {path}, which has no config.json")
+    if "train" in read_json(run.config):
+        raise RunError(f"--init-from must be a run with a checkpoint, got {path}, which has none yet")
     try:
         return load(path)
     except ConversionError as error:
