@@ -113,14 +113,16 @@ def trained(bench: Any, way: str, tokens: int, size: Size, steps: int = STEPS) -
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     spent, losses = training.steps(ids, targets, None, steps)
-    seconds = bench.slowest(min(spent[min(2, len(spent) - 1) :]))
+    seconds = bench.slowest(min(spent[min(2, steps - 1) :]))
     memory = torch.cuda.max_memory_allocated() / 2**30 if bench.cuda else 0.0
+    lasting = torch.cuda.memory_allocated() / 2**30 if bench.cuda else 0.0  # parameters and moments
     return {
         "parameters": training.parameters,
         "tokens": total,
         "seconds a step": round(seconds, 4),
         "tokens/s/GPU": round(tokens / seconds),
         "GiB": round(bench.slowest(memory), 2),
+        "GiB of a step": round(bench.slowest(memory - lasting), 2),
         "losses": [round(x, 5) for x in losses],
     }
 
@@ -131,20 +133,24 @@ def finish(bench: Any) -> None:
 
 
 def model(bench: Any) -> None:
-    """One GPU, data parallel, context parallel; windowed attention, then full attention in data and context parallel."""
+    """One GPU, data parallel, context parallel with as many tokens a GPU, and with one GPU's sequence: then memory of a step compares.
+
+    With full attention the last alone: as many FLOPs as one GPU.
+    """
     tokens = 65536 if bench.cuda else 128
     size = LARGE if bench.cuda else TINY
-    for way in ("one", "data", "context"):
-        bench.row(f"model {way}, window", lambda way=way: trained(bench, way, tokens, size))
     full = Size(size.width, size.depth, size.heads, size.vocabulary, None)
-    for way in ("one", "context"):
-        bench.row(f"model {way}, full attention", lambda way=way: trained(bench, way, tokens // 2, full, 3))
+    half = tokens // bench.ranks
+    rows = [("one", tokens, size), ("data", tokens, size), ("context", tokens, size), ("context", half, size)]
+    for way, each, its in (*rows, ("one", tokens, full), ("context", half, full)):
+        name = f"model {way}, {'window' if its.window else 'full attention'}, {each} tokens a GPU"
+        bench.row(name, lambda way=way, each=each, its=its: trained(bench, way, each, its, STEPS if its is size else 3))
 
 
 def million(bench: Any) -> None:
-    """One sequence of a million tokens on all GPUs: the third step is timed."""
+    """One sequence of a million tokens on all GPUs: the second step is timed."""
     tokens = 1_000_000 // bench.ranks if bench.cuda else 256
-    bench.row("million tokens", lambda: trained(bench, "context", tokens, LARGE if bench.cuda else TINY, 3))
+    bench.row("million tokens", lambda: trained(bench, "context", tokens, LARGE if bench.cuda else TINY, 2))
 
 
 def bits(bench: Any) -> None:
