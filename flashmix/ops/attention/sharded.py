@@ -25,7 +25,10 @@ from flashmix.parallel.exchange import Moved, Wants, fetch, joined
 from flashmix.parallel.heads import KeyRows, RowPlan, Transfer, groups, plan_of, to_heads, to_tokens
 from flashmix.parallel.shard import Shard, ShardPiece
 
-FORWARD, BACKWARD = 1, 2  # keys and values of a group take at most this part of the bytes of the queries: 1 / 1, 1 / 2
+FORWARD, BACKWARD = (
+    1,
+    2,
+)  # other ranks' keys and values of a group take at most this part of the bytes of the queries: 1 / 1, 1 / 2
 BY_HEAD = ("sink", "alibi_slopes", "log_decay")  # operands that have query heads on their last axis
 
 
@@ -86,10 +89,14 @@ class Group(NamedTuple):
 
 
 def groups_of(call: AttentionCall, shard: Shard, share: int) -> list[Group]:
-    """Groups of heads, the same on every rank: keys and values of one take at most 1 / `share` of the bytes of the queries."""
-    rows = [sum(span.rows for span in spans) for spans in wants(shard, call.left, call.right == 0)]
+    """Groups of heads, the same on every rank: what one has of other ranks takes at most 1 / `share` of the bytes of the queries.
+
+    That are their keys and values twice, in the message and beside the rank's own.
+    """
+    wanted = enumerate(wants(shard, call.left, call.right == 0))
+    rows = max(sum(span.rows for span in spans if span.owner != rank) for rank, spans in wanted)
     tokens = max(shard.tokens_of(rank) for rank in range(shard.ranks))
-    size = max(rows) * call.heads * (call.k.shape[3] + call.v.shape[3])
+    size = 2 * rows * call.heads * (call.k.shape[3] + call.v.shape[3])
     most = tokens * call.heads_q * call.q.shape[3] // share
     n = call.group
     return [Group(s, slice(n * s.start, n * s.stop)) for s in groups(call.heads, size, most)]
@@ -166,12 +173,7 @@ class Attended(torch.autograd.Function):
         if d_lse is not None and not call.packed:
             d_lse = d_lse.unsqueeze(0)
         flows = [(d_o, 2), (d_lse, 0 if call.packed else 1)][: 1 + call.return_lse]
-        found = {
-            name: torch.empty_like(x, memory_format=torch.contiguous_format)
-            for name, x in zip("kv", rows.tensors, strict=True)
-        }
-        if len(parts) > 1:
-            found |= {name: torch.empty_like(getattr(call, name)) for name in ("q", *BY_HEAD) if name in ctx.names}
+        found: dict[str, Tensor] = {}
         on_the_way: tuple[Transfer | None, tuple[Tensor, Tensor], slice] | None = None
         for group, (k, v) in overlapped(rows, parts):
             heads = group.queries
@@ -182,6 +184,9 @@ class Attended(torch.autograd.Function):
             grads = [None if x is None else of_heads(x, heads, dim) for x, dim in flows]
             its = op.ATTENTION.backward(local, saved, grads, ctx.names, ctx.chosen)
             del k, v, local
+            if not found:  # not beside what the first group needs
+                for name in ("k", "v", *(n for n in ("q", *BY_HEAD) if n in ctx.names and len(parts) > 1)):
+                    found[name] = torch.empty_like(getattr(call, name), memory_format=torch.contiguous_format)
             if on_the_way is not None:
                 rows.add(*on_the_way, (found["k"], found["v"]))
             own = its.pop("k"), its.pop("v")
