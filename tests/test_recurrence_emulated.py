@@ -62,28 +62,33 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        ("tied", 2, "zigzag", 264, 2),
+        ("tied", "token", 2, "zigzag", 264, 2),
+        ("tied", "channel", 2, "zigzag", 264, 1),
         *(
             pytest.param(job, marks=pytest.mark.whole)
             for job in (
-                ("linear", 2, "contiguous", 264, 2),
-                ("tied", 3, "contiguous", 400, 2),
-                ("tied", 2, "contiguous", 140, 1),
+                ("linear", "token", 2, "contiguous", 264, 2),
+                ("tied", "token", 3, "contiguous", 400, 2),
+                ("tied", "token", 2, "contiguous", 140, 1),
+                ("tied", "channel", 2, "zigzag", 264, 2),
+                ("tied", "channel", 3, "uneven", 300, 1),
+                ("linear", "channel", 2, "contiguous", 264, 2),
+                ("linear", "channel", 3, "uneven", 300, 1),
             )
         ),
     ],
     ids=str,
 )
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule, ranks, layout, tokens and segments of a piece: both halves of a call, with the exchange between them."""
-    rule, ranks, order, tokens, segments = job
+    """Rule, decay, ranks, layout, tokens and segments of a piece: both halves of a call, with the exchange between them."""
+    rule, decay, ranks, order, tokens, segments = job
     for name, size in (("K", 128), ("V", 128), ("H", 1), ("HV", 1)):
         monkeypatch.setattr(shard_cases, name, size)
     monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
     cut_into(segments, monkeypatch)
     whole, dtype = Packing.from_lengths([tokens]), torch.bfloat16
     ranges = shard_cases.layout(order, tokens, ranks)
-    kernels, formula = (shard_cases.recurrence(rule, "token", states=True, impl=impl) for impl in ("gluon", "portable"))
+    kernels, formula = (shard_cases.recurrence(rule, decay, states=True, impl=impl) for impl in ("gluon", "portable"))
     want = shard_cases.evaluate(formula, whole, 0, None, dtype, exact=True)
     baseline = shard_cases.evaluate(formula, whole, 0, None, dtype)
 
@@ -94,5 +99,7 @@ def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatc
     with hopper_card() as launched:
         have = shard_cases.together(threads_as_ranks.run(ranks, work), [tokens], ranges)
     assert segments == 1 or "enter_segments_kernel" in launched, launched
+    made = "channel_scores_kernel" if decay == "channel" else "scores_forward_kernel"  # with the pairs, once each way or kept
+    assert launched.count(made) == (2 if decay == "channel" else 1) * ranks, launched
     for name, (expected, _) in want.items():
         assert_within_budget(name, have[name], expected, baseline[name][0], dtype)

@@ -130,7 +130,9 @@ def test_joins_of_segments_compile(rule: str, monkeypatch: pytest.MonkeyPatch) -
     "impl, rule, kind, capability",
     [
         ("gluon", "delta", "token", (9, 0)),
+        ("gluon", "delta", "channel", (9, 0)),
         pytest.param("gluon", "linear", "token", (9, 0), marks=pytest.mark.whole),
+        pytest.param("gluon", "linear", "channel", (9, 0), marks=pytest.mark.whole),
         pytest.param("triton", "delta", "channel", (9, 0), marks=pytest.mark.whole),
         pytest.param("triton", "linear", "channel", (8, 0), marks=pytest.mark.whole),
         pytest.param("triton", "dplr", "channel", (10, 0), marks=pytest.mark.whole),

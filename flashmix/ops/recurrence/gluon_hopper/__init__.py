@@ -91,9 +91,7 @@ def reads_of(run: HopperRun, A: Tensor, vectors: Tensor) -> ChunkReads:
 
 
 def halves(call: RecurrenceCall) -> Halves | None:
-    """Both halves of a call over ranks, where there are such: with at most one decay per token."""
-    if call.decay is Decay.CHANNEL:
-        return None
+    """Both halves of a call over ranks."""
     from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
 
     return HALVES

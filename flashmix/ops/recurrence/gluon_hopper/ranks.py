@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from flashmix.gpu.memory import allocate, views
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import (
+    ChunkReads,
     HopperRun,
+    descriptors,
     finished,
     gradients,
     reads_of,
@@ -24,18 +30,49 @@ from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
 
 
-def state_maps(run: HopperRun, A: Tensor, vectors: Tensor) -> Tensor:
+class Scored(NamedTuple):
+    """What the phase `scores` makes of a call, and what the state passes read of it."""
+
+    run: HopperRun
+    reads: ChunkReads
+    kept: list[Tensor]  # A_qb and T, and the vectors of chunks; empty with a decay per channel, which makes them again
+    decayed: list[Tensor]  # with a decay per channel: keys, A_qb and T, decays of chunks
+    triton: Any  # what `output_backward_of_channels` reads
+
+    @staticmethod
+    def of(run: HopperRun, kept: Sequence[Tensor] | None = None) -> Scored:
+        """Made, or as far as they are in what the forward `kept`: with a decay per channel again, and for the backward more."""
+        sizes, device = symbolic_sizes_of(run.call), run.call.device
+        decayed = views(allocate(sizes.decayed_bytes, device), sizes.decayed)
+        own = [] if decayed or kept is None else list(kept[:2])
+        if not decayed and kept is None:
+            own = [torch.empty(size=part.shape, dtype=part.dtype, device=device) for part in sizes.kept[:2]]
+        reads, _, triton = scores(run, own, decayed, kept is None)
+        return Scored(run, reads, own, decayed[:3], triton)
+
+    def part(self, first: int, stop: int) -> tuple[HopperRun, ChunkReads]:
+        """The sequences `first` to `stop` as a run of their own, and what its state passes read."""
+        whole = self.run
+        if (first, stop) == (0, whole.call.sequences):
+            return whole, self.reads
+        run = HopperRun(whole.base.part(first, stop))
+        if not self.decayed:
+            A, vectors = (whole.base.of_chunks(t, first, stop) for t in self.kept)
+            return run, reads_of(run, A, vectors)
+        run.n, run.segmented = (
+            n._replace(batch=whole.n.batch) for n in (run.n, run.segmented)
+        )  # where kinds of keys lie
+        keys, *chunks = self.decayed
+        A, total = (whole.base.of_chunks(t, first, stop) for t in chunks)
+        its = keys.flatten(0, 1) if run.call.packed else keys.flatten(0, 1)[first:]
+        return run, ChunkReads(None, run.tokens(its, 128), A, descriptors.totals(total))
+
+
+def state_maps(run: HopperRun, reads: ChunkReads) -> Tensor:
     """The maps of the segments, or of whole sequences where they are not cut, from nothing."""
     maps = empty_maps(run.call, run.segmented.segments)[0]
-    write_maps(run, reads_of(run, A, vectors), maps)
+    write_maps(run, reads, maps)
     return maps
-
-
-def part(run: HopperRun, first: int, stop: int, *made: Tensor) -> tuple[HopperRun, list[Tensor]]:
-    """The sequences `first` to `stop` as a run of their own, with their tiles and vectors."""
-    if (first, stop) == (0, run.call.sequences):
-        return run, list(made)
-    return HopperRun(run.base.part(first, stop)), [run.base.of_chunks(t, first, stop) for t in made]
 
 
 class HopperForward:
@@ -43,11 +80,9 @@ class HopperForward:
 
     def __init__(self, call: RecurrenceCall) -> None:
         self.run = run = HopperRun.of(call)
-        pairs, vectors = symbolic_sizes_of(run.call).kept[:2]
-        self.scores = [torch.empty(size=x.shape, dtype=x.dtype, device=call.device) for x in (pairs, vectors)]
-        scores(run, self.scores, [], True)
+        self.scored = Scored.of(run)
         cut = run.segmented.segments > 1
-        self.joined = JoinedPieces(run.base, state_maps(run, *self.scores)) if cut else None
+        self.joined = JoinedPieces(run.base, state_maps(run, self.scored.reads)) if cut else None
 
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
@@ -56,15 +91,14 @@ class HopperForward:
         N: dict[int, Tensor] = {}
         M: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.begun):
-            run, (A, vectors) = part(self.run, first, stop, *self.scores)
+            run, reads = self.scored.part(first, stop)
             state = run.base.states()
             memory = run.memory(run.call.initial_state, None, state, None)
-            tiles = reads_of(run, A, vectors).without(run.tokens(run.call.v, 64))
+            tiles = reads.without(run.tokens(run.call.v, 64))
             run.plan.state_maps(run.state_programs, *tiles, None, None, None, memory, run.n)
             N |= each(state, first)
         for first, stop in uncut(pieces.through):
-            run, (A, vectors) = part(self.run, first, stop, *self.scores)
-            found = from_maps(state_maps(run, A, vectors)[:, :, 0], shape)
+            found = from_maps(state_maps(*self.scored.part(first, stop))[:, :, 0], shape)
             N, M = N | each(found[0], first), M | each(found[1], first)
         return N, M
 
@@ -80,31 +114,32 @@ class HopperForward:
         o, state = run.base.tokens_like(call.V), run.base.states()
         if call.packed:
             o.zero_()  # tokens past the last sequence
-        state_output(run, reads_of(run, *self.scores), joined, o, state)
-        return (o, state), (*self.scores, *joined) if save else ()
+        state_output(run, self.scored.reads, joined, o, state)
+        return (o, state), (*self.scored.kept, *joined) if save else ()
 
 
 class HopperBackward:
     """The backward of a call: `entering`, then `gradients` with those of the states that left."""
 
     def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None) -> None:
-        self.run, self.kept = HopperRun.of(call), kept
-        call = self.run.call
+        self.run = run = HopperRun.of(call)
+        call = run.call
         self.do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
-        self.joined = JoinedPieces(self.run.base, kept[2]) if len(kept) > 2 else None
+        self.scored = Scored.of(run, kept)
+        self.segments = kept[-2:] if run.segmented.segments > 1 else ()
+        self.joined = JoinedPieces(run.base, self.segments[0]) if self.segments else None
 
     def entering(self, dstate: Tensor, pieces: Pieces) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
-        A, vectors, *_ = self.kept
         if self.joined is not None:
             ends = torch.empty_like(self.joined.starts)
-            write_ends(self.run, reads_of(self.run, A, vectors), self.do, ends)
+            write_ends(self.run, self.scored.reads, self.do, ends)
             return self.joined.backward(pieces, ends, dstate)
         found: dict[int, Tensor] = {}
         for first, stop in uncut(pieces.continued):
-            run, (A, vectors) = part(self.run, first, stop, self.kept[0], self.kept[1])
+            run, reads = self.scored.part(first, stop)
             do, dS0 = self.run.base.of_tokens(self.do, first, stop), run.base.states()
-            tiles = reads_of(run, A, vectors).with_queries(run.tokens(do, 64))
+            tiles = reads.with_queries(run.tokens(do, 64))
             memory = run.memory(dstate[first:stop], None, dS0, None)
             run.plan.state_ends(run.state_programs, *tiles, None, None, memory, run.n)
             found |= each(dS0, first)
@@ -113,12 +148,12 @@ class HopperBackward:
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         run, found = self.run, results(self.run.call)
-        A, vectors, *joined = self.kept
         parts = symbolic_sizes_of(run.call).work[: 3 if run.call.rule.corrected else 2]
         work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
         dstate = dstate.contiguous()
         starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
-        gradients(run, (reads_of(run, A, vectors), joined, None), (self.do, dstate, starts), work, found)
+        scored = self.scored.reads, self.segments, self.scored.triton
+        gradients(run, scored, (self.do, dstate, starts), work, found)
         return finished(run.call, found, wanted)
 
 
