@@ -99,7 +99,9 @@ def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatc
     with hopper_card() as launched:
         have = shard_cases.together(threads_as_ranks.run(ranks, work), [tokens], ranges)
     assert segments == 1 or "enter_segments_kernel" in launched, launched
-    made = "channel_scores_kernel" if decay == "channel" else "scores_forward_kernel"  # with the pairs, once each way or kept
+    made = (
+        "channel_scores_kernel" if decay == "channel" else "scores_forward_kernel"
+    )  # with the pairs, once each way or kept
     assert launched.count(made) == (2 if decay == "channel" else 1) * ranks, launched
     for name, (expected, _) in want.items():
         assert_within_budget(name, have[name], expected, baseline[name][0], dtype)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -114,3 +115,30 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+class _Beside(threading.local):
+    """What `beside` says in this thread."""
+
+    multiprocessors = 0
+
+
+_BESIDE = _Beside()
+
+
+@contextmanager
+def beside(multiprocessors: int) -> Iterator[None]:
+    """Within it, kernels whose programs run all at once leave so many multiprocessors to kernels of other streams.
+
+    Else a program whose place is taken begins when those end, and the kernel takes that much longer.
+    """
+    before, _BESIDE.multiprocessors = _BESIDE.multiprocessors, multiprocessors
+    try:
+        yield
+    finally:
+        _BESIDE.multiprocessors = before
+
+
+def multiprocessors(device: torch.device) -> int:
+    """The multiprocessors of a device that kernels of this thread may fill."""
+    return target(device).multiprocessors - _BESIDE.multiprocessors

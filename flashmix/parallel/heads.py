@@ -173,9 +173,21 @@ class KeyRows:
                     row += stop - start
         return begun(flat, [n * width for n in self.sent], [n * width for n in self.plan.route.received], self.shard)
 
-    def wanted(self, asked: Transfer | None, heads: slice) -> list[Tensor]:
-        """The rows of some heads that this rank wants, `[1, rows, h, D]`: views where they are its own."""
+    def own(self, heads: slice) -> list[Tensor]:
+        """Memory for the rows of some heads that this rank wants, `[1, rows, h, D]`, with its own; none where they are one rank's, not copied."""
+        if len(self.plan.wanted) == 1:
+            return []
+        results = [x.new_empty(1, self.rows, heads.stop - heads.start, x.shape[3]) for x in self.tensors]
+        for x, result in zip(self.tensors, results, strict=True):
+            for start, stop, (source,) in self.plan.wanted:
+                if source.rank == OWN:
+                    result[0, start:stop].copy_(x[0, source.row : source.row + stop - start, heads])
+        return results
+
+    def wanted(self, asked: Transfer | None, own: list[Tensor], heads: slice) -> list[Tensor]:
+        """The rows of some heads that this rank wants, `[1, rows, h, D]`: `own` with those of others, or views of one rank's."""
         wanted = self.plan.wanted
+        found = []
         if not self.plan.route.silent:
             assert asked is not None
             found = messages(asked.arrived(), self.plan.route.received, self.shapes(heads))
@@ -183,14 +195,11 @@ class KeyRows:
             ((_, n, (source,)),) = wanted
             its = [x[0, :, heads] for x in self.tensors] if source.rank == OWN else found[source.rank]
             return [part[None, source.row : source.row + n] for part in its]
-        results = []
-        for place, x in enumerate(self.tensors):
-            result = x.new_empty(1, self.rows, heads.stop - heads.start, x.shape[3])
+        for place, result in enumerate(own):
             for start, stop, (source,) in wanted:
-                rows = x[0, :, heads] if source.rank == OWN else found[source.rank][place]
-                result[0, start:stop].copy_(rows[source.row : source.row + stop - start])
-            results.append(result)
-        return results
+                if source.rank != OWN:
+                    result[0, start:stop].copy_(found[source.rank][place][source.row : source.row + stop - start])
+        return own
 
     def give_back(self, grads: Sequence[Tensor], heads: slice) -> Transfer | None:
         """Sends the gradients of other ranks' rows back, in float32 or float64, and receives those of this rank's."""

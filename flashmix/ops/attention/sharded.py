@@ -106,11 +106,12 @@ def overlapped(rows: KeyRows, parts: Sequence[Group]) -> Iterator[tuple[Group, l
     """Each group with its keys and values; those of the next are on their way meanwhile."""
     asked = [rows.ask(parts[0].keys)]
     for group, following in zip(parts, [*parts[1:], None], strict=True):
+        own = [rows.own(group.keys)]  # while those of others are on their way
         if asked[0] is not None:
             asked[0].arrived()
         if following is not None:
             asked.append(rows.ask(following.keys))
-        yield group, rows.wanted(asked.pop(0), group.keys)  # nothing of which stays here
+        yield group, rows.wanted(asked.pop(0), own.pop(), group.keys)  # nothing of which stays here
 
 
 def of_heads(x: Tensor, heads: slice, dim: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, Outputs, plainly
 from flashmix.op.choose import choose
 from flashmix.ops.short_conv import op
@@ -21,6 +22,7 @@ from flashmix.parallel.heads import KeyRows, RowPlan, plan_of
 from flashmix.parallel.shard import Shard
 
 ALL = slice(0, 1)  # inputs are exchanged as rows of one head
+EXCHANGE = 4  # multiprocessors that a collective of few rows takes
 
 
 def exchange(call: Convolutions) -> Moved:
@@ -93,7 +95,7 @@ class Meanwhile(torch.autograd.Function):
         outputs, _ = its.forward(call, False, chosen)
         before = None
         if pieces.first:
-            found = [x[0, :, 0] for x in rows.wanted(asked, ALL)]
+            found = [x[0, :, 0] for x in rows.wanted(asked, rows.own(ALL), ALL)]
             before = state_of(pieces, count, together(found, found[0], 1))
             some, _ = its.forward(firsts(call, pieces, before), False, chosen)
             for y, few in zip(outputs[: len(call.NAMES)], some, strict=True):
@@ -130,7 +132,7 @@ class Meanwhile(torch.autograd.Function):
         pieces, its, count, parts = ctx.pieces, ctx.its, call.width - 1, len(call.NAMES)
         rows = KeyRows(ctx.shard, ctx.plan, *(x.unsqueeze(2) for x in call.inputs))
         given, state = call.initial_state is not None, call.initial_state
-        back = [x.new_zeros(1, rows.rows, 1, x.shape[2]) for x in call.inputs]
+        back: list[Tensor] = []
         if before is not None:
             few = [None if y is None else first_tokens(y, pieces, count) for y in grads[:parts]]
             if any(y is not None for y in few):
@@ -143,11 +145,13 @@ class Meanwhile(torch.autograd.Function):
                 state = before if whole else before.new_zeros(ctx.shard.count, *before.shape[1:])
             if state is not before:
                 state = state.index_copy(0, pieces.pieces, before.to(state.dtype))
+        back = back or [x.new_zeros(1, rows.rows, 1, x.shape[2]) for x in call.inputs]
         returned = rows.give_back(back, ALL)
         asked = [name for name in wanted if name not in its.passes]
         found: dict[str, Tensor | None] = {}
         if any(y is not None for y in grads):
-            found |= its.backward(call.but(initial_state=state), (), grads, asked, ctx.chosen)
+            with gpu.beside(EXCHANGE if returned is not None else 0):
+                found |= its.backward(call.but(initial_state=state), (), grads, asked, ctx.chosen)
         own: list[Tensor] = []
         for x, (name, *_) in zip(call.inputs, call.NAMES, strict=True):
             dx = found.get(name)

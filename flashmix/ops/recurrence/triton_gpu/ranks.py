@@ -82,7 +82,8 @@ class JoinedPieces:
     def enter(self, kernel: Kernel, states: Tensor) -> Tensor:
         """The starts of the segments with the states, or gradients, that entered pieces."""
         run, plan = self.run, self.run.plan.tiles
-        each = run.call.value_heads * plan.segments * cdiv(run.call.V, plan.enter.BV)
+        blocks = cdiv(run.call.V, plan.enter.BV) * cdiv(run.call.K, plan.enter.BK)
+        each = run.call.value_heads * plan.segments * blocks
         for first, stop in self.entered:
             assert self.products is not None
             parts = (x[first:stop] for x in (self.products, states, self.starts))

@@ -213,30 +213,29 @@ def segments_backward_kernel(maps, ends, final_state, starts, first, products, n
 def enter_segments_kernel(products, entered, starts, n, S: tl.constexpr):
     """Adds to the starts of all segments what a state that enters their sequence comes to there; FROM_END: a gradient from behind it.
 
-    One program per (row, segment, BV values). The segment that it enters first has no product before it.
+    One program per (row, segment, BV values, BN keys). The segment that it enters first has no product before it.
     """
     NV: tl.constexpr = (S.V + S.BV - 1) // S.BV
-    vs = (tl.program_id(0) % NV) * S.BV + tl.arange(0, S.BV)
-    index = (tl.program_id(0) // NV).to(tl.int64)
+    NK: tl.constexpr = (S.K + S.BN - 1) // S.BN
+    vs = (tl.program_id(0) // NK % NV) * S.BV + tl.arange(0, S.BV)
+    cs = (tl.program_id(0) % NK) * S.BN + tl.arange(0, S.BN)
+    index = (tl.program_id(0) // (NK * NV)).to(tl.int64)
     row, segment = index // n.segments, index % n.segments
-    ks = tl.arange(0, S.BK)
-    mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
-    state = tl.load(state_tile(entered, row, vs, ks, S), mask=mask, other=0.0)  # [BV, BK]
     before = index + 1 if S.FROM_END else index - 1
     nothing = segment == n.segments - 1 if S.FROM_END else segment == 0
-    if nothing:
-        state += load_state(starts, index, vs, ks, S)  # [BV, BK]
-        tl.store(saved_tile(starts, index, vs, ks, S), state, mask=mask)
+    part = (vs < S.V)[:, None] & (cs < S.K)[None, :]
+    own = load_state(starts, index, vs, cs, S)  # [BV, BN]
+    if S.DIAGONAL or nothing:
+        some = tl.load(state_tile(entered, row, vs, cs, S), mask=part, other=0.0)  # [BV, BN]
+        if not nothing:
+            diagonal = product_tile(products, before, tl.arange(0, 1), cs, S)
+            some *= tl.load(diagonal, mask=(cs < S.K)[None, :], other=0.0)  # [1, BN]
+        own += some
     else:
-        for k0 in tl.range(0, S.K, S.BN, num_stages=1):
-            cs = k0 + tl.arange(0, S.BN)
-            own = load_state(starts, index, vs, cs, S)  # [BV, BN]
-            if S.DIAGONAL:
-                diagonal = product_tile(products, before, tl.arange(0, 1), cs, S)
-                own += state * tl.load(diagonal, mask=(cs < S.K)[None, :], other=0.0)  # [1, BN]
-            else:
-                square = (ks < S.K)[:, None] & (cs < S.K)[None, :]
-                P = tl.load(product_tile(products, before, ks, cs, S), mask=square, other=0.0)  # [BK, BN]
-                own = tl.dot(state, P, own, input_precision=S.PRECISION)
-            part = (vs < S.V)[:, None] & (cs < S.K)[None, :]
-            tl.store(saved_tile(starts, index, vs, cs, S), own, mask=part)
+        ks = tl.arange(0, S.BK)
+        mask = (vs < S.V)[:, None] & (ks < S.K)[None, :]
+        state = tl.load(state_tile(entered, row, vs, ks, S), mask=mask, other=0.0)  # [BV, BK]
+        square = (ks < S.K)[:, None] & (cs < S.K)[None, :]
+        P = tl.load(product_tile(products, before, ks, cs, S), mask=square, other=0.0)  # [BK, BN]
+        own = tl.dot(state, P, own, input_precision=S.PRECISION)
+    tl.store(saved_tile(starts, index, vs, cs, S), own, mask=part)

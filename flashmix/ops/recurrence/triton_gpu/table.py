@@ -84,7 +84,7 @@ HOPPER: Rows = {
     "values": {("", ALL, 128): (32, 128), ("", ALL, ALL): (32, 64)},
     # All of a map in one tile, [K, K] in float32, or where it would not fit some of its columns.
     "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (64, 16)},
-    "enter": {("linear", ALL, ALL): (ALL, 64), ("", 128, ALL): (ALL, 64, 8), ("", ALL, ALL): (64, 64, 8)},
+    "enter": {("linear", ALL, ALL): (ALL, 64), ("", ALL, ALL): (32, 64, 8)},
 }  # fmt: skip
 # 163 KiB of shared memory and the matrix instructions of Ampere
 AMPERE: Rows = HOPPER | {

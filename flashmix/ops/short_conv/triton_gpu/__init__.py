@@ -89,7 +89,7 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
     whole = not packed and tokens >= SHORT  # sequences have programs of their own
     kind, size = 0 if dbias is None else 1 if whole else 2, call.dtype.itemsize
     tile = next(tiles[kind] for width, most, *tiles in TABLE if call.width <= width and size <= most)
-    group, programs = tile.group, gpu.target(device).multiprocessors * tile.programs
+    group, programs = tile.group, gpu.multiprocessors(device) * tile.programs
     block = min(tile.block, power_of_two(max(channels)))
     blocks = sum(cdiv(size, block) for size in channels)
     if whole:
