@@ -9,13 +9,12 @@ sizes as published but for a dense MLP (experts would be most of the time) and a
   variants take turns.
 - mamba2: the same of a Mamba-2 of 8 layers (64 heads of 64, N 128), which flash-linear-attention does not serve.
 
-Each measurement has a process of its own. All processes warm up (and compile) at once; who is ready after 0.55 of `--limit` is measured,
-one after the other, while the rest are stopped; those go on afterwards, and are measured if there is time left. The file is written
-after each result.
+Each measurement has a process of its own. All but flash-linear-attention's warm up (and compile) at once and are measured one after the
+other; meanwhile `--warm N` niced processes compile the variants that its autotuner times, stopped while others are measured. Then its
+own processes start, and when they are ready all are measured again in turns. The file is written after each result.
 `--wheels` is a folder with the wheels of fla-core, flash-linear-attention and einops, which its processes alone see. Its backward
 refuses Triton below 3.7.1 on Hopper, which compiles it wrong: the refusal is lifted, and its time is that of wrong gradients there.
-Its autotuner compiles the variants of a kernel side by side, and times each for 20 milliseconds in place of 125; `--tuning` is a file that
-keeps what it has found from run to run.
+Its autotuner times each variant for 20 milliseconds in place of 125; `--cache` is the folder of what it has compiled and found.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from model import compile_only, ended, tuned_in
 
 KINDS = ("train", "decode", "mamba2")
-VARIANTS = ("fla", "accelerate", "accelerate and attention", "transformers")  # the slowest to get ready first
-ORDER = ("accelerate", "fla", "accelerate and attention", "transformers")  # of the measurements
+VARIANTS = ("accelerate", "fla", "accelerate and attention", "transformers")  # in the order of their measurements
 TINY = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 TINY |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 
-ROUNDS = 4  # of decoding
+ROUNDS = 3  # of measurements in turns
 VOCABULARY = 25344
 
 
@@ -109,7 +107,6 @@ def variant_of(name: str, kind: str, sizes: Sizes) -> Any:
             raise SystemExit(f"{name}: the delta rule is {found}")
         if name == "fla":
             lift_refusal()
-            tune_quickly(20)
         return model
     import flashmix
 
@@ -130,27 +127,6 @@ def lift_refusal() -> None:
     from fla.ops.common import chunk_o  # type: ignore[import-not-found]
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
-
-
-def tune_quickly(milliseconds: int) -> None:
-    """Has Triton's autotuner compile the variants of a kernel side by side, and time each so long in place of 125 milliseconds."""
-    from triton import AsyncCompileMode
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    times = {"warmup": max(1, milliseconds // 4), "rep": milliseconds}
-    Autotuner.do_bench = property(lambda self: lambda call, quantiles: do_bench(call, quantiles=quantiles, **times))  # type: ignore[assignment]
-    pruned = Autotuner.prune_configs
-
-    def compiled(self: Autotuner, options: dict[str, Any]) -> list[Any]:
-        configs = pruned(self, options)
-        arguments = list(self.nargs.values())
-        with ThreadPoolExecutor(8) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for config in configs:
-                self.fn.run(*arguments, **{**options, **config.all_kwargs(), "warmup": True})
-        return configs
-
-    Autotuner.prune_configs = compiled  # type: ignore[method-assign]
 
 
 def train_step(model: Any, row: torch.Tensor) -> None:
@@ -217,14 +193,12 @@ def measure_decode(model: Any, sizes: Sizes, profile: str | None) -> dict[str, A
 
 
 def best_of(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What a worker measured: its only round, or of several the best of each batch and the first beside it."""
-    if len(rounds) < 2:
-        return rounds[0] if rounds else None
-    found = {}
-    for batch, first in rounds[0].items():
-        best = max((one[batch] for one in rounds), key=lambda one: one["tokens_per_second"])
-        found[batch] = best | {"first_tokens_per_second": first["tokens_per_second"]}
-    return found
+    """The fastest round of each batch, and beside it the rate of the first one."""
+    if not rounds:
+        return None
+    if "ms" in rounds[0]:
+        return min(rounds, key=lambda one: one["ms"]) | {"all_ms": [one["ms"] for one in rounds]}
+    return {batch: best_of([one[batch] for one in rounds]) for batch in rounds[0]}
 
 
 def write_profile(run: Callable[[], Any], path: Path) -> None:
@@ -244,6 +218,8 @@ def write_profile(run: Callable[[], Any], path: Path) -> None:
 def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     """One process: warms up, says so, and for each line measures and prints one line of JSON."""
     sizes = Sizes(tiny)
+    if variant == "fla":
+        tuned_in(20)
     model = variant_of(variant, kind, sizes)
     if kind == "train":
         model.train()
@@ -260,23 +236,34 @@ def work(variant: str, kind: str, tiny: bool, profile: str | None) -> None:
     measure = measure_train if kind == "train" else measure_decode
     path = None if profile is None or variant == "transformers" else f"{profile}/{kind}_{variant.replace(' ', '_')}"
     for line in sys.stdin:
-        print(json.dumps(measure(model, sizes, path if "last" in line else None)), flush=True)
+        print(json.dumps(measure(model, sizes, path if "profile" in line else None)), flush=True)
+
+
+def compile_variants(number: int, kind: str) -> None:
+    """One process of `--warm`: runs a small flash-linear-attention model once, whose variants are compiled in an order of its own."""
+    sizes = Sizes(tiny=False)
+    sizes.layers, sizes.tokens = 4, 2048
+    compile_only(number)
+    model = variant_of("fla", kind, sizes)
+    if kind == "train":
+        train_step(model.train(), sizes.row(1, sizes.tokens))
+        return
+    sizes.prompt = 64
+    for batch in sizes.batches:
+        decode(model.eval(), sizes, batch, 2)
 
 
 class Worker:
     """A process of `work`, and a thread that reads what it prints."""
 
-    def __init__(self, variant: str, kind: str, options: argparse.Namespace, path: str | None) -> None:
+    def __init__(self, variant: str, kind: str, options: argparse.Namespace, places: Places) -> None:
         self.variant, self.kind = variant, kind
         self.began, self.waited = time.monotonic(), 0.0
         self.ready, self.done = threading.Event(), threading.Event()
         self.results: list[dict[str, Any]] = []
         command = [sys.executable, __file__, "--worker", variant, kind]
         command += (["--tiny"] if options.tiny else []) + (["--profile", options.profile] if options.profile else [])
-        places = [place for place in (path, os.environ.get("PYTHONPATH")) if place]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TRANSFORMERS_VERBOSITY": "error"}
-        if path is not None:
-            environment |= {"TRITON_CACHE_DIR": f"{path}/triton"}
+        environment = places.environment(variant == "fla")
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -295,19 +282,45 @@ class Worker:
         self.ready.set()
         self.done.set()
 
-    def measure(self, seconds: float, last: bool) -> None:
-        """Lets it measure one round; it is ended if it takes longer, or it was the last one."""
-        if self.process.poll() is None and self.process.stdin is not None:
-            self.done.clear()
-            try:
-                self.process.stdin.write("last\n" if last else "one\n")
-                self.process.stdin.flush()
-                last |= not self.done.wait(max(seconds, 0))
-            except BrokenPipeError:
-                last = True
-        if last:
-            self.process.kill()
-            self.process.wait()
+    def measure(self, seconds: float, profile: bool = False) -> None:
+        """Lets it measure one round; it is ended if it takes longer."""
+        if self.process.poll() is not None or self.process.stdin is None or not self.ready.is_set():
+            return
+        self.done.clear()
+        try:
+            self.process.stdin.write("profile\n" if profile else "one\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return
+        if not self.done.wait(max(seconds, 0)):
+            self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Places:
+    """Where flash-linear-attention lies, and what it compiles."""
+
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
+        self.wheels = options.wheels and unpacked(options.wheels, folder)
+        self.cache = options.cache or f"{folder}/triton"
+
+    def environment(self, fla: bool) -> dict[str, str]:
+        places = [self.wheels] if fla and self.wheels else []
+        places += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+        found = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TRANSFORMERS_VERBOSITY": "error"}
+        return found | ({"TRITON_CACHE_DIR": self.cache} if fla else {})
+
+    def compiling(self, count: int) -> list[subprocess.Popen[bytes]]:
+        """So many processes of `compile_variants`; what is not timed is not stored as a choice."""
+        environment, started = self.environment(True) | {"FLA_CACHE_RESULTS": "0"}, []
+        for i in range(count if self.wheels else 0):
+            kind = "decode" if i % 4 == 3 else "train"
+            command = ["nice", sys.executable, __file__, "--compile", str(i + 1), kind]
+            started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
+        return started
 
 
 def unpacked(wheels: str, into: str) -> str:
@@ -318,71 +331,49 @@ def unpacked(wheels: str, into: str) -> str:
     return into
 
 
-def keep_tuning(file: Path, folder: str) -> None:
-    """Writes what the peer has tuned, by its place in Triton's cache."""
-    cache = Path(folder) / "triton"
-    found = {str(p.relative_to(cache)): p.read_text() for p in cache.rglob("*.autotune.json")}
-    file.write_text(json.dumps(found))
-
-
-def restore_tuning(file: Path, folder: str) -> None:
-    for name, text in json.loads(file.read_text()).items() if file.exists() else ():
-        place = Path(folder) / "triton" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-
-
-def run_all(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    """The rows of the table."""
+def run_all(options: argparse.Namespace, folder: str) -> None:
+    """The rows of the table, written as they are found."""
     end = time.monotonic() + options.limit
-    fla = unpacked(options.wheels, folder) if options.wheels else None
-    if options.tuning:
-        restore_tuning(Path(options.tuning), folder)
-    wanted = [v for v in VARIANTS if v in (options.only or VARIANTS) and (v != "fla" or fla)]
+    places = Places(options, folder)
     if options.profile:
         Path(options.profile).mkdir(parents=True, exist_ok=True)
-    pairs = [
-        (v, kind) for v in wanted for kind in options.kinds if kind != "mamba2" or v in ("accelerate", "transformers")
-    ]
-    workers = [Worker(v, kind, options, fla if v == "fla" else None) for v, kind in pairs]
-    rows: list[dict[str, Any]] = []
+    pairs = [(v, kind) for v in VARIANTS for kind in options.kinds if v in (options.only or VARIANTS)]
+    pairs = [(v, kind) for v, kind in pairs if v in ("accelerate", "transformers") or kind != "mamba2"]
+    workers = [Worker(v, kind, options, places) for v, kind in pairs if v != "fla"]
+    peers: list[Worker] = []
+    compiling = places.compiling(options.warm)
     try:
         for worker in workers:
-            worker.ready.wait(max(end - time.monotonic() - 0.45 * options.limit, 0))
-        late = [w for w in workers if not w.ready.is_set()]
-        for worker in late:
-            worker.process.send_signal(signal.SIGSTOP)
-        ready = sorted((w for w in workers if w not in late), key=lambda w: ORDER.index(w.variant))
-        training = [w for w in ready if w.kind == "train"]
-        decoding = [w for w in ready if w.kind != "train"]
-        turns = [(w, True) for w in training if w.variant != "transformers"]
-        turns += [(w, turn == ROUNDS - 1) for turn in range(ROUNDS) for w in decoding]
-        turns += [(w, True) for w in training if w.variant == "transformers"]  # the longest
-        for worker, last in turns:
-            worker.measure(end - time.monotonic(), last)
-            if last:
-                report(worker, rows, options)
-        for worker in late:
-            worker.process.send_signal(signal.SIGCONT)
-        for worker in late:
-            if worker.ready.wait(max(end - time.monotonic() - 5, 0)):
-                worker.measure(end - time.monotonic(), True)
-            report(worker, rows, options)
-        if options.tuning:
-            keep_tuning(Path(options.tuning), folder)
+            worker.ready.wait(max(end - time.monotonic() - 0.6 * options.limit, 0))
+        together(compiling, signal.SIGSTOP)
+        in_turns(workers, end, options, profile=True)
+        together(compiling, signal.SIGCONT)
+        peers = [Worker(v, kind, options, places) for v, kind in pairs if v == "fla" and places.wheels]
+        for worker in peers:
+            worker.ready.wait(max(end - time.monotonic() - 0.1 * options.limit, 0))
+        ended(compiling, 0)
+        everyone = [w for pair in pairs for w in workers + peers if (w.variant, w.kind) == pair]
+        for _ in range(ROUNDS):
+            in_turns(everyone, end, options)
     finally:
-        for worker in workers:
-            worker.process.kill()
-            worker.process.wait()
-    return rows
+        for process in [worker.process for worker in workers + peers] + compiling:
+            process.kill()
+            process.wait()
 
 
-def report(worker: Worker, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Adds what a worker measured to the rows; None if it never got ready."""
-    row = {"variant": worker.variant, "kind": worker.kind, "warm_up_seconds": worker.waited}
-    rows.append(row | {"result": best_of(worker.results)})
-    print(json.dumps(rows[-1]), flush=True)
-    write(rows, options)
+def together(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)
+
+
+def in_turns(workers: list[Worker], end: float, options: argparse.Namespace, profile: bool = False) -> None:
+    """One round of all, training first; one that takes a second a step is measured once."""
+    slow = [w for w in workers if w.variant == "transformers" and w.kind == "train" and w.results]
+    for worker in sorted(workers, key=lambda w: w.kind != "train"):
+        if worker not in slow:
+            worker.measure(end - time.monotonic(), profile)
+        rows = [{"variant": w.variant, "kind": w.kind, "warm_up_seconds": w.waited} for w in workers]
+        write([row | {"result": best_of(w.results)} for row, w in zip(rows, workers, strict=True)], options)
 
 
 def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -398,7 +389,8 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels")
-    parser.add_argument("--tuning", metavar="FILE")
+    parser.add_argument("--cache", metavar="FOLDER", help="of what flash-linear-attention compiles and tunes, kept")
+    parser.add_argument("--warm", type=int, default=0, metavar="N", help="processes that compile its variants beforehand")
     parser.add_argument("--only", nargs="*", choices=VARIANTS)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
@@ -406,7 +398,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=145.0, help="seconds for everything")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to try this program")
     parser.add_argument("--worker", nargs=2, metavar=("VARIANT", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--compile", nargs=2, metavar=("NUMBER", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.compile:
+        compile_variants(int(options.compile[0]), options.compile[1])
+        return
     if options.worker:
         variant, kind = options.worker
         work(variant, kind, options.tiny, options.profile)
