@@ -390,7 +390,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels")
     parser.add_argument("--cache", metavar="FOLDER", help="of what flash-linear-attention compiles and tunes, kept")
-    parser.add_argument("--warm", type=int, default=0, metavar="N", help="processes that compile its variants beforehand")
+    parser.add_argument(
+        "--warm", type=int, default=0, metavar="N", help="processes that compile its variants beforehand"
+    )
     parser.add_argument("--only", nargs="*", choices=VARIANTS)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--write", nargs="?", const="", metavar="FOLDER")
