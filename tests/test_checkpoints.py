@@ -139,6 +139,44 @@ def test_there_and_back(model: Any, tmp_path: Path) -> None:
     assert {name: made[name] for name in told} == {name: config[name] for name in told}
 
 
+OLD_LLAMA3 = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+KDA = {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4, "full_attn_layers": [2], "kda_layers": [1, 3]}
+PUBLISHED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mamba2": ({"norm_before_gate": True, "rms_norm": True, "time_step_limit": [0.0, float("inf")]}, []),
+    "mamba": ({"ssm_cfg": {}, "fused_add_norm": True, "n_layer": 2, "d_model": 32}, []),
+    "llama3": (
+        {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3 | {"original_max_position_embeddings": 16}},
+        ["rope_parameters"],
+    ),
+    "qwen3_next": (
+        {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.25, "full_attention_interval": 3},
+        ["rope_parameters"],
+    ),
+    "kimi_linear": (
+        {"linear_attn_config": KDA, "rope_theta": 1e4, "rope_scaling": None, "mla_use_nope": True},
+        ["layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+@torch.no_grad()
+def test_configurations_as_older_versions_wrote_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, (DENSE | FAMILIES)[family])
+    model, row = tiny(family), tokens(1, 24)
+    model.save_pretrained(tmp_path / "theirs")
+    values = json.loads((tmp_path / "theirs/config.json").read_text())
+    more, gone = PUBLISHED[family]
+    assert set(gone) <= set(values) and not set(gone) & set(more)
+    kept = {name: value for name, value in values.items() if name not in (*gone, "dtype")}
+    (tmp_path / "theirs/config.json").write_text(json.dumps(kept | more | {"torch_dtype": "float32"}))
+    same = type(model).from_pretrained(tmp_path / "theirs").eval()
+    assert error(same(row).logits, model(row).logits) <= SAME  # transformers reads it as the same model
+    assert error(load(tmp_path / "theirs")(row), model(row).logits) <= SAME
+
+
 def test_every_family_is_tested() -> None:
     names = {getattr(transformers, (DENSE | FAMILIES)[name][0]).model_type for name in KNOWN}
     recorded = {entry["config"]["model_type"] for entry in json.loads(RECORDED.read_text()).values()}

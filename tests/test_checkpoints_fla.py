@@ -70,6 +70,7 @@ def test_every_family_of_fla_is_recorded() -> None:
         ("kda", {"safe_gate": True}, "the configuration must have lower_bound with safe_gate, got nothing"),
         ("hgrn2", {"expand_ratio": 4}, "no decoder of flashmix has an HGRN-2 with keys of another width than values"),
         ("mamba2", {"dt_limit": [0.0, 0.5]}, "no decoder of flashmix has time_step_limit = [0.0, 0.5]"),
+        ("mamba2", {"norm_before_gate": True}, "no decoder of flashmix has norm_before_gate = True"),
         ("transformer", {"qkv_bias": True}, "no decoder of flashmix has qkv_bias = True"),
         ("retnet", {"attnres_block_size": 2}, "no decoder of flashmix has attnres_block_size = 2"),
     ],

@@ -31,11 +31,13 @@ def _steps_unbounded(config: Config) -> None:
 
 def _mamba2(config: Config) -> DecoderConfig:
     """Mamba-2 of transformers, or of flash-linear-attention, whose configuration has `norm_eps` and which normalises by group."""
-    refuse(config, use_bias=False, hidden_act="silu", rmsnorm=True, norm_before_gate=False, D_has_hdim=False)
+    by_group, eps = "norm_eps" in config, config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    refuse(config, use_bias=False, hidden_act="silu", rmsnorm=True, D_has_hdim=False)
+    if by_group:  # transformers gates first whatever its published configurations say
+        refuse(config, norm_before_gate=False)
     _steps_unbounded(config)
     depth, width, head_dim = need(config, "num_hidden_layers", "hidden_size", "head_dim")
     heads = config.get("num_heads") or config.get("expand", 2) * width // head_dim
-    by_group, eps = "norm_eps" in config, config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
     options = {
         "heads": heads,
         "head_dim": head_dim,
