@@ -20,7 +20,7 @@ NOT_NUMBERS: dict[str, Any] = {
     "a bool": True,
     "a tensor": torch.tensor(0.5),
 }
-NOT_FINITE = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf}
+NOT_FINITE = {"NaN": math.nan, "inf": math.inf, "-inf": -math.inf, "beyond float32": 1e39}
 NOT_INTEGERS: dict[str, Any] = {
     "a string": "1",
     "a list": [1],
@@ -37,6 +37,13 @@ NOT_PAIRS: dict[str, Any] = {
     "strings": ("a", "b"),
     "NaN": (math.nan,) * 2,
 }
+NOT_STRINGS: dict[str, Any] = NOT_PAIRS | {
+    "a list": [1],
+    "a dict": {},
+    "a set": {1},
+    "a slice": slice(1),
+    "a tensor": torch.ones(2),
+}
 SPOILT: dict[str, tuple[dict[str, Any], type[Exception]]] = {}
 for kind, wrong in (("float", NOT_NUMBERS), ("int", NOT_INTEGERS), ("bool", NOT_FLAGS)):
     SPOILT[kind] = wrong, TypeError
@@ -52,11 +59,13 @@ OTHERS = {  # options that have a check of their own, with values that it refuse
     "positions": NOT_PAIRS | {"a number": 1.0},
     "scaling": NOT_PAIRS,
     "cache": NOT_PAIRS | {"None": None},
-    "log_scale": NOT_PAIRS | {"a number": "1"},
-    "activation": NOT_PAIRS,
-    "gate_activation": NOT_PAIRS | {"None": None},
-    "reduction": NOT_PAIRS | {"None": None},
-    "impl": NOT_PAIRS | {"None": None},
+    "log_scale": {k: v for k, v in NOT_PAIRS.items() if k != "a number"}
+    | NOT_FINITE
+    | {"a string of a number": "1", "a bool": True, "2^2000": 2**2000},
+    "activation": NOT_STRINGS,
+    "gate_activation": NOT_STRINGS | {"None": None},
+    "reduction": NOT_STRINGS | {"None": None},
+    "impl": NOT_STRINGS | {"None": None},
     "cu_seqlens": NOT_PAIRS,
     "cu_seqlens_k": NOT_PAIRS,
     "initial_state": {"a string": "x", "a number": 1.0, "a list": [1.0]},
@@ -100,6 +109,8 @@ def test_a_number_that_is_not_finite(op: str) -> None:
                 refused(op, name, value, ValueError)
         if name == "eps":
             refused(op, name, -1e-6, ValueError)
+        if name in ("softcap", "temperature"):  # whose inverse is infinite in float32: NaN of 0
+            refused(op, name, 1e-40, ValueError)
 
 
 @pytest.mark.parametrize("op", OPS)

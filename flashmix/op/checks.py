@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SMALLEST = torch.finfo(torch.float32).tiny
 _contents_everywhere = False
 
 
@@ -160,6 +161,12 @@ def check_range(name: str, value: int | float, low: int | float, high: int | flo
     """Raises ValueError unless `low <= value <= high`."""
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raises ValueError unless `value` is None or above 0, with an inverse that float32 holds."""
+    if value is not None and not value >= SMALLEST:
+        raise ValueError(f"{name} must be positive{' in float32' * (value > 0)}, got {value}")
 
 
 def check_choice(name: str, value: object, *allowed: object) -> None:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ import torch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Check = Callable[[str, Any], Any]
-LARGEST_FLOAT, LARGEST_INT = sys.float_info.max, 2**63 - 1
+LARGEST_FLOAT, LARGEST_INT = torch.finfo(torch.float32).max, 2**63 - 1  # more is infinite to a kernel
 LEAST = {"eps": 0.0, "divisor_eps": 0.0, "conv_width": 0}  # bounds of numbers that mean the same in every op
 # Sizes of modules and layers, and numbers there that are more than 0.
 SIZES = {
@@ -42,7 +41,7 @@ POSITIVE = frozenset({"base", "temperature"})
 
 
 def public(op: Function, check_of: Callable[[inspect.Parameter], Check | None] | None = None) -> Function:
-    """A public op: its arguments annotated `bool`, `int`, `float` and `Tensor` are checked before it is called.
+    """A public op: its arguments annotated `bool`, `int`, `float`, `str` and `Tensor` are checked before it is called.
 
     An option that is not given is not looked at. A tensor is no number, with a gradient or without: as one it would be cut from the graph.
     The op receives numbers as `float` and `int`, whatever library they are of.
@@ -83,7 +82,7 @@ class Public:
 
 
 def check_number(name: str, value: Any) -> Any:
-    """The finite number `value` as a float."""
+    """The number `value` as a float, finite in float32 too."""
     if type(value) is float and LEAST.get(name, -LARGEST_FLOAT) <= value <= LARGEST_FLOAT:
         return value
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -94,7 +93,7 @@ def check_number(name: str, value: Any) -> Any:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST_FLOAT:
         raise ValueError(f"{name} must be finite, got {value}")
     if number < LEAST.get(name, number):
         raise ValueError(f"{name} must be at least {LEAST[name]}, got {value}")
@@ -127,6 +126,22 @@ def check_given(name: str, value: Any) -> Any:
     """`value`, which is not None; whether it is a tensor, and which, the op checks."""
     if value is None:
         raise TypeError(f"{name} must be a torch.Tensor, got NoneType")
+    return value
+
+
+def check_tensor_or_number(name: str, value: Any) -> Any:
+    """`value`, a tensor, which the op checks, or a finite number."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a torch.Tensor or a number, got {type(value).__name__}")
+    return check_number(name, value)
+
+
+def check_string(name: str, value: Any) -> Any:
+    """`value`, a string; which one, the op checks."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
     return value
 
 
@@ -179,6 +194,12 @@ def _or_none(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
-_CHECKS: dict[str, Check] = {"Tensor": check_given, "bool": check_flag}
+_CHECKS: dict[str, Check] = {
+    "Tensor": check_given,
+    "Tensor | float": check_tensor_or_number,
+    "bool": check_flag,
+    "str": check_string,
+    "str | None": _or_none(check_string),
+}
 for _annotation, _check in (("int", check_integer), ("float", check_number)):
     _CHECKS |= {_annotation: _check, f"{_annotation} | None": _or_none(_check)}

@@ -14,6 +14,7 @@ from flashmix.op.checks import (
     check_floating,
     check_like,
     check_multiple,
+    check_positive,
     check_range,
     check_shape,
     check_tensor,
@@ -194,9 +195,8 @@ def check_window(window: Window | None) -> Window:
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Raises ValueError unless `softcap` is None or positive."""
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    """Raises ValueError unless `softcap` is None or positive in float32."""
+    check_positive("softcap", softcap)
 
 
 def check_features(

@@ -13,6 +13,7 @@ from flashmix.op.checks import (
     check_dtype,
     check_floating,
     check_like,
+    check_positive,
     check_range,
     check_shape,
     check_tensor,
@@ -97,12 +98,6 @@ def check_grpo(call: GRPOCall) -> GRPOCall:
     target = call.target if call.mask is None else call.target.masked_fill(~call.mask, -100)
     check_target(target, hidden.shape[:-1], "hidden", hidden, vocabulary, -100)
     return call.but(target=target)
-
-
-def check_positive(name: str, value: float | None) -> None:
-    """Raises ValueError unless `value` is None or above 0."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} must be positive, got {value}")
 
 
 def row_options(

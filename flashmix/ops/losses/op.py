@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Op, implementations
-from flashmix.op.checks import check_choice, check_floating, check_like, check_pair, check_shape, check_tensor
+from flashmix.op.checks import (
+    check_choice,
+    check_floating,
+    check_like,
+    check_pair,
+    check_positive,
+    check_shape,
+    check_tensor,
+)
 from flashmix.op.choose import choose
 from flashmix.op.dtypes import at_least_float32, compute_dtype
 from flashmix.op.public import check_number, public
@@ -26,7 +34,6 @@ from flashmix.ops.losses.head import (
     check_grpo,
     check_head,
     check_mask,
-    check_positive,
     check_target,
     count_of,
     head_fields,

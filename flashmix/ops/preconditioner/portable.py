@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.checks import have_addresses
@@ -66,4 +67,4 @@ def _write_keys(call: PreconditionerCall, A: Tensor) -> Tensor:
 def _is_free(*tensors: Tensor) -> bool:
     """Whether results may overwrite one another: nothing is recorded and nothing transformed."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not recorded and have_addresses(*tensors)
+    return not recorded and forward_ad._current_level < 0 and have_addresses(*tensors)
