@@ -11,7 +11,7 @@ import test_recurrence_gpu
 import threads_as_ranks
 import torch
 from budget import assert_within_budget
-from cases import Case
+from cases import Case, make_inputs
 from test_recurrence_gpu import HOPPER_CASES
 
 import flashmix
@@ -41,6 +41,22 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     output = "channel_output_kernel" if case.gate == "channel" else "output_backward_kernel"
     assert {"state_forward_kernel", output} <= set(launched), launched
+
+
+def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
+    """A decay per channel: its gradient came from other kernels, and so did those of q and k."""
+    x = make_inputs(Case("channel", "delta", "channel", B=1, T=66, H=1, HV=1, K=72, V=72), torch.bfloat16)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = {n: (t.to(dtype) if n == "log_decay" else t).requires_grad_() for n, t in x.items()}
+        with hopper_card() as launched:
+            o, _ = flashmix.delta_rule(**leaves, impl="gluon")
+            grads = torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
+        assert "channel_output_kernel" in launched
+        found.append(dict(zip(leaves, grads, strict=True)))
+    narrow, wide = found
+    assert wide["log_decay"].dtype == torch.float64
+    assert all(torch.equal(wide[name], t.to(wide[name].dtype)) for name, t in narrow.items())
 
 
 @pytest.mark.whole

@@ -212,9 +212,9 @@ def test_a_graph_gives_the_same_tokens(name: str) -> None:
 
 @pytest.mark.gpu
 def test_experts_wait_for_the_device() -> None:
-    mlp = {"kind": "experts", "experts": 4, "active": 2}
+    mlp = {"kind": "experts", "experts": 4, "active": 2, "hidden": 48}
     layers = [LayerConfig("gated_deltanet", {"heads": 2}, mlp)]
-    model = Decoder(DecoderConfig(64, 32, layers, mlp_width=48), device="cuda")
+    model = Decoder(DecoderConfig(64, 32, layers), device="cuda")
     prompt = some_tokens(2, 7).cuda()
     plain = generate(model, prompt, 20, cuda_graph=False)
     assert torch.equal(generate(model, prompt, 20), plain)

@@ -192,13 +192,17 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 
 def results(call: RecurrenceCall) -> Gradients:
-    """Memory for the gradients: those of keys with a decay per channel by value head, that of a decay per head by token in float32."""
+    """Memory for the gradients: those of keys with a decay per channel by value head, that of a decay per head by token in float32, and
+    in float32 that of a float64 decay per channel, which the copy engine does not write.
+    """
     make_like = torch.zeros_like if call.packed else torch.empty_like
     found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
     decay = call.log_decay
     if decay is not None:
         per_token = call.v[..., 0]
-        found["log_decay"] = make_like(decay) if decay.dim() > 1 else make_like(per_token, dtype=torch.float32)
+        narrow = decay.dtype == torch.float64 and call.decay is Decay.CHANNEL
+        like, dtype = (decay, decay.dtype) if decay.dim() > 1 else (per_token, torch.float32)
+        found["log_decay"] = make_like(like, dtype=torch.float32 if narrow else dtype)
         if call.decay is Decay.CHANNEL and call.heads != call.value_heads:
             found |= {name: make_like(decay, dtype=call.dtype) for name in ("q", "k")}
     if call.initial_state is not None:
@@ -240,6 +244,8 @@ def finished(call: RecurrenceCall, found: Gradients, wanted: frozenset[str]) -> 
         del found["log_decay"]
     elif decay is not None and decay.dim() == 1:
         found["log_decay"] = found["log_decay"].sum((0, 1), dtype=torch.float64).to(decay.dtype)
+    elif decay is not None:
+        found["log_decay"] = found["log_decay"].to(decay.dtype)
     return found | {name: for_heads(found[name], getattr(call, name)) for name in ("q", "k")}
 
 

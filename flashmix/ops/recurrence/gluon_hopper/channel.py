@@ -69,17 +69,14 @@ def output_backward_of_channels(
     rows = len(inputs.rows)
     x = ChunkValues((do, dr)[:rows], (nu,), states, dstates)
     out = KeyGradients((found["q"], None)[:rows], (found["k"],), found.get("beta"), found["log_decay"], scores.A)
-    if found["log_decay"].dtype == torch.float64:
-        run.plan.output(run.chunk_programs, scores, inputs, x, out, run.where, run.n)
-    else:
-        tokens = partial(descriptors.tokens, packed=call.packed)
-        tiles: list[Tiles | None] = [
-            tokens(t, width) for t, width in ((call.q, 128), (call.k, 128), (inputs.decay, 64), (nu, 128), (do, 128))
-        ]
-        tiles.append(tokens(dr, 128) if call.rule.corrected else None)
-        tiles += [descriptors.states(t, 128, 64) for t in (states, dstates)]
-        tiles += [tokens(found[name], width) for name, width in (("q", 128), ("k", 128), ("log_decay", 64))]
-        memory = ChannelOutputMemory(run.where.spans, call.beta, found.get("beta"), far, inputs.reach)
-        programs = min(run.chunk_programs, gpu.target(call.device).multiprocessors)
-        plan.channel_output(programs, *tiles, memory, numbers)
+    tokens = partial(descriptors.tokens, packed=call.packed)
+    tiles: list[Tiles | None] = [
+        tokens(t, width) for t, width in ((call.q, 128), (call.k, 128), (inputs.decay, 64), (nu, 128), (do, 128))
+    ]
+    tiles.append(tokens(dr, 128) if call.rule.corrected else None)
+    tiles += [descriptors.states(t, 128, 64) for t in (states, dstates)]
+    tiles += [tokens(found[name], width) for name, width in (("q", 128), ("k", 128), ("log_decay", 64))]
+    memory = ChannelOutputMemory(run.where.spans, call.beta, found.get("beta"), far, inputs.reach)
+    programs = min(run.chunk_programs, gpu.target(call.device).multiprocessors)
+    plan.channel_output(programs, *tiles, memory, numbers)
     run.plan.pairs(run.chunk_programs, inputs, x, out, run.where, run.n)
