@@ -232,8 +232,13 @@ def test_a_peer_that_compiles_for_long_is_stopped(hopper: Any) -> None:
     time.sleep(1.2)  # no alarm is left
 
 
-def test_the_tuner_compiles_candidates_before_it_measures_them(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with `warmup=True`; one that fails is left to the measurement."""
+@pytest.mark.parametrize(
+    "share, compiled, left", [((0, 2), [16, 64], 16), ((1, 2), [32, 128], 128), ((7, 9), [16], 16)]
+)
+def test_shares_of_a_tuner_compile_all_candidates_and_measure_none(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, share: Any, compiled: list[int], left: int
+) -> None:
+    """Each with `warmup=True` in place of the launch's own; one that fails, or has too much shared memory, is not the one that runs."""
     triton = pytest.importorskip("triton")
     driver = types.SimpleNamespace(get_benchmarker=lambda: None)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -241,17 +246,19 @@ def test_the_tuner_compiles_candidates_before_it_measures_them(hopper: Any, monk
     monkeypatch.setattr(tuner, "prune_configs", tuner.prune_configs)  # what the patch below leaves is undone
     seen = []
 
-    def run(*arguments: Any, **given: Any) -> None:
+    def run(*arguments: Any, **given: Any) -> Any:
         seen.append((arguments, given))
         if given["BLOCK"] == 32:
-            raise RuntimeError("does not fit")
+            raise RuntimeError("does not compile")
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(shared=1 << (20 if given["BLOCK"] == 64 else 10)))
 
-    configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32, 64)]
+    configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32, 64, 128)]
     own = types.SimpleNamespace(
         configs=configs, early_config_prune=None, perf_model=None, nargs={"x": 1}, fn=types.SimpleNamespace(run=run)
     )
-    hopper.quick_tuning(10, 2)
-    assert tuner.prune_configs(own, {"grid": (1,)}) == configs
-    assert [given["BLOCK"] for _, given in seen] == [16, 32, 64]
+    hopper.quick_tuning(10, share)
+    (config,) = tuner.prune_configs(own, {"grid": (1,), "warmup": False})
+    assert config.kwargs == {"BLOCK": left}
+    assert [given["BLOCK"] for _, given in seen] == compiled
     assert all(arguments == (1,) and given["warmup"] and given["grid"] == (1,) for arguments, given in seen)
     mock.patch.stopall()
