@@ -174,7 +174,7 @@ class KeyRows:
         return begun(flat, [n * width for n in self.sent], [n * width for n in self.plan.route.received], self.shard)
 
     def own(self, heads: slice) -> list[Tensor]:
-        """Memory for the rows of some heads that this rank wants, `[1, rows, h, D]`, with its own; none where they are one rank's, not copied."""
+        """Memory for the rows of some heads that this rank wants, `[1, rows, h, D]`, with its own; none where all are one rank's."""
         if len(self.plan.wanted) == 1:
             return []
         results = [x.new_empty(1, self.rows, heads.stop - heads.start, x.shape[3]) for x in self.tensors]
