@@ -266,8 +266,8 @@ def tune(phases: list[str], dims: list[int], processes: int) -> list[dict[str, A
     return rows
 
 
-def decode(batch: int, tokens: int, rotary: bool = False, page_size: int = 0) -> float:
-    """Microseconds of one new token a sequence, 32 query heads on 8, head dim 128, after `tokens` in the cache; CUDA graph."""
+def decode(batch: int, tokens: int, rotary: bool = False, page_size: int = 0, new: int = 1) -> float:
+    """Microseconds of `new` tokens per sequence, 32 query heads on 8, head dim 128, after `tokens` in the cache; CUDA graph."""
     heads = {"heads": 8, "dim_qk": 128, "device": "cuda", "dtype": torch.bfloat16}
     cache = KVCache.contiguous(batch, tokens + 128, **heads)
     if page_size:
@@ -275,20 +275,38 @@ def decode(batch: int, tokens: int, rotary: bool = False, page_size: int = 0) ->
         cache = KVCache.paged(table.numel(), page_size, table, **heads)
     for held in (cache.keys, cache.values):
         held.normal_()
-    q, k, v = (torch.randn(batch, 1, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
+    q, k, v = (torch.randn(batch, new, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
     table = rotary_table(tokens + 256, 128, device="cuda") if rotary else None
 
     def step() -> None:
-        cache.lengths.fill_(tokens - 1)
+        cache.lengths.fill_(tokens - new)
         attention_with_cache(q, cache, k, v, rotary=table, impl="triton")
 
     with torch.no_grad():
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        graph = timing.graph_of([step])
     return timing.cuda_medians({"step": graph.replay}, repeats=11)["step"] * 1e3
+
+
+def short_queries(batch: int, tokens: int, new: int) -> float:
+    """Microseconds of the Gluon forward, which splits no keys, for `new` queries after `tokens`; the heads of `decode`, CUDA graph."""
+    q, k, v = (
+        torch.randn(batch, t, h, 128, device="cuda", dtype=torch.bfloat16)
+        for t, h in ((new, 32), (tokens, 8), (tokens, 8))
+    )
+    with torch.no_grad():
+        graph = timing.graph_of([lambda: softmax_attention(q, k, v, causal=True, impl="gluon")])
+    return timing.cuda_medians({"step": graph.replay}, repeats=11)["step"] * 1e3
+
+
+def drafted() -> dict[str, float]:
+    """Several new tokens at a time: the split kernels of decoding, and the Gluon forward."""
+    found = {}
+    for batch, tokens in ((1, 8192), (16, 8192), (16, 65536), (128, 8192)):
+        for new in (1, 2, 4, 8):
+            found[f"drafted {new} of {batch} x {tokens} us"] = decode(batch, tokens, new=new)
+            if gpu.hopper_refuses(torch.device("cuda"), torch.bfloat16, (torch.bfloat16,)) is None:
+                found[f"drafted {new} of {batch} x {tokens} in Gluon us"] = short_queries(batch, tokens, new)
+    return found
 
 
 def decoding() -> dict[str, float]:
@@ -316,6 +334,7 @@ def main() -> None:
     parser.add_argument("--extras", action="store_true", help="features and packing too")
     parser.add_argument("--processes", type=int, default=8, help="how many compile at a time (--tune)")
     parser.add_argument("--decode", action="store_true", help="decoding too")
+    parser.add_argument("--drafted", action="store_true", help="several new tokens at a time too")
     chosen = parser.parse_args()
     if chosen.tune:
         tune(chosen.tune[0].split(","), [int(dim) for dim in chosen.tune[1:]], chosen.processes)
@@ -325,10 +344,9 @@ def main() -> None:
     for row in ROWS if chosen.rows is None else [ROWS[i] for i in chosen.rows]:
         rows.append(compare(row))
         print(*(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    if chosen.extras or chosen.decode:
-        found: dict[str, float] = (
-            features(128, 16) | features(64, 32) | windows() | packed() if chosen.extras else {}
-        ) | (decoding() if chosen.decode else {})
+    if chosen.extras or chosen.decode or chosen.drafted:
+        found: dict[str, float] = features(128, 16) | features(64, 32) | windows() | packed() if chosen.extras else {}
+        found |= (decoding() if chosen.decode else {}) | (drafted() if chosen.drafted else {})
         print(*(f"{name}: {value:.3f}" for name, value in found.items()), sep="\n", flush=True)
         rows += [{"what": name, "value": value} for name, value in found.items()]
     if chosen.write:

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashmix import Packing, softmax_attention
 from flashmix.gpu.arch import triton_version
+from flashmix.ops.attention.call import LEAST_CHANNELS_CAUSAL, LEAST_TOKENS_CAUSAL
 
 BF16 = torch.bfloat16
 PACKED = 2048  # tokens of each packed sequence
@@ -227,10 +228,16 @@ def compiled(task: tuple[Row, str]) -> None:
 
 
 def compile_all(rows: Sequence[Row], sides: Sequence[str], processes: int) -> None:
-    """Compiles all kernels at once, in so many processes; code is the same for every length and batch."""
+    """Compiles all kernels at once, in so many processes; code is the same for every length and batch.
+
+    The length chooses whose kernels a causal call of few channels takes.
+    """
     tasks = {}
     for row in rows:
-        small = replace(row, tokens=2 * PACKED if row.feature == "packed" else 512, batch=1)
+        least = (
+            2 * PACKED if row.feature == "packed" else LEAST_TOKENS_CAUSAL if row.dim < LEAST_CHANNELS_CAUSAL else 512
+        )
+        small = replace(row, tokens=min(row.tokens, least), batch=1)
         tasks |= {(small, side): None for side in runs_of(small, [], {}, sides) if side != "cudnn"}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiled, tasks))
