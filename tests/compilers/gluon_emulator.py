@@ -234,13 +234,13 @@ def given(x: Any) -> Any:
     return torch.tensor(x) if type(x) is int else x
 
 
-def run(kernel: Any, grid: int, structs: Sequence[Any], spec: Any, seed: int = 0) -> None:
-    """Runs a kernel, program after program."""
+def run(kernel: Any, grid: int, structs: Sequence[Any], spec: Any, seed: int = 0, warps: int = 4) -> None:
+    """Runs a kernel, program after program; the first of its roles has so many warps."""
     arguments = [given(x) for x in structs]
     with emulated(), torch.no_grad():
         for program in range(grid):
             local.baton, local.program = Baton(seed + program), (program, grid)
-            local.pending, local.stores, local.role = [], [], "program"
+            local.pending, local.stores, local.role, local.threads = [], [], "program", 32 * warps
             local.baton.running = 1
             with local.baton.condition:
                 kernel.fn(*arguments, spec)
@@ -257,7 +257,7 @@ def hopper_card(multiprocessors: int = 1, seed: int = 0) -> Iterator[list[str]]:
 
     def launch(self: Kernel, grid: int, *structs: Any) -> None:
         launched.append(self.kernel.fn.__name__)
-        run(self.kernel, grid, structs, self.spec, seed)
+        run(self.kernel, grid, structs, self.spec, seed, self.options.get("num_warps", 4))
 
     target = gpu.Target((9, 0), 227 * 1024, multiprocessors)
     with (

@@ -282,7 +282,7 @@ def warp_specialize(roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
 
     baton.condition.release()
     baton.running = len(roles)
-    counts = [4, *[plain(n) for n in warps]]
+    counts = [local.threads // 32, *[plain(n) for n in warps]]
     threads = [threading.Thread(target=run, args=(*x, n)) for x, n in zip(roles, counts, strict=True)]
     for thread in threads:
         thread.start()
