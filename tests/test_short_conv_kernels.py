@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from flashmix import Packing
 from flashmix.ops.short_conv.call import ShortConvCall
-from flashmix.ops.short_conv.joined import JoinedConvolutions
-from flashmix.ops.short_conv.op import SHORT_CONV, SHORT_CONV_QKV, short_conv, short_conv_qkv
+from flashmix.ops.short_conv.joined import joined_convolutions
+from flashmix.ops.short_conv.op import SHORT_CONV, short_conv, short_conv_qkv
 
 pytest.importorskip("triton")
 
@@ -269,7 +270,7 @@ def test_one_gradient_of_a_projection_has_the_bits_of_three(
     leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
     biases = (None, None, None) if b is None else b.split(sizes)
     apart = short_conv_qkv(*x.split(sizes, -1), *w.split(sizes), *biases, cu_seqlens=packing, impl="triton")[:3]
-    joined = JoinedConvolutions.apply(x, w, b, sizes, "silu", packing)
+    joined = joined_convolutions(x, w, b, sizes, "silu", packing)
     flows = [torch.randn_like(t) for t in apart]
     for one, other in zip(joined, apart, strict=True):
         assert_same_bits("output", one, other)
@@ -279,10 +280,62 @@ def test_one_gradient_of_a_projection_has_the_bits_of_three(
             assert_same_bits("gradient", one, other)
 
 
+UNIT_SIZES = (16, 32, 24)
+
+
+def unit_qkv(
+    device: str, packing: Packing | None, unit: int = 16, activation: str | None = "silu"
+) -> Callable[..., Any]:
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return joined_convolutions(x, weight, bias, UNIT_SIZES, activation, packing, unit)
+
+    return moved(call, device)
+
+
+def unit_definition(lengths: list[int] | None, unit: int = 16, activation: str | None = "silu") -> Callable[..., Any]:
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        rows = [x] if lengths is None else x.split(lengths, 1)
+        y = torch.cat([definitions.short_conv(row, weight, bias, None, activation)[0] for row in rows], 1)
+        q, k, v = y.split(UNIT_SIZES, -1)
+        q, k = (definitions.l2_norm(t.unflatten(-1, (-1, unit))).flatten(-2) for t in (q, k))
+        return q, k, v
+
+    return call
+
+
+def check_unit(device: str, batch: int, tokens: int, lengths: list[int] | None, **options: Any) -> None:
+    packing = None if lengths is None else Packing.from_lengths(lengths, device=device)
+    dtype = options.pop("dtype", torch.float32)
+    x, w = random(batch, tokens, sum(UNIT_SIZES), dtype=dtype), random(sum(UNIT_SIZES), 4, dtype=dtype, seed=1)
+    bias = random(sum(UNIT_SIZES), dtype=dtype, seed=2)
+    assert_matches(unit_qkv(device, packing, **options), unit_definition(lengths, **options), x, w, bias)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("lengths", [None, [3, 0, 4]])
+def test_unit_heads_interpreted(lengths: list[int] | None) -> None:
+    """Queries and keys of length 1 per head, in the convolution's own pass; values as they are."""
+    check_unit("cpu", 1 if lengths else 2, 7 if lengths else 4, lengths)
+
+
+@pytest.mark.interpreted
+def test_unit_heads_of_long_rows_and_without_activation_interpreted() -> None:
+    with mock.patch.object(short_conv_triton, "SHORT", 4):
+        check_unit("cpu", 1, 5, None, activation=None)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_unit_heads_kernels(lengths: list[int] | None, dtype: torch.dtype) -> None:
+    for tokens in (1, 9, 403) if lengths is None else (sum(LENGTHS),):
+        check_unit("cuda", 1 if lengths else 2, tokens, lengths, dtype=dtype)
+
+
 def test_a_projection_whose_packing_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SHORT_CONV_QKV, "forward", lambda call, save, impl: (tuple(t.clone() for t in call.inputs), ()))
+    monkeypatch.setattr(short_conv_triton, "forward_joined", lambda call, unit: tuple(t.clone() for t in call.inputs))
     packing = Packing(torch.tensor([0, 2, 5]), 5)
-    y, *_ = JoinedConvolutions.apply(random(1, 5, 6).requires_grad_(), random(6, 4), None, (2, 2, 2), "silu", packing)
+    y, *_ = joined_convolutions(random(1, 5, 6).requires_grad_(), random(6, 4), None, (2, 2, 2), "silu", packing)
     packing.cu_seqlens[1] = 3
     with pytest.raises(RuntimeError, match="cu_seqlens was overwritten between the forward and the backward"):
         y.sum().backward()
@@ -421,9 +474,10 @@ def qkv_call() -> Any:
     return qkv()(*(leaf(*t.shape, dtype=torch.bfloat16) for t in qkv_inputs(2, 100, 4)))
 
 
-def joined_call() -> Any:
-    x, w = leaf(2, 100, sum(SIZES), dtype=torch.bfloat16), leaf(sum(SIZES), 4, dtype=torch.bfloat16)
-    return JoinedConvolutions.apply(x, w, None, SIZES, "silu", None)
+def joined_call(sizes: tuple[int, int, int] = SIZES, unit: int = 0, packed: bool = False) -> Any:
+    packing = Packing(torch.tensor([0, 2, 100]), 100) if packed else None
+    x, w = leaf(1 if packed else 2, 100, sum(sizes), dtype=torch.bfloat16), leaf(sum(sizes), 4, dtype=torch.bfloat16)
+    return joined_convolutions(x, w, None, sizes, "silu", packing, unit)
 
 
 BF16 = torch.bfloat16
@@ -433,6 +487,8 @@ FAST = {
     "packed": conv_call(4, 512, BF16, 100, True, False),
     "qkv": qkv_call,
     "joined": joined_call,
+    "unit": partial(joined_call, (1024, 512, 512), 128),
+    "unit, packed": partial(joined_call, (1024, 512, 512), 128, packed=True),
 }
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 CALLS = FAST | {

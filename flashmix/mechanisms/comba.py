@@ -81,6 +81,9 @@ class Comba(GatedDeltaNet):
         self.normalise_last = normalise_last
         super().__init__(width, heads, device=device, dtype=dtype, **options)
 
+    def unit_channels(self) -> int:
+        return 0 if self.normalise_last else super().unit_channels()
+
     def unit(self, x: Tensor) -> Tensor:
         return x if self.normalise_last else super().unit(x)
 

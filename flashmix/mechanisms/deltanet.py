@@ -207,12 +207,15 @@ class DeltaNet(Mixer[RecurrentCache]):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Normalised queries and keys, and values, each by heads, and the last inputs of the convolution."""
         sizes, recent = (self.keys, self.steps * self.keys, self.steps * self.values), None
+        unit = 0
         if self.convolution is None:
             q, k, v = self.qkv(x).split(sizes, dim=-1)
         else:
+            unit = self.unit_channels() if self.convolution.activation is not None else 0
             q, k, v, recent = self.convolution.of_qkv(
                 self.qkv(x),
                 sizes,
+                unit=unit,
                 initial_state=None if cache is None else cache.recent,
                 return_state=cache is not None,
                 cu_seqlens=packing,
@@ -221,7 +224,13 @@ class DeltaNet(Mixer[RecurrentCache]):
             activation = ACTIVATIONS.get(self.qk_activation, silu)
             q, k, v = activation(q), activation(k), silu(v)
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
-        return self.unit(q), self.unit(k), v.unflatten(-1, (self.steps * self.value_heads, self.value_dim)), recent
+        if not unit:
+            q, k = self.unit(q), self.unit(k)
+        return q, k, v.unflatten(-1, (self.steps * self.value_heads, self.value_dim)), recent
+
+    def unit_channels(self) -> int:
+        """The size of the heads whose queries and keys the convolution divides by their length, or 0: `unit` normalises them."""
+        return self.head_dim if self.qk_norm == "l2" else 0
 
     def unit(self, x: Tensor) -> Tensor:
         """Queries or keys as `qk_norm` normalises them."""

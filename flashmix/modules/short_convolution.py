@@ -12,7 +12,8 @@ from flashmix.op.checks import check_choice, check_range
 from flashmix.op.packing import Packing
 from flashmix.op.public import Public
 from flashmix.op.recompute import recomputed
-from flashmix.ops.short_conv.joined import convolved_parts
+from flashmix.ops.norm.op import l2_norm
+from flashmix.ops.short_conv.joined import joined_convolutions, joins, takes_unit
 from flashmix.ops.short_conv.op import short_conv, short_conv_qkv
 
 
@@ -91,20 +92,33 @@ class ShortConvolution(Public, nn.Module):
         qkv: Tensor,
         sizes: tuple[int, int, int],
         *,
+        unit: int = 0,
         initial_state: Tensor | None = None,
         return_state: bool = False,
         cu_seqlens: Tensor | Packing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Convolves queries, keys and values, which are the channels of `qkv` `[B, T, dim]`; returns each as a tensor of its own."""
-        options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
-        if return_state:
-            q, k, v, *state = _of_qkv(
-                qkv, self.weight, self.bias, sizes, initial_state=initial_state, return_state=True, **options
-            )
-            return q, k, v, state[0]
-        make = partial(_of_qkv, sizes=sizes, initial_state=initial_state, **options)
-        q, k, v = recomputed(make, qkv, self.weight, self.bias)
-        return q, k, v, None
+        """Convolves queries, keys and values, which are the channels of `qkv` `[B, T, dim]`; returns each as a tensor of its own.
+
+        Queries and keys are then divided by their length (`l2_norm`) per head of `unit` channels, unless that is 0.
+        """
+        weight, bias, activation = self.weight, self.bias, self.activation
+        states = return_state or initial_state is not None
+        if joins(qkv, weight, bias, sizes, activation, cu_seqlens, states):
+            fused = unit if takes_unit(sizes, unit) else 0
+            options: tuple[Any, ...] = sizes, activation, cu_seqlens, fused
+            q, k, v, *state = recomputed(joined_convolutions, qkv, weight, bias, *options)
+            unit = 0 if fused else unit
+        else:
+            given: dict[str, Any] = {
+                "initial_state": initial_state,
+                "return_state": return_state,
+                "cu_seqlens": cu_seqlens,
+            }
+            make: Any = partial(_of_qkv, sizes=sizes, activation=activation, **given)
+            q, k, v, *state = make(qkv, weight, bias) if return_state else recomputed(make, qkv, weight, bias)
+        if unit:
+            q, k = (recomputed(l2_norm, t.unflatten(-1, (-1, unit))).flatten(-2) for t in (q, k))
+        return q, k, v, state[0] if state else None
 
     def extra_repr(self) -> str:
         return f"{self.dim}, width={self.width}, activation={self.activation!r}, bias={self.bias is not None}"
@@ -114,9 +128,6 @@ def _of_qkv(
     qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, int, int], **options: Any
 ) -> tuple[Tensor, ...]:
     """The convolved queries, keys and values, and the last inputs if they are asked for."""
-    joined = convolved_parts(qkv, weight, bias, sizes, **options)
-    if joined is not None:
-        return joined
     biases = (None, None, None) if bias is None else bias.split(sizes)
     found = short_conv_qkv(*qkv.split(sizes, dim=-1), *weight.split(sizes), *biases, **options)
     return tuple([t for t in found if t is not None])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashmix.gpu import device as gpu
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
 from flashmix.op.recompute import LEAST
@@ -15,37 +16,46 @@ from flashmix.ops.short_conv.call import ShortConvQKVCall
 from flashmix.ops.short_conv.op import SHORT_CONV_QKV
 
 Sizes = tuple[int, int, int]
+UNITS = (16, 32, 64, 128)  # channels of a head, which one warp holds
 
 
-def convolved_parts(
+def joins(
+    qkv: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, activation: str | None, packing: Any, states: bool
+) -> bool:
+    """Whether the parts of `qkv` `[B, T, D]` are convolved as one node of autograd, whose backward writes the parts of one gradient.
+
+    It is so for large tensors where Triton's kernels run eagerly and record a gradient, without `states`.
+    """
+    if qkv.device.type != "cuda" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    if states or not (packing is None or type(packing) is Packing):
+        return False
+    if type(qkv) is not Tensor or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cuda"):
+        return False
+    if not qkv.requires_grad or qkv.numel() * qkv.element_size() < LEAST.get("cuda", 0):
+        return False
+    if not qkv.is_contiguous() or (packing is not None and packing.sharded):
+        return False
+    call = call_of(qkv, weight, bias, sizes, activation, packing)
+    return choose("short_conv_qkv", SHORT_CONV_QKV.implementations, call).name == "triton"
+
+
+def takes_unit(sizes: Sizes, unit: int) -> bool:
+    """Whether the kernels divide queries and keys by their length per head of `unit` channels."""
+    return unit in UNITS and not any(size % unit for size in sizes[:2])
+
+
+def joined_convolutions(
     qkv: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     sizes: Sizes,
-    *,
     activation: str | None,
-    cu_seqlens: Tensor | Packing | None = None,
-    initial_state: Tensor | None = None,
-    return_state: bool = False,
-) -> tuple[Tensor, ...] | None:
-    """`short_conv_qkv` of the parts of `qkv` `[B, T, D]`, whose backward writes the parts of one gradient; autograd would join three.
-
-    None where it is not computed so: it is of large tensors where Triton's kernels run eagerly and record a gradient, without states.
-    """
-    if qkv.device.type != "cuda" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    if initial_state is not None or return_state or not (cu_seqlens is None or type(cu_seqlens) is Packing):
-        return None
-    if type(qkv) is not Tensor or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cuda"):
-        return None
-    if not qkv.requires_grad or qkv.numel() * qkv.element_size() < LEAST.get("cuda", 0):
-        return None
-    if not qkv.is_contiguous() or (cu_seqlens is not None and cu_seqlens.sharded):
-        return None
-    call = call_of(qkv, weight, bias, sizes, activation, cu_seqlens)
-    if choose("short_conv_qkv", SHORT_CONV_QKV.implementations, call).name != "triton":
-        return None
-    parts: tuple[Tensor, ...] = JoinedConvolutions.apply(qkv, weight, bias, sizes, activation, cu_seqlens)
+    packing: Packing | None,
+    unit: int = 0,
+) -> tuple[Tensor, ...]:
+    """The convolved parts; queries and keys are divided by their length per head of `unit` channels, unless that is 0."""
+    parts: tuple[Tensor, ...] = JoinedConvolutions.apply(qkv, weight, bias, sizes, activation, packing, unit)
     return parts
 
 
@@ -66,22 +76,27 @@ def call_of(
 
 
 class JoinedConvolutions(torch.autograd.Function):
-    """`convolved_parts` as one node."""
+    """`joined_convolutions` as one node."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+        from flashmix.ops.short_conv.triton_gpu import forward_joined
+
         ctx.save_for_backward(qkv, weight, bias)
-        ctx.options, (*_, packing) = options, options
+        ctx.options, (*options, unit) = options, options  # type: ignore[assignment]
+        packing = options[-1]
         ctx.version = None if packing is None else packing.version
         ctx.set_materialize_grads(False)
-        return SHORT_CONV_QKV.forward(call_of(qkv, weight, bias, *options), False, "triton")[0]
+        with gpu.on(qkv.device):
+            return forward_joined(call_of(qkv, weight, bias, *options), unit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from flashmix.ops.short_conv.triton_gpu import backward_joined
 
-        *_, packing = ctx.options
+        *options, unit = ctx.options
+        packing = options[-1]
         if packing is not None and packing.version != ctx.version:
             raise RuntimeError("short_conv_qkv: cu_seqlens was overwritten between the forward and the backward")
         qkv, weight, bias = ctx.saved_tensors
@@ -90,5 +105,5 @@ class JoinedConvolutions(torch.autograd.Function):
             for t, wanted in zip((qkv, weight, bias), ctx.needs_input_grad, strict=False)
         ]
         dqkv = torch.empty_like(qkv) if made[0] is None else made[0]
-        backward_joined(call_of(qkv, weight, bias, *ctx.options), grads, dqkv, made[1], made[2])
-        return *made, None, None, None
+        backward_joined(call_of(qkv, weight, bias, *options), grads, unit, dqkv, made[1], made[2])
+        return *made, None, None, None, None

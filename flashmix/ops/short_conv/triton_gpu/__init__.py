@@ -52,6 +52,10 @@ TABLE = (
 )
 
 
+# Backward of long rows of 16-bit numbers with heads of length 1: in 128 registers four rows at once spill.
+UNIT_BACKWARD = ConvTile(512, 4, 2, 4, 128)
+
+
 @dataclass(frozen=True)
 class ConvPlan:
     """How a pass over a call is cut into programs."""
@@ -79,16 +83,20 @@ def strides_of(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[int,
     return along_batch, tuple([t.stride(1) if tokens > 1 else 0 for t in tensors])
 
 
-def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None, joined: bool = False) -> ConvPlan:
+def plan(
+    call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = None, joined: bool = False, unit: int = 0
+) -> ConvPlan:
     """The programs of a pass that reads `rows`, the call's inputs first.
 
     Of the backward `dbias` says whether it sums that of the bias, `joined` whether the gradients of the inputs are one tensor.
+    `unit` is the size of the heads of all parts but the last whose outputs are divided by their length; 0: none are.
     """
     batch, tokens, _ = rows[0][0].shape
     channels, device, packed = call.channels, call.device, call.packing is not None
     whole = not packed and tokens >= SHORT  # sequences have programs of their own
     kind, size = 0 if dbias is None else 1 if whole else 2, call.dtype.itemsize
-    tile = next(tiles[kind] for width, most, *tiles in TABLE if call.width <= width and size <= most)
+    first, *_ = [tiles[kind] for width, most, *tiles in TABLE if call.width <= width and size <= most]
+    tile = UNIT_BACKWARD if unit and kind == 1 and first.registers else first
     group, programs = tile.group, gpu.multiprocessors(device) * tile.programs
     block = min(tile.block, power_of_two(max(channels)))
     blocks = sum(cdiv(size, block) for size in channels)
@@ -113,6 +121,7 @@ def plan(call: Convolutions, *rows: tuple[Tensor, ...], dbias: bool | None = Non
         GROUP=group,
         ALIGN=align,
         JOINED=joined,
+        UNIT=unit,
     )
     jobs, units = sequences * cdiv(length, span), tuple([size // align for size in channels])
     n = ConvNumbers(tokens, batch * tokens, call.sequences, span, blocks, jobs, units, sum(channels) // align)
@@ -151,15 +160,20 @@ def sequence_of(packing: Packing) -> Tensor:
 
 
 def forward(call: Convolutions, save: bool) -> tuple[Outputs, Outputs]:
+    return forward_joined(call, 0), ()
+
+
+def forward_joined(call: Convolutions, unit: int) -> Outputs:
+    """The outputs; those of all parts but the last are divided by their length per head of `unit` channels, unless that is 0."""
     outputs, x = call.results(), rows_of(call.inputs)
     added = () if call.added is None else rows_of([call.added])
     y, final = (outputs[:-1], outputs[-1]) if call.return_state else (outputs, None)
-    p = plan(call, x, added or x[:1])
+    p = plan(call, x, added or x[:1], unit=unit)
     states = 0 if final is None or call.width == 1 else call.sequences
     residual = p.rows(added) if added else None
     grid = (p.n.jobs + states) * p.n.blocks
     p.bound(short_conv_forward_kernel)(grid, p.rows(x), residual, operands_of(call), y, final, p.n)
-    return outputs, ()
+    return outputs
 
 
 def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
@@ -176,11 +190,16 @@ def backward(call: Convolutions, kept: Outputs, grads: Sequence[Tensor | None], 
 
 
 def backward_joined(
-    call: Convolutions, grads: Sequence[Tensor | None], dx: Tensor, dweight: Tensor | None, dbias: Tensor | None
+    call: Convolutions,
+    grads: Sequence[Tensor | None],
+    unit: int,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
 ) -> None:
     """Writes the gradients of inputs `[B, T, D]`, weights `[D, W]` and biases `[D]`, of all parts side by side."""
     weights, biases = ((t if t is None else t.split(call.channels)) for t in (dweight, dbias))
-    run_backward(call, grads, (dx,), weights, biases, None)
+    run_backward(call, grads, (dx,), weights, biases, None, unit)
 
 
 def run_backward(
@@ -190,12 +209,13 @@ def run_backward(
     dweight: tuple[Tensor, ...] | None,
     dbias: tuple[Tensor, ...] | None,
     dstate: Tensor | None,
+    unit: int = 0,
 ) -> None:
     """Writes the gradients; `dx` has one tensor for each part, one for all side by side, or none where only `dstate` is wanted."""
     x, c, (flows, dfinal) = rows_of(call.inputs), operands_of(call), call.flows(grads)
     dy = rows_of([t.new_zeros(t.shape[2]).expand(t.shape) if g is None else g for g, t in zip(flows, x, strict=True)])
     dfinal = None if dfinal is None else dfinal.contiguous()
-    p = plan(call, x, dy, dbias=dbias is not None, joined=0 < len(dx) < len(x))
+    p = plan(call, x, dy, dbias=dbias is not None, joined=0 < len(dx) < len(x), unit=unit)
     partial = None
     if dweight or dbias:
         partial = torch.empty(p.n.jobs, call.width + 1, sum(call.channels), dtype=torch.float32, device=call.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashmix.gpu.rows import activation_slope
+from flashmix.gpu.rows import activation, activation_slope
 from flashmix.ops.short_conv.triton_gpu.forward import (
     FOLDED,
     LONG,
@@ -19,6 +19,7 @@ from flashmix.ops.short_conv.triton_gpu.forward import (
     bounds_of,
     contiguous_offset_of,
     convolved,
+    head_sums,
     inputs_before,
     load_group,
     load_state,
@@ -40,11 +41,19 @@ class ConvSumSpec(NamedTuple):
 
 
 @triton.jit
-def gradient_before(past, x, dy, taps, S: tl.constexpr):
-    """`du_t = dy_t act'(u_t)`, float32."""
+def gradient_before(past, x, dy, taps, block, S: tl.constexpr):
+    """`du_t = da_t act'(u_t)`, float32; `da_t = dy_t` where the outputs are not divided by their length."""
     ACTIVATION: tl.constexpr = S.ACTIVATION
     PRECISE: tl.constexpr = S.PRECISE
     du = dy.to(tl.float32)
+    if S.UNIT > 0:
+        a = convolved(past, x, taps, S)
+        if ACTIVATION != "":
+            a = activation(a, ACTIVATION, PRECISE)
+        # da = r (dy - a r^2 sum(dy a))
+        r = tl.div_rn(1.0, tl.sqrt_rn(head_sums(a * a, S) + S.EPS))
+        da = r * (du - a * (r * r * head_sums(du * a, S)))
+        du = tl.where(block.part < S.PARTS - 1, da, du)
     if ACTIVATION != "":
         du *= activation_slope(convolved(past, x, taps, S), ACTIVATION, PRECISE)
     return du
@@ -117,7 +126,7 @@ def short_conv_backward_kernel(x, dy, c, dx, dfinal, partial, n, S: tl.constexpr
             seq = xs.ids[i]
             past = begin(past, seq, xs.positions[i], block, c, n, S)
             value = xs.rows[i].to(tl.float32)
-            du = gradient_before(past, value, dys[i], taps, S)
+            du = gradient_before(past, value, dys[i], taps, block, S)
             # dweight[:, k] += du_t x_{t-W+1+k}
             own_du = tl.where(
                 done < span.end, du, 0.0
@@ -193,7 +202,7 @@ def short_conv_state_backward_kernel(x, dy, c, dstate, dfinal, n, S: tl.constexp
         value = tl.load(tape.x + offset_of(tape, start + p, seq, p, S) + block.d, mask=mask, other=0.0)  # [d]
         value = value.to(tl.float32)
         dy_p = tl.load(flow.x + offset_of(flow, start + p, seq, p, S) + block.d, mask=mask, other=0.0)  # [d]
-        du = tl.where(mask, gradient_before(past, value, dy_p, taps, S), 0.0)
+        du = tl.where(mask, gradient_before(past, value, dy_p, taps, block, S), 0.0)
         sums = ()
         for j in tl.static_range(WIDTH - 1):
             if j >= p:

@@ -6,7 +6,9 @@
 A program takes a block of channels of one part (the q, k, v convolutions of a layer are three parts of one launch) and a
 span of rows; it reads a row once, and W - 1 rows of its neighbours. Rows are those of one sequence (LONG), or of all, one
 sequence after the other: of equal lengths (FOLDED) or packed (PACKED). Weight gradients are summed over a program's rows,
-then over programs in a fixed order.
+then over programs in a fixed order. With UNIT the outputs of q and k are divided by their length per head of UNIT channels:
+
+    a_t = act(u_t),    r_t = 1 / sqrt(sum(a_t^2) + EPS),    y_t = r_t a_t,    da_t = r_t (dy_t - a_t r_t^2 sum(dy_t a_t))
 
 Every tile is `[d]`, the channels of the block, unless a comment says otherwise. Strides and counts of channels are in units of ALIGN
 numbers, so that the compiler sees what vectors it may load.
@@ -39,6 +41,8 @@ class ConvSpec(NamedTuple):
     GROUP: int  # rows that it loads at once
     ALIGN: int
     JOINED: bool = False  # the gradients of all parts are one tensor, their channels side by side
+    UNIT: int = 0  # channels of a head of the first two parts, whose outputs have length 1; 0: as they are
+    EPS: float = 1e-6  # added to the square of a length, as `l2_norm` does
 
 
 class ConvNumbers(NamedTuple):
@@ -288,6 +292,21 @@ def convolved(past, x, taps, S: tl.constexpr):
 
 
 @triton.jit
+def head_sums(x, S: tl.constexpr):
+    """`[d]`: the sum over a channel's head of UNIT channels."""
+    HEADS: tl.constexpr = S.BLOCK // S.UNIT
+    sums = tl.sum(tl.reshape(x, [HEADS, S.UNIT]), axis=1)  # [h]
+    return tl.reshape(tl.broadcast_to(sums[:, None], [HEADS, S.UNIT]), [S.BLOCK])
+
+
+@triton.jit
+def of_unit_length(a, block, S: tl.constexpr):
+    """`a / sqrt(sum(a^2) + EPS)` per head; the last part, v, stays as it is."""
+    r = tl.div_rn(1.0, tl.sqrt_rn(head_sums(a * a, S) + S.EPS))
+    return tl.where(block.part < S.PARTS - 1, a * r, a)
+
+
+@triton.jit
 def store_last_inputs(tape, final, seq, block, c, n, S: tl.constexpr):
     """Writes the state after a sequence."""
     WIDTH: tl.constexpr = S.WIDTH
@@ -328,6 +347,8 @@ def short_conv_forward_kernel(x, residual, c, y, final, n, S: tl.constexpr):
                 u = convolved(past, value, taps, S)
                 if ACTIVATION != "":
                     u = activation(u, ACTIVATION, PRECISE)
+                if S.UNIT > 0:
+                    u = of_unit_length(u, block, S)
                 mask = block.inside & (row < span.limit)
                 if residual is not None:
                     added = tape_of(residual, 0, S)
