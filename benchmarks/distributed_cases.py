@@ -108,7 +108,9 @@ def chosen(rows: Iterable[tuple[str, int]], options: argparse.Namespace) -> list
 # of the checks: kinds, layouts, lengths
 LAYOUTS = (("contiguous", (1536,)), ("zigzag", (1536,)), ("uneven", (700, 0, 3, 801)))
 # of recurrences as well: pieces so long that a card cuts them into segments
-CUT = dict.fromkeys(("gated delta rule", "KDA", "GLA", "Mamba-2 form"), (("contiguous", (17000,)), ("zigzag", (33000,))))
+CUT = dict.fromkeys(
+    ("gated delta rule", "KDA", "GLA", "Mamba-2 form"), (("contiguous", (17000,)), ("zigzag", (33000,)))
+)
 
 
 def operands_of(kind: str, T: int, H: int, D: int, device: str, dtype: torch.dtype) -> Operands:

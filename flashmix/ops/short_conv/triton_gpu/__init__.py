@@ -52,8 +52,8 @@ TABLE = (
 )
 
 
-# Backward of long rows of 16-bit numbers with heads of length 1: in 128 registers four rows at once spill.
-UNIT_BACKWARD = ConvTile(512, 4, 2, 4, 128)
+# Backward of long rows of 16-bit numbers with heads of length 1: in 128 registers, four programs a multiprocessor, it spills and is slower.
+UNIT_BACKWARD = ConvTile(512, 4, 4, 3, 168)
 
 
 @dataclass(frozen=True)
