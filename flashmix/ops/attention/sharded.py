@@ -89,14 +89,16 @@ class Group(NamedTuple):
 
 
 def groups_of(call: AttentionCall, shard: Shard, share: int) -> list[Group]:
-    """Groups of heads, the same on every rank: what one has of other ranks takes at most 1 / `share` of the bytes of the queries.
+    """Groups of heads, the same on every rank: keys and values of one take at most 1 / `share` of the bytes of the queries.
 
-    That are their keys and values twice, in the message and beside the rank's own.
+    Counted are those of other ranks, as a message, and all that the queries see beyond as many tokens as the rank has: a window is little.
     """
-    wanted = enumerate(wants(shard, call.left, call.right == 0))
-    rows = max(sum(span.rows for span in spans if span.owner != rank) for rank, spans in wanted)
+    most_rows = 0
+    for rank, spans in enumerate(wants(shard, call.left, call.right == 0)):
+        seen, own = sum(s.rows for s in spans), sum(s.rows for s in spans if s.owner == rank)
+        most_rows = max(most_rows, seen - own + max(0, seen - shard.tokens_of(rank)))
     tokens = max(shard.tokens_of(rank) for rank in range(shard.ranks))
-    size = 2 * rows * call.heads * (call.k.shape[3] + call.v.shape[3])
+    size = most_rows * call.heads * (call.k.shape[3] + call.v.shape[3])
     most = tokens * call.heads_q * call.q.shape[3] // share
     n = call.group
     return [Group(s, slice(n * s.start, n * s.stop)) for s in groups(call.heads, size, most)]
