@@ -251,6 +251,12 @@ def test_configurations_that_are_refused(llama: Path, change: dict[str, Any], te
     assert str(raised.value).startswith(text)
 
 
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConversionError, match=r"must be a folder with a config\.json, got none there$"):
+            convert(folder)
+
+
 def test_files_that_are_cut_off_are_refused(llama: Path) -> None:
     whole = (llama / "model.safetensors").read_bytes()
     for length in (4, 60, len(whole) - 1):
@@ -276,7 +282,7 @@ def test_a_decoder_of_flashmix_becomes_a_family_that_can_hold_it(tmp_path: Path)
         convert(tmp_path / "ours")
     shutil.rmtree(tmp_path / "ours")
     FlashmixForCausalLM(FlashmixConfig.of(preset("gla_nano"))).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ConversionError, match=r"^the family must have a layer of kda, got none"):
+    with pytest.raises(ConversionError, match=r"^this decoder is no kimi_linear: it has no layer of kda$"):
         convert(tmp_path / "ours", to="kimi_linear")
 
 

@@ -176,6 +176,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         values = json.loads(path.read_text())
         if not isinstance(values, dict):
             raise ValueError("it is no dict")
+    except FileNotFoundError as error:
+        raise ConversionError(f"{folder} must be a folder with a config.json, got none there") from error
     except (OSError, ValueError) as error:
         raise ConversionError(f"{path} must be a configuration: {type(error).__name__}: {error}") from error
     return values
@@ -232,6 +234,8 @@ def _family_of(config: DecoderConfig, values: Mapping[str, Any], to: str | None)
     try:
         target = family.theirs(config)
         fits = same_decoder(family.ours(target), config)
+    except ConversionError as error:
+        raise ConversionError(f"this decoder is no {to}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"this decoder is no {to}") from error
     if not fits:

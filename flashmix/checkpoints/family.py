@@ -166,7 +166,7 @@ def first_of(config: DecoderConfig, mixer: str) -> Layer:
     """The first layer of this mixer; raises ConversionError where there is none."""
     found = next((layer for layer in layers_of(config) if layer.mixer == mixer), None)
     if found is None:
-        raise ConversionError(f"the family must have a layer of {mixer}, got none")
+        raise ConversionError(f"it has no layer of {mixer}")
     return found
 
 

@@ -41,6 +41,10 @@ class Accelerated:
         self.undo()
 
     def __str__(self) -> str:
+        if not self.replaced and not self.left:
+            return (
+                "flashmix found no recurrent mixer in this model; softmax attention: flashmix.hf.register_attention()"
+            )
         by_class: dict[str, list[str]] = {}
         for name, kind in self.replaced.items():
             by_class.setdefault(kind, []).append(name)
@@ -131,7 +135,7 @@ def accelerate(model: nn.Module, *, strict: bool = False, quiet: bool = False) -
         >>> from torch import nn
         >>> with accelerate(nn.Linear(8, 8)) as accelerated:
         ...     accelerated.replaced
-        flashmix computes 0 of 0 mixers
+        flashmix found no recurrent mixer in this model; softmax attention: flashmix.hf.register_attention()
         {}
     """
     if not isinstance(model, nn.Module):
