@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,16 +41,16 @@ def test_call_runs_on_a_cpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", THINGS)
 def test_call_on_a_gpu(name: str) -> None:
-    compare(name, THINGS[name])
+    compare(name, run(name, THINGS[name], "cuda", torch.bfloat16))
 
 
-def compare(name: str, thing: Any, gradient: bool = True) -> None:
-    got, plain = run(name, thing, "cuda", torch.bfloat16, gradient), run(name, THINGS[name], "cpu", torch.bfloat16)
-    exact = in_float64(name)
+def compare(name: str, got: dict[str, Tensor]) -> None:
+    plain, exact = run(name, THINGS[name], "cpu", torch.bfloat16), in_float64(name)
     assert got and set(got) <= set(exact)
     for key, tensor in got.items():
         assert tensor.device.type == "cuda"
-        assert_within_budget(f"{name} {key}", tensor.cpu(), exact[key], plain[key], torch.bfloat16, STAGES)
+        stages = STAGES if key.startswith("result") else 2 * STAGES  # as of random calls, docs/numerics.md
+        assert_within_budget(f"{name} {key}", tensor.cpu(), exact[key], plain[key], torch.bfloat16, stages)
 
 
 @functools.cache
@@ -59,12 +59,15 @@ def original(name: str) -> Any:
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     autotuner._bench = lambda self, *_, **__: [0.0, 0.0, 0.0]
     fla = pytest.importorskip("fla")
-    for package in ("ops", "modules"):
-        for found in pkgutil.walk_packages([f"{fla.__path__[0]}/{package}"], f"fla.{package}."):
-            if not any(part in found.name for part in ("triton_ascend", "backends", "tilelang")):
-                thing = getattr(importlib.import_module(found.name), name, None)
-                if thing is not None:
-                    return thing
+    for package in ("fla.ops", "fla.modules"):
+        thing = getattr(importlib.import_module(package), name, None)
+        if thing is not None:
+            return thing
+    for path in sorted(Path(fla.__path__[0]).rglob("*.py")):  # names that no package hands on
+        text = path.read_text()
+        if f"def {name}(" in text or f"class {name}(" in text or f"\n{name} = " in text:
+            parts = path.relative_to(fla.__path__[0]).with_suffix("").parts
+            return getattr(importlib.import_module(".".join(("fla", *parts))), name)
     raise AssertionError(f"flash-linear-attention has no {name}")
 
 
@@ -72,4 +75,9 @@ def original(name: str) -> Any:
 @pytest.mark.parametrize("name", [name for name in THINGS if name.startswith("fla.")])
 def test_call_of_the_original(name: str) -> None:
     """Without gradients, for which the original refuses some cards and versions of Triton."""
-    compare(name, original(name.removeprefix("fla.")), gradient=False)
+    thing = original(name.removeprefix("fla."))
+    try:
+        got = run(name, thing, "cuda", torch.bfloat16, gradient=False)
+    except Exception as error:
+        pytest.skip(f"the original cannot be called so: {type(error).__name__}: {error}")
+    compare(name, got)
