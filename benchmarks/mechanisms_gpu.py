@@ -1,16 +1,21 @@
-"""Mechanisms on a GPU beside FLA: `python benchmarks/mechanisms_gpu.py [--rows NAME ...] [--ready SECONDS] [--out FILE]`.
+"""Mechanisms on a GPU beside their peers: `python benchmarks/mechanisms_gpu.py [--rows NAME ...] [--own SECONDS] [--ready SECONDS]`.
 
 bfloat16, forward, and forward with backward: milliseconds between events with a cold L2 (medians), and the memory that a call takes
-beyond its inputs. A row and a side are a process of its own: all compile (and FLA tunes) at once, for at most `--ready` seconds; then
-those that are ready are timed one after the other, alone on the card. What was not ready is named. What FLA does not have (xLSTM's
-kernels, Mamba-3) is timed alone.
+beyond its inputs. A row and a side are a process of its own: all compile (and peers tune) at once. After at most `--own` seconds those of
+flashmix that are ready are timed, one after the other, alone on the card, all others stopped; then these go on, and those that are ready
+`--ready` seconds after the start are timed in the same way. Each row is printed and written when it is measured; what was not ready or
+failed is named.
+
+Peers: fla-core, mlstm_kernels, accelerated-scan (its Triton scan: float32, channels before tokens) and mamba_ssm's Triton kernels of
+Mamba-3, which load without the rest of that package.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,6 +56,11 @@ def hgrn(side: str) -> tuple[Inputs, Run]:
         from flashmix import hgrn
 
         return x, lambda x, g: hgrn(x, g)
+    if side == "accelerated_scan":
+        from accelerated_scan.triton import scan
+
+        x = {"gates": decay(8, 4096, 4096).exp_(), "tokens": normal(8, 4096, 4096, dtype=F32)}
+        return x, lambda gates, tokens: scan(gates, tokens)
     from fla.ops.hgrn import chunk_hgrn
 
     return x, lambda x, g: chunk_hgrn(x, g)
@@ -133,23 +143,42 @@ def mesa_net(side: str) -> tuple[Inputs, Run]:
 
 def mlstm(B: int, T: int) -> Callable[[str], tuple[Inputs, Run]]:
     def made(side: str) -> tuple[Inputs, Run]:
-        from flashmix import mlstm
-
         x = {"q": normal(B, T, 8, 256), "k": normal(B, T, 8, 256), "v": normal(B, T, 8, 512)}
         x |= {"write": normal(B, T, 8, dtype=F32), "forget": decay(B, T, 8)}
-        return x, lambda q, k, v, write, forget: mlstm(q, k, v, write, forget)
+        if side == "flashmix":
+            from flashmix import mlstm
+
+            return x, lambda q, k, v, write, forget: mlstm(q, k, v, write, forget)
+        from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+
+        chunk = int(side.split()[1])
+        x = {name: t.transpose(1, 2).contiguous() for name, t in x.items()}  # [B, H, T, ...]
+        return x, lambda *given: mlstm_chunkwise__xl_chunk(*given, chunk_size=chunk, autocast_kernel_dtype=BF16)
 
     return made
 
 
 def mamba3(side: str) -> tuple[Inputs, Run]:
-    from flashmix import mamba3
-
     B, T, H, N, P = 4, 4096, 32, 128, 64
     x = {"x": normal(B, T, H, P), "dt": torch.rand(B, T, H, device="cuda"), "g": decay(B, T, H)}
     x |= {"gate": torch.rand(B, T, H, device="cuda"), "B": normal(B, T, 1, N), "C": normal(B, T, 1, N)}
     x["angles"] = normal(B, T, H, N // 4, dtype=F32)
-    return x, lambda x, dt, g, gate, B, C, angles: mamba3(x, dt, g, gate, B, C, angles)
+    if side == "flashmix":
+        from flashmix import mamba3
+
+        return x, lambda x, dt, g, gate, B, C, angles: mamba3(x, dt, g, gate, B, C, angles)
+    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
+
+    for name in ("dt", "g", "gate"):
+        x[name] = x[name].transpose(1, 2).contiguous()
+    x |= {"bias_q": torch.zeros(H, N, device="cuda"), "bias_k": torch.zeros(H, N, device="cuda")}
+
+    def run(
+        x: Tensor, dt: Tensor, g: Tensor, gate: Tensor, B: Tensor, C: Tensor, angles: Tensor, *biases: Tensor
+    ) -> Any:
+        return mamba3_siso_combined(C, B, x, g, dt, gate, *biases, angles)
+
+    return x, run
 
 
 def selective(side: str) -> tuple[Inputs, Run]:
@@ -160,6 +189,15 @@ def selective(side: str) -> tuple[Inputs, Run]:
     x["A"] = -torch.arange(1.0, S + 1, device="cuda").expand(D, S).contiguous()
     x |= {"D": normal(D, dtype=F32), "dt_bias": normal(D, dtype=F32) - 4}
     return x, lambda **x: selective_scan(**x, softplus=True, impl=side.removeprefix("flashmix "))
+
+
+def scan(B: int, T: int, D: int) -> Callable[[str], tuple[Inputs, Run]]:
+    def made(side: str) -> tuple[Inputs, Run]:
+        from flashmix import scan
+
+        return {"x": normal(B, T, D), "g": decay(B, T, D, dtype=BF16)}, lambda x, g: scan(x, g)
+
+    return made
 
 
 def slstm(T: int, H: int, D: int, dtype: torch.dtype) -> Callable[[str], tuple[Inputs, Run]]:
@@ -176,15 +214,17 @@ def slstm(T: int, H: int, D: int, dtype: torch.dtype) -> Callable[[str], tuple[I
 Made = Callable[[str], tuple[Inputs, Run]]
 ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
     "selective_scan 8x2048x4096": (selective, ("flashmix gluon", "flashmix triton")),
+    "scan 8x4096x4096": (scan(8, 4096, 4096), ("flashmix",)),
+    "scan 1x131072x512": (scan(1, 131072, 512), ("flashmix",)),
     "slstm 8x1024x4x64 float32": (slstm(1024, 4, 64, F32), ("flashmix",)),
     "slstm 8x1024x4x128 bfloat16": (slstm(1024, 4, 128, BF16), ("flashmix",)),
     "slstm 8x1024x4x192 bfloat16": (slstm(1024, 4, 192, BF16), ("flashmix",)),
     "slstm 8x1024x4x256 bfloat16": (slstm(1024, 4, 256, BF16), ("flashmix",)),
-    "hgrn 8x4096x4096": (hgrn, ("flashmix", "fla")),
+    "hgrn 8x4096x4096": (hgrn, ("flashmix", "fla", "accelerated_scan")),
     "rwkv4 8x2048x2048": (rwkv4, ("flashmix", "fla")),
-    "mlstm 8x2048x8 256/512": (mlstm(8, 2048), ("flashmix",)),
-    "mlstm 1x16384x8 256/512": (mlstm(1, 16384), ("flashmix",)),
-    "mamba3 4x4096x32 128/64": (mamba3, ("flashmix",)),
+    "mlstm 8x2048x8 256/512": (mlstm(8, 2048), ("flashmix", "mlstm_kernels 128", "mlstm_kernels 256")),
+    "mlstm 1x16384x8 256/512": (mlstm(1, 16384), ("flashmix", "mlstm_kernels 128", "mlstm_kernels 256")),
+    "mamba3 4x4096x32 128/64": (mamba3, ("flashmix", "mamba_ssm")),
     "lightnet 4x2048x16 128/128": (lightnet, ("flashmix", "fla")),
     "based 8x2048x16 16/128": (based, ("flashmix", "fla", "fla parallel")),
     "rebased 8x2048x16 16/128": (rebased, ("flashmix", "fla")),
@@ -193,53 +233,100 @@ ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
 }
 
 
-def worker(name: str, side: str, folder: Path, repeats: int) -> None:
+def worker(name: str, side: str, files: Path, repeats: int) -> None:
     """One row and side: warms up, waits for its turn, prints its times as JSON."""
+    started = time.monotonic()
     torch.manual_seed(0)
     made, _ = ROWS[name]
     x, run = made(side)
     leaves = {key: t.requires_grad_() if t.is_floating_point() else t for key, t in x.items()}
-    names = list(leaves)
+
+    def call() -> Tensor:
+        return first(run(**leaves) if side.startswith("flashmix") else run(*leaves.values()))
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return first(run(**leaves) if side.startswith("flashmix") else run(*(leaves[n] for n in names)))
+            return call()
 
     flow = torch.randn_like(forward())
 
     def both() -> None:
-        y = first(run(**leaves) if side.startswith("flashmix") else run(*(leaves[n] for n in names)))
+        y = call()
         torch.autograd.grad(y, [t for t in leaves.values() if t.requires_grad], flow.to(y.dtype), allow_unused=True)
 
     passes = {"forward": forward, "forward and backward": both}
-    for call in passes.values():
-        call()
-        call()
+    for each in (forward, both, both):
+        each()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    (folder / f"ready {name} {side}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.05)
-    with (folder / "turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        memory = {}
-        for key, call in passes.items():
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call()
-            torch.cuda.synchronize()
-            memory[key] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        times = timing.cuda_medians(passes, repeats=repeats, warmup=2)
-    for key, ms in times.items():
-        print(json.dumps({"row": name, "run": side, "pass": key, "ms": ms, "peak_mib": memory[key]}), flush=True)
+    first_call = time.monotonic() - started
+    files.with_suffix(".ready").touch()
+    while not files.with_suffix(".go").exists():
+        time.sleep(0.02)
+    for key, each in passes.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        each()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        ms = timing.cuda_medians({key: each}, repeats=repeats, warmup=2)[key]
+        row = {"row": name, "run": side, "pass": key, "ms": ms, "peak_mib": peak, "first_s": first_call}
+        print(json.dumps(row), flush=True)
+
+
+class Side:
+    """A row and a side of it: its process, and the files by which it is spoken to."""
+
+    def __init__(self, name: str, side: str, files: Path, repeats: int) -> None:
+        self.name, self.side, self.files = name, side, files
+        command = [sys.executable, sys.argv[0], "--repeats", str(repeats), "--worker", name, side, str(files)]
+        out, err = (files.with_suffix(end).open("w") for end in (".out", ".err"))
+        self.process = subprocess.Popen(command, stdout=out, stderr=err)
+
+    def ready(self) -> bool:
+        return self.files.with_suffix(".ready").exists() or self.process.poll() is not None
+
+    def signal(self, which: int) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, which)
+
+    def say(self, what: str) -> None:
+        print(f"{self.name:30} {self.side:18} {what}", flush=True)
+
+    def measured(self, seconds: float) -> list[dict[str, Any]]:
+        """Its times, taken now; none if it failed, which is printed."""
+        if not self.files.with_suffix(".ready").exists() and self.process.wait(seconds) < 0:
+            self.say("was not ready")
+        self.files.with_suffix(".go").touch()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.say(f"took more than {seconds:.0f} s")
+            self.process.wait()
+        text = self.files.with_suffix(".out").read_text()
+        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        if not found and self.process.returncode > 0:
+            self.say("failed: " + (self.files.with_suffix(".err").read_text().strip().splitlines() or [""])[-1][:160])
+        if found:
+            times = " / ".join(f"{row['ms']:.3f}" for row in found)
+            peaks = " / ".join(f"{row['peak_mib']:.0f}" for row in found)
+            self.say(f"{times} ms, {peaks} MiB, first {found[0]['first_s']:.1f} s")
+        return found
+
+
+def wait_for(sides: list[Side], deadline: float) -> None:
+    while time.monotonic() < deadline and not all(side.ready() for side in sides):
+        time.sleep(0.1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--own", type=float, default=60.0)
     parser.add_argument("--ready", type=float, default=120.0)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=3)
     options = parser.parse_args()
@@ -247,43 +334,32 @@ def main() -> None:
         worker(options.worker[0], options.worker[1], Path(options.worker[2]), options.repeats)
         return
     folder = Path(tempfile.mkdtemp())
-    wanted = [(name, side) for name in ROWS for side in ROWS[name][1] if any(part in name for part in options.rows)]
-    base = [sys.executable, __file__, "--repeats", str(options.repeats), "--worker"]
     started = time.monotonic()
-    files = {key: (folder / f"out {i}", folder / f"err {i}") for i, key in enumerate(wanted)}
-    running = {}
-    for key in wanted:
-        out, err = files[key]
-        running[key] = subprocess.Popen([*base, *key, str(folder)], stdout=out.open("w"), stderr=err.open("w"))
-
-    def is_ready(key: tuple[str, str]) -> bool:
-        return (folder / f"ready {key[0]} {key[1]}").exists() or running[key].poll() is not None
-
-    while time.monotonic() - started < options.ready and not all(map(is_ready, wanted)):
-        time.sleep(0.1)
-    for key in wanted:
-        if not is_ready(key):
-            running[key].kill()
-            print(f"{key[0]:30} {key[1]:16} was not ready after {options.ready:.0f} s", flush=True)
-    (folder / "go").touch()
-    print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
+    wanted = [(name, side) for name in ROWS for side in ROWS[name][1] if name.startswith(tuple(options.rows))]
+    sides = [Side(*key, folder / f"side{i}", options.repeats) for i, key in enumerate(wanted)]
+    own = [side for side in sides if side.side.startswith("flashmix")]
     rows: list[dict[str, Any]] = []
-    for key in wanted:
-        running[key].wait()
-        out, err = files[key]
-        found = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
-        if not found and running[key].returncode > 0:
-            print(
-                f"{key[0]:30} {key[1]:16} failed: {(err.read_text().strip().splitlines() or [''])[-1][:160]}",
-                flush=True,
-            )
-        if found:
-            times = " / ".join(f"{row['ms']:.3f}" for row in found)
-            peaks = " / ".join(f"{row['peak_mib']:.0f}" for row in found)
-            print(f"{key[0]:30} {key[1]:16} {times} ms, {peaks} MiB", flush=True)
-        rows += found
-        if options.out is not None:
-            timing.write_json(options.out, rows, {"gpu": torch.cuda.get_device_name()})
+
+    def measure(some: list[Side]) -> None:
+        print(f"--- {time.monotonic() - started:.0f} s", flush=True)
+        for side in some:
+            rows.extend(side.measured(20.0))
+            if options.out is not None:
+                timing.write_json(options.out, rows, {"gpu": torch.cuda.get_device_name()})
+
+    wait_for(own, started + options.own)
+    soon = [side for side in own if side.ready()]
+    later = [side for side in sides if side not in soon]
+    for side in later:
+        side.signal(signal.SIGSTOP)
+    measure(soon)
+    for side in later:
+        side.signal(signal.SIGCONT)
+    wait_for(later, started + options.ready)
+    for side in later:
+        if not side.ready():
+            side.process.kill()
+    measure(later)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from flashmix.ops.selective_scan.triton_gpu.backward import (
     SelectiveGradients,
     SelectiveStateGradients,
     selective_backward_kernel,
-    selective_segments_kernel,
 )
 from flashmix.ops.selective_scan.triton_gpu.forward import SelectiveInputs, SelectiveStates, selective_kernel
 from flashmix.ops.selective_scan.triton_gpu.plan import LANES, RESIDENT, SelectivePlan, plan_of
@@ -85,15 +84,17 @@ def _run_backward(
     programs = min(work, RESIDENT)
     inputs, slots = _inputs(call), slots_of(call.packing, plan)
     numbers = BackwardNumbers(call.u.shape[1], plan.each, plan.segment, work, programs, rows)
+    run = bound(selective_backward_kernel, S, num_warps=1)
     if S.SEGMENTS:
         totals, ends = _segment_ends(call, plan)
         states = states._replace(totals=totals, ends=ends)
-        bound(selective_segments_kernel, S, num_warps=1)(work, inputs, d_y, states, slots, numbers)
+        alone = SelectiveGradients(d_y, None, None, None, None, None)
+        run(work, inputs, alone, states, slots, numbers._replace(programs=work))
     shared = _empty(call, S.BLOCKS, 2, rows, S.SHARES, S.STATES)
     rates, channels = _empty(call, plan.slots, S.STATES, S.WIDTH), _empty(call, plan.slots, 2, S.WIDTH)
     gradients = SelectiveGradients(d_y, found["u"], found["dt"], found.get("z"), shared, channels)
     states = states._replace(rates=rates, scratch=_empty(call, programs, CHUNK // S.GROUP, S.TILE, LANES))
-    bound(selective_backward_kernel, S, num_warps=1)(programs, inputs, gradients, states, slots, numbers)
+    run(programs, inputs, gradients, states, slots, numbers)
     both = torch.empty(size=(2, *call.B.shape), dtype=call.B.dtype, device=call.device)
     sum_columns(shared, both)
     d_A, d_channels = _empty(call, S.STATES, S.WIDTH), _empty(call, 2, S.WIDTH)

@@ -41,7 +41,7 @@ from flashmix.ops.selective_scan.triton_gpu.forward import (
 
 class SelectiveGradients(NamedTuple):
     """The gradient of `y` and those of `u`, `dt`, `z` `[T, D]`; `shared` those of B and C a block of channels, `[blocks, 2, T, G, S]`;
-    `channels` those of D and the bias a slot, `[slots, 2, D]`."""
+    `channels` those of D and the bias a slot, `[slots, 2, D]`; the pass that finds `ends` has `y` alone."""
 
     y: Any
     u: Any
@@ -53,7 +53,8 @@ class SelectiveGradients(NamedTuple):
 
 class SelectiveStateGradients(NamedTuple):
     """As `SelectiveStates`: `last` the gradient of the last states, `start` of those that came in, `rates` of A a slot `[slots, S, D]`;
-    `kept` the states at the starts of chunks, `scratch` `[programs, CHUNK / GROUP, S, LANES]`.
+    `kept` the states at the starts of chunks, `scratch` `[programs, CHUNK / GROUP, S, LANES]`. The pass that finds `totals` and `ends` has
+    no `rates`.
     """
 
     A: Any
@@ -145,11 +146,11 @@ def gated(d_out, z, S: tl.constexpr):
         return d_out * activation(z.to(tl.float32), "silu", S.PRECISE)
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["states"])
-def selective_segments_kernel(inputs, d_out, states, slots, n, S: tl.constexpr):
+@triton.jit
+def slot_ends(inputs, gradients, states, slots, n, work, S: tl.constexpr):
     """What a slot adds to the gradient that reaches the states before it, `ends`, and the sum of its step sizes."""
     GROUP: tl.constexpr = S.GROUP
-    slot, share, _, column, inside = place_of(tl.program_id(0), S)
+    slot, share, _, column, inside = place_of(work, S)
     span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
     rates, bias = rates_of(states.A, column, inside, S), numbers_of(inputs.bias, column, inside)
@@ -158,7 +159,7 @@ def selective_segments_kernel(inputs, d_out, states, slots, n, S: tl.constexpr):
     for back in range(groups):
         at = span.first + (groups - 1 - back) * GROUP
         dts = tokens_of(inputs.dt, at, column, limit, 0.0, S)
-        ds = tokens_of(d_out, at, column, limit, 0.0, S)
+        ds = tokens_of(gradients.y, at, column, limit, 0.0, S)
         zs = optional_tokens(inputs.z, at, column, limit, S)
         left = left_of(limit, at)
         for i in tl.static_range(GROUP - 1, -1, -1):
@@ -300,6 +301,10 @@ def slot_gradients(inputs, gradients, states, slots, n, work, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["states"])
 def selective_backward_kernel(inputs, gradients, states, slots, n, S: tl.constexpr):
-    """The gradients of slots and blocks of channels, every `programs`-th: each program has memory of its own."""
+    """The gradients of slots and blocks of channels, every `programs`-th: each program has memory of its own. Without `rates`, only what
+    `slot_ends` finds."""
     for work in range(tl.program_id(0), n.work, n.programs):
-        slot_gradients(inputs, gradients, states, slots, n, work, S)
+        if states.rates is None:
+            slot_ends(inputs, gradients, states, slots, n, work, S)
+        else:
+            slot_gradients(inputs, gradients, states, slots, n, work, S)
