@@ -53,8 +53,39 @@ def kimi_linear_like(size: Size) -> Layers:
     return _every_fourth(layers_of("kda", size), "attention", heads=size.heads, rotary=0)
 
 
+def falcon_mamba_like(size: Size) -> Layers:
+    """Mamba without MLPs, its step sizes, B and C normalised without weights, as in arXiv:2410.05355."""
+    options = {"state_dim": 16, "norms": True, "norm_weights": False}
+    return size.depth * [LayerConfig("mamba", options, mlp={"kind": "none"})]
+
+
+def jamba_like(size: Size) -> Layers:
+    """Mamba with norms of dt, B and C, one layer of eight attention without positions, as in arXiv:2403.19887; no experts."""
+    period = min(size.depth, 8)
+    scan = LayerConfig("mamba", {"state_dim": 16, "norms": True})
+    attention = LayerConfig("attention", {"heads": size.heads, "rotary": 0})
+    return [attention if i % period == period // 2 else scan for i in range(size.depth)]
+
+
+def recurrent_gemma_like(size: Size) -> Layers:
+    """Two layers of RG-LRU, then one of attention to a window with one key head; gated MLPs, as in arXiv:2404.07839."""
+    mlp = {"kind": "gated", "hidden": 3 * size.width, "activation": "gelu_tanh", "bias": True}
+    attention = {"heads": size.heads, "kv_heads": 1, "window": size.window, "rotary": size.head_dim // 2}
+    kinds = [("rg_lru", {"heads": size.heads}), ("rg_lru", {"heads": size.heads}), ("attention", attention)]
+    return [LayerConfig(*kinds[i % 3], mlp=mlp) for i in range(size.depth)]
+
+
 PRESETS: dict[str, Callable[[Size], Layers]] = {mixer: partial(layers_of, mixer) for mixer in presets()} | {
-    build.__name__: build for build in (transformer, hybrid, qwen3_next_like, kimi_linear_like)
+    build.__name__: build
+    for build in (
+        transformer,
+        hybrid,
+        qwen3_next_like,
+        kimi_linear_like,
+        falcon_mamba_like,
+        jamba_like,
+        recurrent_gemma_like,
+    )
 }
 """The published architectures by name: each makes the list of layers of a size."""
 
