@@ -119,7 +119,7 @@ def lightnet(side: str) -> tuple[Inputs, Run]:
 def log_linear(side: str) -> tuple[Inputs, Run]:
     B, T, H, K, V = 4, 2048, 16, 128, 64
     x = {"q": normal(B, T, 1, K, scale=K**-0.5), "k": normal(B, T, 1, K), "v": normal(B, T, H, V), "g": decay(B, T, H)}
-    x["levels"] = torch.rand(B, T, H, 12, device="cuda")
+    x["levels"] = torch.rand(B, T, H, 12, device="cuda").to(F32 if side == "flashmix" else BF16)
     if side == "flashmix":
         from flashmix import log_linear
 

@@ -53,8 +53,8 @@ COMPLEX = [  # case, and whether the decay is complex
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a few tokens, of which short sequences have several."""
-    monkeypatch.setattr(plans, "GROUP", 4)
-    monkeypatch.setattr(plans, "GROUP_BACKWARD", 4)
+    for name in ("GROUP", "GROUP_SEGMENTED", "GROUP_BACKWARD"):
+        monkeypatch.setattr(plans, name, 4)
 
 
 @pytest.mark.interpreted

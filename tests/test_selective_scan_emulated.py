@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ from rowwise_cases import (
 from selective_cases import assert_scans, inputs
 from torch import Tensor
 
-from flashmix import Packing, selective_scan
+from flashmix import Packing, explain, selective_scan
 
 STACK = 256  # bytes of spills in the backward: what its loads of the next tokens and addresses take, once every eight tokens
 Sizes = tuple[int, ...]
@@ -104,11 +106,26 @@ def test_on_the_device(sizes: Sizes, lengths: Sizes) -> None:
             assert_scans(sizes, lengths, dtype, "gluon", extras, "cuda")
 
 
+@cache
+def weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """A and D; they are on the device before a graph is captured."""
+    return -random(40, 16, seed=1).abs().to(device), random(40, seed=2).to(device)
+
+
 def selected(u: Tensor) -> Tensor:
     """The selective scan with everything that it has, of one tensor `[B, T, 40]`."""
-    A, D = -random(40, 16, seed=1).abs().to(u.device), random(40, seed=2).to(u.device)
+    A, D = weights(u.device)
     B, C = u[..., :16], u[..., 16:32]
     return selective_scan(u, u, A, B, C, D=D, z=u, dt_bias=D, softplus=True, impl="gluon")[0]
+
+
+def test_what_is_taken_first() -> None:
+    """On Hopper 16 states of 16-bit numbers come to Gluon before Triton, other numbers of states to Triton."""
+    for states, first in ((16, "gluon"), (8, "triton")):
+        given = {name: t.bfloat16() for name, t in inputs((1, 20, 32, states, 0), torch.float32, 1, False).items()}
+        del given["initial_state"]
+        with hopper_card():
+            assert explain(selective_scan, **given).choice == first
 
 
 @pytest.mark.gpu

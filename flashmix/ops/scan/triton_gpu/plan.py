@@ -9,13 +9,9 @@ from flashmix.ops.scan.call import ScanCall
 
 BY_CHANNEL, BY_HEAD, CONSTANT = range(3)
 THREADS, WIDEST_HEAD = 32, 256  # a program is a warp
-GROUP, GROUP_BACKWARD = 32, 16  # numbers of a tensor that a thread loads at a time
+GROUP, GROUP_SEGMENTED, GROUP_BACKWARD = 24, 16, 16  # numbers of a tensor that a thread loads at a time
 JOINED = 16
-FEW, PROGRAMS, SEGMENT = (
-    512,
-    2048,
-    256,
-)  # at most that few programs become that many by segments of at least so many tokens
+FEW, PROGRAMS, SEGMENT = 512, 4096, 256  # at most FEW programs become PROGRAMS by segments of at least SEGMENT tokens
 
 
 class ScanSpec(NamedTuple):
@@ -64,7 +60,8 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     segment = cdiv(tokens, max(each, 1))
     each = cdiv(tokens, max(segment, 1)) if segments else 1
     slots = N * each if not (packed and segments) else T // segment + N
-    group = (GROUP_BACKWARD if backward else GROUP) // (2 if pairs else cdiv(block, 2 * THREADS))
+    group = GROUP_BACKWARD if backward else GROUP_SEGMENTED if segments else GROUP
+    group //= 2 if pairs else cdiv(block, 2 * THREADS)
     group = min(max(group, 1), power_of_two(tokens))
     spec = ScanSpec(
         WIDTH=width,
