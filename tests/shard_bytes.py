@@ -198,6 +198,11 @@ def attention_in_groups_of_heads(group: Any) -> list[str]:
             found += far(f"{order} result {place}", a, b)
         if len(sent) < 8:  # of each group keys and values, and with the gradient both ways
             found.append(f"{order}: {len(sent)} exchanges")
+    q, k, v = (shard.take(call[name]).requires_grad_() for name in "qkv")
+    with counted() as sent:
+        flashmix.softmax_attention(q, k, v, causal=True, window=(1, 0), cu_seqlens=shard)[0].sum().backward()
+    if len(sent) != 3:  # what a short window takes of other ranks is one group
+        found.append(f"window: {len(sent)} exchanges")
     return found
 
 
