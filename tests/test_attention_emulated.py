@@ -19,6 +19,9 @@ SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
 # Head dims that choose the tiles and the passes of the backward, then what each feature adds.
 FAST = (
     Case("causal, persistent", **SMALL | {"tokens": 400}, dim=128, window=(63, 0)),
+    Case("grouped heads, packed", **SMALL | {"heads_q": 2}, dim=128, softcap=3.0, sink=True, lengths=(70, 0, 5, 75)),
+    Case("dims 64 and 50, not causal", **SMALL | {"tokens": 300}, dim=64, dim_v=50, causal=False),
+    Case("dims 64 and 128", **SMALL, dim=64, dim_v=128),
     Case("grouped heads, dims 80 and 72", **SMALL | {"heads_q": 2}, dim=80, dim_v=72),
     Case("dims 192 and 128, not causal", **SMALL, dim=192, dim_v=128, causal=False),
     Case("packed everything but slopes", **SMALL | {"heads_q": 2}, dim=96, softcap=3.0, sink=True, lengths=(70, 0, 5)),

@@ -186,7 +186,8 @@ def test_fault_11_new_lengths_compile_nothing(impl: str) -> None:
         backward_queries.attention_backward_queries_kernel,
     ]
     if impl == "gluon":
-        from flashmix.ops.attention.gluon_hopper.backward import hopper_backward_kernel, query_gradient_kernel
+        from flashmix.ops.attention.gluon_hopper.backward import hopper_backward_kernel
+        from flashmix.ops.attention.gluon_hopper.backward_sums import query_gradient_kernel
         from flashmix.ops.attention.gluon_hopper.forward import hopper_forward_kernel
 
         kernels = [hopper_forward_kernel, hopper_backward_kernel, query_gradient_kernel]

@@ -156,7 +156,7 @@ def test_loops_carry_what_they_change(name: str) -> None:
 HOPPER = {
     f"{dim}/{dim_v} {feature} {dtype}": call(dim, dim_v, feature, dtype, impl="gluon")
     for dim, dim_v, feature, dtype in (
-        *((128, 128, feature, BF16) for feature in FEATURES),
+        *((128, 128, feature, BF16) for feature in FEATURES if feature != "ranges"),
         *((dim, dim, "plain", BF16) for dim in (80, 96, 192, 256)),
         (64, 64, "packed", BF16),
         *((dim, 128, "plain", dtype) for dim, dtype in ((192, BF16), (64, BF16), (128, torch.float16))),

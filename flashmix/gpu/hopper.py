@@ -27,7 +27,7 @@ __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
     "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "retire", "row_pieces",
-    "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
+    "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = tma.async_copy_global_to_shared
@@ -38,15 +38,21 @@ expect = mbarrier.expect
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """The layout of `[64, columns]` float32 sums of a warpgroup's products."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def accumulator(columns, rows=64):
+    """The layout of `[rows, columns]` float32 sums of products, 64 rows a warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
-def operand(columns):
-    """The layout of a left operand in registers, 16 bits an element, whose product has `columns`."""
-    return gl.DotOperandLayout(0, accumulator(columns), k_width=2)
+def shared_rows(columns):
+    """The layout of `[64, columns]` sums of two warpgroups, half the columns each."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, columns // 2, 16])
+
+
+@gluon.constexpr_function
+def operand(columns, rows=64):
+    """The layout of a left operand in registers, 16 bits an element, whose product is `[rows, columns]`."""
+    return gl.DotOperandLayout(0, accumulator(columns, rows), k_width=2)
 
 
 @gluon.constexpr_function
@@ -62,10 +68,10 @@ def row_pieces():
 
 
 @gluon.constexpr_function
-def coalesced(columns):
-    """The layout of `[64, columns]` 16-bit numbers of four warps that lie in memory row by row: 16 bytes a thread."""
+def coalesced(columns, rows=64):
+    """The layout of `[rows, columns]` 16-bit numbers, 16 rows a warp, that lie in memory row by row: 16 bytes a thread."""
     threads = min(columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [rows // 16, 1], [1, 0])
 
 
 @gluon.constexpr_function

@@ -18,14 +18,17 @@ from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.backward import (
     GroupNumbers,
     GroupSpec,
-    QuerySums,
     group_sums_kernel,
-    half_begin,
-    half_shape,
     hopper_backward_kernel,
-    query_gradient_kernel,
 )
 from flashmix.ops.attention.gluon_hopper.backward_queries import QueryWork, hopper_backward_queries_kernel
+from flashmix.ops.attention.gluon_hopper.backward_sums import (
+    QuerySums,
+    piece_begin,
+    piece_shape,
+    pieces_of,
+    query_gradient_kernel,
+)
 from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork
 from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wide_kernel
 from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
@@ -91,7 +94,9 @@ class Together:
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
         # sums of dQ's blocks; dK and dV by query head; counters
         by_head = [(*x.shape[:2], call.heads_q, x.shape[3]) for x in (call.k, call.v) if spec.BY_HEAD]
-        self.memory = [MemoryPart(torch.float32, (self.sums * half_begin(2, spec.QK.SECOND),))]
+        of_d_q, self.pieces = (spec.BM, spec.QK.FIRST, spec.QK.SECOND), pieces_of(spec.QK.SECOND)
+        self.shapes = [piece_shape(piece, *of_d_q) for piece in (0, self.pieces - 1)]
+        self.memory = [MemoryPart(torch.float32, (self.sums * piece_begin(self.pieces, *of_d_q),))]
         self.memory += [MemoryPart(torch.float32, shape) for shape in by_head]
         self.counters = self.sums + 1
         self.tables = (spec.BM, spec.BN)
@@ -112,8 +117,8 @@ class Together:
                 at_keys=None,
                 n=n,
             ),
-            *_both_sides(call, flow.tiled, spec, spec.BM, ROWS),
-            *[halves(sums, half_shape(half, spec.QK.SECOND)) for half in (0, 1)],
+            *_both_sides(call, flow.tiled, spec, spec.BM, spec.BN // self.pieces),
+            *[in_pieces(sums, shape) for shape in self.shapes],
         )
         self.queries(
             self.blocks_q * call.batch * call.heads_q,
@@ -126,8 +131,8 @@ class Together:
             kernel(cdiv(numbers.size, SUMMED), parts, result, numbers)
 
 
-def halves(sums: Tensor, shape: tuple[int, int]) -> Tiles:
-    """dQ's sums in tiles of half a block."""
+def in_pieces(sums: Tensor, shape: tuple[int, int]) -> Tiles:
+    """dQ's sums in tiles of a piece of a block."""
     return Tiles(sums, (sums.numel() // shape[1], shape[1]), (shape[1], 1), shape, swizzle=0)
 
 

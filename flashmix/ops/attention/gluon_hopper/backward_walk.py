@@ -159,8 +159,9 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
     q_d, d_o_d, k_d, v_d = descriptors
     lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    for part in gl.static_range(S.BN // 64):
-        fill_tile(k_d, of_k, at.first + part * 64, rings.k, part, QK, S)
+    TILES: gl.constexpr = rings.k.full.shape[0]  # of keys
+    for part in gl.static_range(TILES):
+        fill_tile(k_d, of_k, at.first + part * (S.BN // TILES), rings.k, part, QK, S)
     head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
@@ -175,8 +176,8 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         fill_tile(q_d, of_q, row, rings.q, i, QK, S)
         put_numbers(level, rings.q.full, rings.level, i)
         if i == 0:
-            for part in gl.static_range(S.BN // 64):
-                fill_tile(v_d, of_k, at.first + part * 64, rings.v, part, V, S)
+            for part in gl.static_range(TILES):
+                fill_tile(v_d, of_k, at.first + part * (S.BN // TILES), rings.v, part, V, S)
         await_readers(D_O_READ, i, GROUPS_AND_COPIES)
         fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
         put_numbers(delta, rings.d_o.full, rings.delta, i)
@@ -185,12 +186,12 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
 
 @gluon.jit
 def key_probabilities(s, level, key, block, steps, biases, n, S: gl.constexpr):
-    """P of `k q^T`, `[64, BM]`, and tanh(scores / softcap), of a block of queries: `(at, query head, first query)`.
+    """P of `k q^T`, `[keys, BM]`, and tanh(scores / softcap), of a block of queries: `(at, query head, first query)`.
 
     `biases`: with gates or slopes the `BackwardWork` and what `bias_to_last` found for the head.
     """
     at, head, start = block
-    L: gl.constexpr = accumulator(S.BM)
+    L: gl.constexpr = accumulator(S.BM, s.shape[0])
     edge = at_edge(start, steps)
     place = at.tokens_k - at.tokens_q + start + gl.arange(0, S.BM, gl.SliceLayout(0, L))
     position, keys = place[None, :], key[:, None]

@@ -14,6 +14,9 @@ from flashmix.ops.attention.triton_gpu.table import parts
 # the last coordinate is inside below RAGGED: what lies past the end of a packed sequence is read as 0 and never written.
 RAGGED = 1 << 30
 ENDLESS = 0x7FFF0000
+MOST_IN_PARTS = (
+    96  # channels of the larger head dim that the backward takes in two parts, as the tiles of 128 are too wide
+)
 MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
 
 
@@ -22,17 +25,26 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     biased = call.log_decay is not None or call.alibi_slopes is not None
     config = config_for(phase, call.q.shape[3], call.v.shape[3], biased)
     spec, _ = spec_of(call, phase, config)
-    if phase == "backward":  # parts of 64 channels at least, and each half of dQ has some
-        least = 65 if max(spec.QK.ALL, spec.V.ALL) > 64 else 64
-        QK, V = (Channels(x.ALL, *parts(max(x.ALL, n))) for x, n in ((spec.QK, least), (spec.V, 64)))
+    warps = 4
+    if phase == "backward":
+        QK, V = _together(spec.QK.ALL, spec.V.ALL)
         spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1)
+        warps = 4 if QK.SECOND else 8
     elif phase == "wide":
         spec = spec._replace(WITH_Q=False)
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
         spec = spec._replace(OWN_RESULTS=True)
-    return spec, {"num_warps": 4, "maxnreg": REGISTERS[config.warps // 4][0]}
+    return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
+
+
+def _together(dim_qk: int, dim_v: int) -> tuple[Channels, Channels]:
+    """The parts of q and of v in the backward of one pass: from 65 to 96 channels two of q, a piece of dQ each, else one of both."""
+    if 64 < max(dim_qk, dim_v) <= MOST_IN_PARTS:
+        return Channels(dim_qk, *parts(max(dim_qk, 65))), Channels(dim_v, *parts(max(dim_v, 64)))
+    one = [Channels(dim, 64 if dim <= 64 else 128, 0) for dim in (dim_qk, dim_v)]
+    return one[0], one[1]
 
 
 def _fits(results: Channels, tile: Channels) -> bool:

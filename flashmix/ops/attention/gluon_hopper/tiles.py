@@ -135,11 +135,12 @@ def copy_tile(descriptors, place, row, to, use, C: gl.constexpr, S: gl.constexpr
 
 @gluon.jit
 def scores(q, k, C: gl.constexpr):
-    """Issues `q k^T` over both parts of the head, `[64, rows of k]`."""
+    """Issues `q k^T` over both parts of the head, `[rows of q, rows of k]`."""
     q_1, q_2 = q
     k_1, k_2 = k
-    rows: gl.constexpr = k_1.shape[0]
-    s = gl.full([64, rows], 0.0, gl.float32, accumulator(rows))
+    ROWS: gl.constexpr = q_1.shape[0]
+    COLUMNS: gl.constexpr = k_1.shape[0]
+    s = gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator(COLUMNS, ROWS))
     s = warpgroup_mma(q_1, k_1.permute((1, 0)), s, use_acc=False, is_async=True)
     if C.SECOND > 0:
         s = warpgroup_mma(q_2, k_2.permute((1, 0)), s, is_async=True)
@@ -200,21 +201,22 @@ def awaited_with(pending: gl.constexpr, found, sums, p, C: gl.constexpr):
 
 @gluon.jit
 def as_operand(p, dtype: gl.constexpr, C: gl.constexpr):
-    """`[64, rows]` in registers as the left operand of `accumulate`."""
+    """p in registers as the left operand of `accumulate`."""
     p = p.to(dtype)
-    first = gl.convert_layout(p, operand(C.FIRST))
+    ROWS: gl.constexpr = p.shape[0]
+    first = gl.convert_layout(p, operand(C.FIRST, ROWS))
     if C.SECOND > 0:
-        return first, gl.convert_layout(p, operand(C.SECOND))
+        return first, gl.convert_layout(p, operand(C.SECOND, ROWS))
     else:
         return first, first
 
 
 @gluon.jit
-def zero_sums(C: gl.constexpr):
-    """Sums of both parts of a head, `[64, FIRST]` and `[64, SECOND]`."""
-    first = gl.full([64, C.FIRST], 0.0, gl.float32, accumulator(C.FIRST))
+def zero_sums(C: gl.constexpr, ROWS: gl.constexpr = 64):
+    """Sums of both parts of a head, `[ROWS, FIRST]` and `[ROWS, SECOND]`."""
+    first = gl.full([ROWS, C.FIRST], 0.0, gl.float32, accumulator(C.FIRST, ROWS))
     if C.SECOND > 0:
-        return first, gl.full([64, C.SECOND], 0.0, gl.float32, accumulator(C.SECOND))
+        return first, gl.full([ROWS, C.SECOND], 0.0, gl.float32, accumulator(C.SECOND, ROWS))
     else:
         return first, first
 
@@ -233,11 +235,12 @@ def times_rows(sums, factor, C: gl.constexpr):
 @gluon.jit
 def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.constexpr):
     address, stride = at
+    ROWS: gl.constexpr = sums.shape[0]
     WIDTH: gl.constexpr = sums.shape[1]
-    L: gl.constexpr = coalesced(WIDTH)
+    L: gl.constexpr = coalesced(WIDTH, ROWS)
     buffer.store(sums.to(buffer.dtype))
-    tile = buffer.load(L)  # [64, WIDTH]
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
+    tile = buffer.load(L)  # [ROWS, WIDTH]
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, L))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
     to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
     if column + WIDTH > ALL:
@@ -249,9 +252,10 @@ def write_part(at, sums, buffer, first, limit, column: gl.constexpr, ALL: gl.con
 @gluon.jit
 def write_part_float32(at, sums, first, limit, column: gl.constexpr, ALL: gl.constexpr):
     address, stride = at
+    ROWS: gl.constexpr = sums.shape[0]
     WIDTH: gl.constexpr = sums.shape[1]
-    L: gl.constexpr = accumulator(WIDTH)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, L))
+    L: gl.constexpr = accumulator(WIDTH, ROWS)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, L))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, L))
     to = address + rows.to(gl.int64)[:, None] * stride + columns[None, :]
     gl.store(to, sums, mask=(rows < limit)[:, None] & (columns < ALL)[None, :])
@@ -259,7 +263,7 @@ def write_part_float32(at, sums, first, limit, column: gl.constexpr, ALL: gl.con
 
 @gluon.jit
 def write_rows(at, sums, buffers, first, limit, C: gl.constexpr):
-    """Writes 64 rows of both parts of `sums` from row `first`, below `limit`, of `(address, stride)`, through shared memory."""
+    """Writes the rows of both parts of `sums` from row `first`, below `limit`, of `(address, stride)`, through shared memory."""
     a, b = sums
     x, y = buffers
     write_part(at, a, x, first, limit, 0, C.ALL)

@@ -1,0 +1,199 @@
+"""dQ of the backward on Hopper: what programs of keys add to it, block by block of queries and in a fixed order, and dQ of the sums.
+
+A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; one warp adds it in
+float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys. Programs
+take the numbers by which they find their keys in the order in which they start, later keys first, so each waits for started programs only.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashmix.gpu.hopper import (
+    add_to_global,
+    allocate_barriers,
+    arrive_at_group,
+    await_count,
+    copy_to_global,
+    count_up,
+    fence_async_shared,
+    gl,
+    gluon,
+    release,
+    stores_done,
+    sync_group,
+    wait_empty,
+)
+from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums, next_step
+from flashmix.ops.attention.triton_gpu.packed import find_sequence
+from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
+
+D_Q_FULL = gl.constexpr(9)  # a named barrier for each piece
+
+
+@gluon.constexpr_function
+def pieces_of(second):
+    """Pieces of a block of dQ. `second`: channels of q's second part, or 0."""
+    return 2 if second > 0 else 1
+
+
+@gluon.constexpr_function
+def piece_shape(piece, rows, first, second):
+    """The shape of a piece of a block of `rows` queries in memory."""
+    if second == 0:
+        return [rows * first // 256, 256]
+    return [8, 8 * second] if piece == 1 else [16, 256]
+
+
+@gluon.constexpr_function
+def piece_begin(piece, rows, first, second):
+    """The elements of a block before a piece; of the number of its pieces, all."""
+    sizes = [piece_shape(i, rows, first, second) for i in range(piece)]
+    return sum(height * width for height, width in sizes)
+
+
+class QuerySums(NamedTuple):
+    """What dQ is made of: the sums of its blocks, and how many programs have added to each."""
+
+    d_q: Any  # [B, Tq, HQ, K]
+    sums: Any
+    counters: Any
+    table: Any  # of packed queries
+
+
+class PieceRing(NamedTuple):
+    """A buffer for each piece of a block of dQ (a pair), and the barriers that say that it has left."""
+
+    tiles: Any
+    empty: Any
+
+
+@gluon.jit
+def piece_of(pair, piece: gl.constexpr):
+    first, second = pair
+    if piece == 0:
+        return first
+    else:
+        return second
+
+
+@triton.jit
+def block_size(S: tl.constexpr):
+    """The elements of a block of dQ."""
+    return piece_begin(pieces_of(S.QK.SECOND), S.BM, S.QK.FIRST, S.QK.SECOND)
+
+
+@gluon.jit
+def piece_row(place, piece: gl.constexpr, S: gl.constexpr):
+    """The first row of a piece of block number `place`, in rows as long as its own."""
+    COLUMNS: gl.constexpr = piece_shape(piece, S.BM, S.QK.FIRST, S.QK.SECOND)[1]
+    BEFORE: gl.constexpr = piece_begin(piece, S.BM, S.QK.FIRST, S.QK.SECOND)
+    return place * (block_size(S) // COLUMNS) + BEFORE // COLUMNS
+
+
+@gluon.jit
+def turn_of(at, block, n, S: gl.constexpr):
+    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
+    last = gl.cdiv(at.tokens_k, S.BN) - 1
+    ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
+    if S.CAUSAL:
+        last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
+    elif S.RIGHT:
+        last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
+    return last - at.first // S.BN
+
+
+@gluon.jit
+def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
+    """The warp that adds to dQ, block by block, each in its turn; the first stores."""
+    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
+    THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
+    before = counters
+    head, block = at.batch * n.heads_q + at.head, steps.first
+    for i in range(steps.all):
+        place = (steps.sums + block) * (n.batches * n.heads_q) + head
+        counter = counters + 1 + place
+        turn = turn_of(at, block, n, S)
+        await_count(counter, turn)
+        for piece in gl.static_range(PIECES):
+            sync_group(D_Q_FULL + piece, THREADS)
+            row = piece_row(place, piece, S)
+            if turn == 0:
+                copy_to_global(piece_of(d_q_d, piece), [row, 0], piece_of(rings.d_q.tiles, piece))
+            else:
+                add_to_global(piece_of(d_q_d, piece), [row, 0], piece_of(rings.d_q.tiles, piece))
+        if i > 0:  # the block before this one has come to memory: pass it on
+            count_up(before, PIECES)
+        before = counter
+        stores_done(0)
+        for piece in gl.static_range(PIECES):
+            release(rings.d_q.empty, PIECES * i + piece)
+        head, block = next_step(head, block, steps, S)
+    if steps.all > 0:
+        count_up(before, 0)
+
+
+@gluon.jit
+def put_piece(piece: gl.constexpr, d_q, i, rings, S: gl.constexpr):
+    """Hands a piece of dQ's block to the warp that adds it, in the order in which threads hold it: stores of 16 bytes each."""
+    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
+    wait_empty(rings.d_q.empty, PIECES * i + piece)
+    to = piece_of(rings.d_q.tiles, piece)
+    COLUMNS: gl.constexpr = d_q.shape[1]
+    if S.BM == 128:  # rows: two groups, four warps
+        d_q = d_q.reshape([2, 4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape(to.shape)
+    else:
+        d_q = d_q.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
+    to.store(d_q)
+    fence_async_shared()
+    arrive_at_group(D_Q_FULL + piece, 256 // PIECES + 32)
+
+
+@gluon.jit
+def allocate_pieces(descriptors, S: gl.constexpr):
+    """The `PieceRing`; a second piece that is not there is the first again."""
+    first, second = descriptors
+    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
+    a = gl.allocate_shared_memory(gl.float32, first.block_type.shape, first.layout)
+    b = a
+    if PIECES > 1:
+        b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
+    return PieceRing((a, b), allocate_barriers(PIECES, 1))
+
+
+@triton.jit
+def load_sums(sums, any_keys, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Sums of dQ, `[BM, WIDTH]`, of a part of it."""
+    # element (r, c) of 64 rows where the thread that held it put it
+    row = tl.arange(0, S.BM)[:, None]
+    c = tl.arange(0, WIDTH)[None, :]
+    r = row % 64
+    at = c // 8 * 512 + (r // 16 * 32 + r % 8 * 4 + c % 8 // 2) * 4 + r // 8 % 2 * 2 + c % 2
+    return tl.load(sums + row // 64 * (64 * WIDTH) + at, mask=any_keys & (at >= 0), other=0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def query_gradient_kernel(x, n, S: tl.constexpr):
+    """dQ of BM queries of a head from its sums, see `put_piece`; 0 where no program has added any."""
+    QK: tl.constexpr = S.QK
+    bh, block = find_head(tl.program_id(0), n.blocks, n.batches * n.heads_q, n.at_once)
+    batch, head = bh // n.heads_q, bh % n.heads_q
+    sequence, start_q, tokens_q = bh * 0, n.tokens_q * 0, n.tokens_q
+    if S.PACKED:
+        sequence, start_q, tokens_q, _, _, block = find_sequence(block, x.table)
+    if block * S.BM >= tokens_q:
+        return
+    place = (first_sums(sequence, start_q, S) + block) * (n.batches * n.heads_q) + bh
+    any_keys = tl.load(x.counters + 1 + place) > 0
+    here = AttentionBlock(batch, head, head, bh, block * S.BM, start_q, tokens_q, start_q, tokens_q)
+    to = result_rows(x.d_q, here, n.heads_q, head, n.tokens_q, start_q, QK)
+    sums = x.sums + place.to(tl.int64) * block_size(S)
+    tile = load_sums(sums, any_keys, QK.FIRST, S)  # [BM, FIRST]
+    store_rows(to, tile * n.d_scale, block * S.BM, tokens_q, 0, QK.FIRST, QK, S.BM)
+    if QK.SECOND > 0:
+        rest = load_sums(sums + piece_begin(1, S.BM, QK.FIRST, QK.SECOND), any_keys, QK.SECOND, S)  # [BM, SECOND]
+        store_rows(to, rest * n.d_scale, block * S.BM, tokens_q, QK.FIRST, QK.SECOND, QK, S.BM)
