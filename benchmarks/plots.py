@@ -40,7 +40,7 @@ FLA = Series("flash-linear-attention", "#f5b971", "///")
 FLASH_QLA = Series("FlashQLA", "#c9c9c9", "...")
 CUDNN = Series("cuDNN", "#f5b971", "///")
 FLASH = Series("torch's flash", "#c9c9c9", "...")
-FA4 = Series("FlashAttention-4", "#c9c9c9", "...")
+FA4 = Series("FlashAttention-4", "#c9c9c9", "xx")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
 TRANSFORMERS = Series("transformers (PyTorch)", "#f5b971", "///")
 BOUND = Series("bound of the machine", "#ffffff")
@@ -366,7 +366,7 @@ PLOTS = {
     ),
     "attention": Plot(
         attention,
-        ("2026-11-23_attention_16k_h200.json",),
+        ("2026-11-23_attention_fa4_h200.json",),
         "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-23.",
     ),
     "decode": Plot(

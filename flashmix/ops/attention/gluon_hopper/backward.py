@@ -6,9 +6,8 @@ A program has 128 keys of a head and walks over the blocks of BM queries that se
 scores lie `[keys, queries]`, so P^T and dS^T are left operands from registers. dS goes through shared memory besides: half of the warps
 make half of dQ's block from all 128 keys, and one warp adds the block to dQ in float32 by TMA, in a fixed order (`backward_sums`).
 
-Heads of one part are the work of one role of eight warps: one code, half as many instructions to fetch as two roles' have. Those of two
-parts, 65 to 96 channels, are that of two roles of four warps with 64 keys each, which make one part of dQ each; registers have room for the
-scores of the next block there, which are begun before dK.
+At 128 channels a role of eight warps has all keys: one code, without spills. Up to 96 two roles of four warps have 64 keys each. A causal
+call of 65 to 96 channels begins the scores of the next block before dK, for which registers have room there, and hands on two blocks of dQ.
 """
 
 # mypy: allow-untyped-defs
@@ -33,7 +32,14 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.gluon_hopper.backward_sums import allocate_pieces, backward_sums, piece_of, put_piece
+from flashmix.ops.attention.gluon_hopper.backward_sums import (
+    allocate_pieces,
+    backward_sums,
+    depth_of,
+    piece_of,
+    pieces_of,
+    put_piece,
+)
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
     D_O_READ,
@@ -81,15 +87,17 @@ class BackwardRings(NamedTuple):
 
 @gluon.jit
 def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
-    """Issues a piece of dQ's block from all keys' dS^T: a part of its channels, or all."""
-    ROLES: gl.constexpr = 2 if S.QK.SECOND > 0 else 1
-    WIDTH: gl.constexpr = S.QK.SECOND if piece == 1 else S.QK.FIRST
-    L: gl.constexpr = accumulator(WIDTH, S.BM) if ROLES == 2 or S.BM == 128 else shared_rows(WIDTH)
-    d_q = gl.full([S.BM, WIDTH], 0.0, gl.float32, L)
+    """Issues a piece of dQ's block from all keys' dS^T: 64 of 128 queries, a part of its channels, or all."""
+    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    WIDTH: gl.constexpr = S.QK.SECOND if piece == 1 and S.QK.SECOND > 0 else S.QK.FIRST
+    L: gl.constexpr = shared_rows(WIDTH) if ROLES == 1 else accumulator(WIDTH)
+    d_q = gl.full([64, WIDTH], 0.0, gl.float32, L)
     for role in gl.static_range(ROLES):
-        d_s_t = d_s.index(i % 2 * ROLES + role)  # [keys, BM]
+        rows = d_s.index(i % 2 * ROLES + role).permute((1, 0))  # [BM, keys]
+        if S.BM == 128:
+            rows = rows.slice(piece * 64, 64, dim=0)
         keys = piece_of(tile_of(k, role), piece)  # [keys, WIDTH]
-        d_q = warpgroup_mma(d_s_t.permute((1, 0)), keys, d_q, use_acc=role > 0, is_async=True)
+        d_q = warpgroup_mma(rows, keys, d_q, use_acc=role > 0, is_async=True)
     return d_q
 
 
@@ -98,9 +106,11 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
     """Eight warps with all keys, or four with 64 of them."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
-    V_PARTS: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of one over both parts
-    TWO: gl.constexpr = S.QK.SECOND > 0  # roles
-    KEYS: gl.constexpr = 64 if TWO else 128
+    Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
+    V_PARTS: gl.constexpr = 2 if S.V.SECOND > 0 else 1
+    ROLES: gl.constexpr = pieces_of(QK.FIRST)
+    AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
+    KEYS: gl.constexpr = 128 // ROLES
     L: gl.constexpr = accumulator(S.BM, KEYS)
     first_key = at.first + group * KEYS
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, L))
@@ -109,13 +119,12 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
     dtype: gl.constexpr = rings.d_s.dtype
     d_k = zero_sums(QK, KEYS)
     d_v = zero_sums(V, KEYS)
-    TILES: gl.constexpr = rings.k.full.shape[0]
-    for tile in gl.static_range(TILES):  # a piece of dQ takes all keys
+    for tile in gl.static_range(ROLES):  # a piece of dQ takes all keys
         wait_full(rings.k.full, tile)
         if steps.all > 0:
             wait_full(rings.v.full, tile)
     following = gl.full([KEYS, S.BM], 0.0, gl.float32, L)
-    if TWO:
+    if AHEAD:
         wait_full(rings.q.full, 0, steps.all > 0)
         following = products_done(0, [scores(k, tile_of(rings.q.tiles, 0), QK)])
     head, block = at.head, steps.first
@@ -125,20 +134,23 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         d_o = tile_of(rings.d_o.tiles, stage)
         # S^T = k q^T;  dP^T = v dO^T
         s = following
-        if not TWO:
+        if not AHEAD:
             wait_full(rings.q.full, i)
             s = scores(k, q, QK)  # [keys, BM]
         wait_full(rings.d_o.full, i)
         d_p = scores(v, d_o, V)  # [keys, BM]
-        if not TWO:
+        if not AHEAD:
             s = products_done(V_PARTS, [s])
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, None, n, S)
         p_t = as_operand(p, dtype, V)
-        # dV += P^T dO
-        d_v = accumulate(d_v, p_t, d_o, V)
-        d_p = products_done(V_PARTS, [d_p])
+        # dV += P^T dO, with eight warps when dS has left its registers
+        if ROLES == 2:
+            d_v = accumulate(d_v, p_t, d_o, V)
+            d_p = products_done(V_PARTS, [d_p])
+        else:
+            d_p = products_done(0, [d_p])
         # dS = P (dP - delta)
         delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         d_s = p * (d_p - delta[None, :])
@@ -146,20 +158,22 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
             d_s = d_s * (1.0 - squashed * squashed)
         d_s = d_s.to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
-        rings.d_s.index(i % 2 * TILES + group).store(d_s)
+        rings.d_s.index(i % 2 * ROLES + group).store(d_s)
+        if ROLES == 1:
+            d_v = accumulate(d_v, p_t, d_o, V)
         fence_async_shared()
         sync_group(BOTH_GROUPS, 256)
         # dQ = dS K;  dK += dS^T Q
         d_q = piece_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
-        if TWO:
+        if AHEAD:
             wait_full(rings.q.full, i + 1, i + 1 < steps.all)
             following = scores(k, tile_of(rings.q.tiles, (i + 1) % S.STAGES), QK)
         d_k = accumulate(d_k, d_s_t, q, QK)
-        d_q, d_v, p_t = awaited_with(4 if TWO else 1, d_q, d_v, p_t, V)
+        d_q, d_v, p_t = awaited_with(2 * Q_PARTS if AHEAD else Q_PARTS, d_q, d_v, p_t, V)
         leave(D_O_READ, i, GROUPS_AND_COPIES)
         put_piece(group, d_q, i, rings, S)
         # a product in flight over the loop's end would make ptxas run all of them one by one
-        if TWO:
+        if AHEAD:
             following, d_k, d_s_t = awaited_with(0, following, d_k, d_s_t, QK)
         else:
             d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
@@ -186,7 +200,7 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
     n = work.n
     number = gl.atomic_add(work.counters, 1)
     at, steps = find_keys(number, work.table, n, S)
-    ROLES: gl.constexpr = 2 if S.QK.SECOND > 0 else 1
+    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
     rings = BackwardRings(
         ring(ROLES, (k_t, k_r), 0),
         ring(ROLES, (v_t, v_r), 0),

@@ -94,9 +94,9 @@ class Together:
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
         # sums of dQ's blocks; dK and dV by query head; counters
         by_head = [(*x.shape[:2], call.heads_q, x.shape[3]) for x in (call.k, call.v) if spec.BY_HEAD]
-        of_d_q, self.pieces = (spec.BM, spec.QK.FIRST, spec.QK.SECOND), pieces_of(spec.QK.SECOND)
-        self.shapes = [piece_shape(piece, *of_d_q) for piece in (0, self.pieces - 1)]
-        self.memory = [MemoryPart(torch.float32, (self.sums * piece_begin(self.pieces, *of_d_q),))]
+        of_q, self.pieces = spec.QK[1:], pieces_of(spec.QK.FIRST)
+        self.shapes = [piece_shape(piece, *of_q) for piece in (0, self.pieces - 1)]
+        self.memory = [MemoryPart(torch.float32, (self.sums * piece_begin(self.pieces, *of_q),))]
         self.memory += [MemoryPart(torch.float32, shape) for shape in by_head]
         self.counters = self.sums + 1
         self.tables = (spec.BM, spec.BN)

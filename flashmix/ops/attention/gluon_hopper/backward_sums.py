@@ -16,7 +16,6 @@ import triton.language as tl
 from flashmix.gpu.hopper import (
     add_to_global,
     allocate_barriers,
-    arrive_at_group,
     await_count,
     copy_to_global,
     count_up,
@@ -25,35 +24,39 @@ from flashmix.gpu.hopper import (
     gluon,
     release,
     stores_done,
-    sync_group,
+    take_turn,
     wait_empty,
 )
 from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums, next_step
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
 
-D_Q_FULL = gl.constexpr(9)  # a named barrier for each piece
+D_Q_FULL = gl.constexpr(9)  # a named barrier for each buffer of each piece
 
 
 @gluon.constexpr_function
-def pieces_of(second):
-    """Pieces of a block of dQ. `second`: channels of q's second part, or 0."""
-    return 2 if second > 0 else 1
+def pieces_of(first):
+    """Pieces of a block of dQ, and roles that make one each. `first`: channels of q's first part."""
+    return 1 if first == 128 else 2
 
 
 @gluon.constexpr_function
-def piece_shape(piece, rows, first, second):
-    """The shape of a piece of a block of `rows` queries in memory."""
-    if second == 0:
-        return [rows * first // 256, 256]
-    return [8, 8 * second] if piece == 1 else [16, 256]
+def piece_shape(piece, first, second):
+    """The shape of a piece in memory. `second`: channels of q's second part, or 0."""
+    return [32, 256] if first == 128 else [8, 8 * second] if piece == 1 and second > 0 else [16, 256]
 
 
 @gluon.constexpr_function
-def piece_begin(piece, rows, first, second):
+def piece_begin(piece, first, second):
     """The elements of a block before a piece; of the number of its pieces, all."""
-    sizes = [piece_shape(i, rows, first, second) for i in range(piece)]
-    return sum(height * width for height, width in sizes)
+    sizes = [piece_shape(i, first, second) for i in range(piece)]
+    return sum(rows * columns for rows, columns in sizes)
+
+
+@gluon.constexpr_function
+def depth_of(second, causal):
+    """Buffers for each piece."""
+    return 2 if causal and second > 0 else 1
 
 
 class QuerySums(NamedTuple):
@@ -66,7 +69,7 @@ class QuerySums(NamedTuple):
 
 
 class PieceRing(NamedTuple):
-    """A buffer for each piece of a block of dQ (a pair), and the barriers that say that it has left."""
+    """Buffers for each piece of a block of dQ (a pair), and the barriers that say that they have left."""
 
     tiles: Any
     empty: Any
@@ -84,14 +87,14 @@ def piece_of(pair, piece: gl.constexpr):
 @triton.jit
 def block_size(S: tl.constexpr):
     """The elements of a block of dQ."""
-    return piece_begin(pieces_of(S.QK.SECOND), S.BM, S.QK.FIRST, S.QK.SECOND)
+    return piece_begin(pieces_of(S.QK.FIRST), S.QK.FIRST, S.QK.SECOND)
 
 
 @gluon.jit
 def piece_row(place, piece: gl.constexpr, S: gl.constexpr):
     """The first row of a piece of block number `place`, in rows as long as its own."""
-    COLUMNS: gl.constexpr = piece_shape(piece, S.BM, S.QK.FIRST, S.QK.SECOND)[1]
-    BEFORE: gl.constexpr = piece_begin(piece, S.BM, S.QK.FIRST, S.QK.SECOND)
+    COLUMNS: gl.constexpr = piece_shape(piece, S.QK.FIRST, S.QK.SECOND)[1]
+    BEFORE: gl.constexpr = piece_begin(piece, S.QK.FIRST, S.QK.SECOND)
     return place * (block_size(S) // COLUMNS) + BEFORE // COLUMNS
 
 
@@ -110,7 +113,8 @@ def turn_of(at, block, n, S: gl.constexpr):
 @gluon.jit
 def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
     """The warp that adds to dQ, block by block, each in its turn; the first stores."""
-    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
+    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
     before = counters
     head, block = at.batch * n.heads_q + at.head, steps.first
@@ -120,12 +124,13 @@ def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
         turn = turn_of(at, block, n, S)
         await_count(counter, turn)
         for piece in gl.static_range(PIECES):
-            sync_group(D_Q_FULL + piece, THREADS)
+            take_turn(D_Q_FULL + DEPTH * piece, i, THREADS, True, DEPTH)
             row = piece_row(place, piece, S)
+            tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
             if turn == 0:
-                copy_to_global(piece_of(d_q_d, piece), [row, 0], piece_of(rings.d_q.tiles, piece))
+                copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
             else:
-                add_to_global(piece_of(d_q_d, piece), [row, 0], piece_of(rings.d_q.tiles, piece))
+                add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
         if i > 0:  # the block before this one has come to memory: pass it on
             count_up(before, PIECES)
         before = counter
@@ -140,40 +145,39 @@ def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
 @gluon.jit
 def put_piece(piece: gl.constexpr, d_q, i, rings, S: gl.constexpr):
     """Hands a piece of dQ's block to the warp that adds it, in the order in which threads hold it: stores of 16 bytes each."""
-    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
+    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     wait_empty(rings.d_q.empty, PIECES * i + piece)
-    to = piece_of(rings.d_q.tiles, piece)
-    COLUMNS: gl.constexpr = d_q.shape[1]
-    if S.BM == 128:  # rows: two groups, four warps
-        d_q = d_q.reshape([2, 4, 2, 8, COLUMNS // 8, 4, 2]).permute([0, 4, 1, 3, 5, 2, 6]).reshape(to.shape)
-    else:
-        d_q = d_q.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
+    to = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
+    d_q = d_q.reshape([4, 2, 8, d_q.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
     to.store(d_q)
     fence_async_shared()
-    arrive_at_group(D_Q_FULL + piece, 256 // PIECES + 32)
+    take_turn(D_Q_FULL + DEPTH * piece, i, 256 // PIECES + 32, False, DEPTH)
 
 
 @gluon.jit
 def allocate_pieces(descriptors, S: gl.constexpr):
     """The `PieceRing`; a second piece that is not there is the first again."""
     first, second = descriptors
-    PIECES: gl.constexpr = pieces_of(S.QK.SECOND)
-    a = gl.allocate_shared_memory(gl.float32, first.block_type.shape, first.layout)
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
+    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
+    a = gl.allocate_shared_memory(gl.float32, [DEPTH] + first.block_type.shape, first.layout)
     b = a
     if PIECES > 1:
-        b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
-    return PieceRing((a, b), allocate_barriers(PIECES, 1))
+        b = gl.allocate_shared_memory(gl.float32, [DEPTH] + second.block_type.shape, second.layout)
+    return PieceRing((a, b), allocate_barriers(PIECES * DEPTH, 1))
 
 
 @triton.jit
 def load_sums(sums, any_keys, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Sums of dQ, `[BM, WIDTH]`, of a part of it."""
-    # element (r, c) of 64 rows where the thread that held it put it
+    """Sums of dQ, `[BM, WIDTH]`, of a part of it: 64 rows and 64 channels one after the other."""
+    # element (row, column) of 64 rows and channels, where the thread that held it put it
     row = tl.arange(0, S.BM)[:, None]
-    c = tl.arange(0, WIDTH)[None, :]
-    r = row % 64
+    column = tl.arange(0, WIDTH)[None, :]
+    half = row // 64 + column // 64
+    r, c = row % 64, column % 64
     at = c // 8 * 512 + (r // 16 * 32 + r % 8 * 4 + c % 8 // 2) * 4 + r // 8 % 2 * 2 + c % 2
-    return tl.load(sums + row // 64 * (64 * WIDTH) + at, mask=any_keys & (at >= 0), other=0.0)
+    return tl.load(sums + half * 4096 + at, mask=any_keys & (half >= 0), other=0.0)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -195,5 +199,5 @@ def query_gradient_kernel(x, n, S: tl.constexpr):
     tile = load_sums(sums, any_keys, QK.FIRST, S)  # [BM, FIRST]
     store_rows(to, tile * n.d_scale, block * S.BM, tokens_q, 0, QK.FIRST, QK, S.BM)
     if QK.SECOND > 0:
-        rest = load_sums(sums + piece_begin(1, S.BM, QK.FIRST, QK.SECOND), any_keys, QK.SECOND, S)  # [BM, SECOND]
+        rest = load_sums(sums + piece_begin(1, QK.FIRST, QK.SECOND), any_keys, QK.SECOND, S)  # [BM, SECOND]
         store_rows(to, rest * n.d_scale, block * S.BM, tokens_q, QK.FIRST, QK.SECOND, QK, S.BM)

@@ -29,7 +29,7 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     if phase == "backward":
         QK, V = _together(spec.QK.ALL, spec.V.ALL)
         spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1)
-        warps = 4 if QK.SECOND else 8
+        warps = 8 if QK.FIRST == 128 else 4
     elif phase == "wide":
         spec = spec._replace(WITH_Q=False)
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
@@ -41,10 +41,11 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
 
 def _together(dim_qk: int, dim_v: int) -> tuple[Channels, Channels]:
     """The parts of q and of v in the backward of one pass: from 65 to 96 channels two of q, a piece of dQ each, else one of both."""
-    if 64 < max(dim_qk, dim_v) <= MOST_IN_PARTS:
+    whole = max(dim_qk, dim_v)
+    if 64 < whole <= MOST_IN_PARTS:
         return Channels(dim_qk, *parts(max(dim_qk, 65))), Channels(dim_v, *parts(max(dim_v, 64)))
-    one = [Channels(dim, 64 if dim <= 64 else 128, 0) for dim in (dim_qk, dim_v)]
-    return one[0], one[1]
+    one = 64 if whole <= 64 else 128
+    return Channels(dim_qk, one, 0), Channels(dim_v, one, 0)
 
 
 def _fits(results: Channels, tile: Channels) -> bool:
