@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from model_cases import MODELS, left_padded, make_model, some_tokens
@@ -119,6 +121,9 @@ def test_sampling_draws_from_the_right_tokens_at_the_right_rate() -> None:
     assert_near(rates(temperature=1.0, top_p=0.81), 0.5, 0.3, 0.15, 0)
     assert_near(rates(temperature=1.0, top_k=3, top_p=0.9), 0.5, 0.3, 0.15, 0)
     assert_near(rates(), 1, 0, 0, 0)
+    for temperature in (1e-320, 1e-40, 1e-30):  # by which a logit is infinite
+        assert_near(rates(temperature=temperature), 1, 0, 0, 0)
+    assert_near(rates(temperature=math.inf), 0.25, 0.25, 0.25, 0.25)
 
 
 def test_what_generation_refuses() -> None:

@@ -58,7 +58,9 @@ class Sampling:
         """The probabilities `[..., vocabulary]`, float32 (float64 for float64), that `sample` draws from."""
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).to(torch.float32)
-        logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        least_divisor = torch.finfo(logits.dtype).tiny  # below it the likeliest would be 0 / 0
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(self.temperature, least_divisor)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
