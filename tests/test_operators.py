@@ -63,7 +63,9 @@ def test_every_operator_passes_the_checks_of_torch(device: str, monkeypatch: pyt
             for n in call.names
             if (t := getattr(call, n)) is not None and t.is_floating_point() and "teacher" not in n
         ]
-        leaves: dict[str, Any] = {n: getattr(call, n).requires_grad_() for n in wanted}
-        if hasattr(call, "needs"):  # which the public op finds out
-            leaves["needs"] = tuple(n for n in ("hidden", "weight", "bias") if n in wanted)
+        needs = {}
+        if hasattr(call, "needs"):  # the public op refuses gradients of other tensors, and finds out which are wanted
+            wanted = [n for n in ("hidden", "weight", "bias") if n in wanted]
+            needs = {"needs": tuple(wanted)}
+        leaves = {n: getattr(call, n).requires_grad_() for n in wanted} | needs
         torch.library.opcheck(op.operator, (*op.flat(call.but(**leaves)), True, impl))

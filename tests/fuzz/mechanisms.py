@@ -24,9 +24,6 @@ SCANNING = (
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
 )  # heads of one channel
-CANCELLING = {
-    "mlstm": 2.0
-}  # how many budgets: it divides by a sum whose terms cancel, which multiplies the rounding of every stage
 LEVELS = 8  # of log-linear attention: 2^7 tokens and more than there are
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
@@ -82,10 +79,17 @@ def drawn(draw: Draw, op: str) -> Sample:
         lengths=lengths,
         plain_dtype=torch.float32,
         steps=STAGES * (2 if op == "oja" else 1),  # whose second call of the engine reads results of the first
-        bound=CANCELLING.get(op, 1.0) * bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
+        bound=cancelling(op, V) * bound(draw, x, min(K, V) if mechanism.unit == ("v",) else K),
         laws=LAWS,
         loose=loose(1 if op in SCANNING else K, V),
     )
+
+
+def cancelling(op: str, channels: int) -> float:
+    """How many budgets a mechanism may spend that is left with what cancels: every stage's rounding is multiplied by that."""
+    if op == "mlstm":  # its divisor is a sum whose terms may
+        return 2.0
+    return 8.0 if op == "ttt_linear" and channels == 1 else 1.0  # its norm, of one channel
 
 
 def _argument(draw: Draw, mechanism: Mechanism, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,7 @@ from .sample import Sample, Tensors
 LAWS = frozenset({"repeat", "batch", "packed", "prefix", "layout"})
 LOOSE = frozenset({"layout"})  # of norms: sums over channels that do not lie side by side
 ONE_CHANNEL = 4.0  # budgets of a norm over one channel: what eps alone keeps from being 1 or -1
-TWO_CHANNELS = 2.0  # over two: one direction of the gradient is taken off, and the other is what is left
+FEW_CHANNELS = 2.0  # over two or three: two directions of the gradient (of two channels one) are taken off, and one is what is left
 Means = Callable[[Tensors], Any]
 
 
@@ -92,7 +92,7 @@ def drawn_norm(draw: Draw, op: str) -> Sample:
     both = op != "l2_norm" and draw.chance(0.3)
     shown = options | ({"return_residual": True} if both else {})
     means = partial(_norm, op, options, both)
-    bound = {1: ONE_CHANNEL, 2: TWO_CHANNELS}.get(D // groups, 1.0)
+    bound = {1: ONE_CHANNEL, 2: FEW_CHANNELS, 3: FEW_CHANNELS}.get(D // groups, 1.0)
     axes = ("token", "token")[: 1 + both]
     sample = by_rows(op, x, means, dtype, "x", options=shown, axes=axes, steps=3, loose=LOOSE, bound=bound)
     # of one channel its gradient is eps / (x^2 + eps) of two numbers that cancel
