@@ -21,6 +21,7 @@ Its autotuner times each variant for 20 milliseconds in place of 125; `--cache` 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import signal
@@ -115,11 +116,12 @@ def variant_of(name: str, kind: str, sizes: Sizes) -> Any:
     model = sizes.model(kind, flashmix.hf.register_attention() if with_attention else "sdpa")
     row = sizes.row(1, 64)
     with torch.no_grad():
-        plain = model(row, use_cache=False).logits.float()
+        exact, plain = copy.deepcopy(model).float()(row, use_cache=False).logits, model(row, use_cache=False).logits
         flashmix.accelerate(model, strict=True, quiet=True)
-        error = (model(row, use_cache=False).logits.float() - plain).norm() / plain.norm()
-    if not error < 0.05:  # bfloat16 through all layers
-        raise SystemExit(f"{name}: logits differ by {error:.1e}")
+        ours = model(row, use_cache=False).logits
+    own, theirs = ((logits.float() - exact).norm() / exact.norm() for logits in (ours, plain))
+    if not own <= 1.5 * theirs:  # what bfloat16 costs through all layers
+        raise SystemExit(f"{name}: logits err by {own:.1e}, those of transformers alone by {theirs:.1e}")
     return model
 
 
