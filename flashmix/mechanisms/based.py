@@ -51,9 +51,14 @@ def _taylor(x: Tensor) -> Tensor:
 
 
 def half_square(x: Tensor) -> Tensor:
-    """Features `[x_i^2 / sqrt 2, x_i x_j (i < j)]`, whose products are `s^2 / 2` of products `s` of the arguments."""
-    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], 1, device=x.device).unbind()
-    return torch.cat([x.square() * 0.5**0.5, x[..., first] * x[..., second]], -1)
+    """Features `[x_i^2 / sqrt 2, x_i x_j (i < j)]`, whose products are `s^2 / 2` of products `s` of the arguments.
+
+    Chosen from all products, each at most once: the gradient of a choice that repeats entries is a sort on a GPU.
+    """
+    K = x.shape[-1]
+    first, second = torch.triu_indices(K, K, 1, device=x.device).unbind()
+    products = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+    return torch.cat([x.square() * 0.5**0.5, products.index_select(-1, first * K + second)], -1)
 
 
 def check_featured(q: Tensor, k: Tensor, v: Tensor, options: NormalisedOptions, features: Callable[[int], int]) -> int:
