@@ -7,8 +7,7 @@ Each contender of each row has a process of its own, so that one failure costs n
 steps at once, for these are work of the CPU, and are then timed one after the other. `--warm N` lets N processes compile a
 small model of each row of flash-linear-attention into one shared cache while the others are measured, for its autotuning takes minutes;
 they end after `--warm-limit` seconds, and its first step is not shown. `--tuning-ms` is what its autotuner then times a variant for.
-A step is forward, backward and AdamW on bfloat16 parameters, flashmix its own (`flashmix.train.adamw`), the others with torch's fused one;
-MFU counts 6 floating-point operations a parameter and token and
+A step is forward, backward and a fused AdamW on bfloat16 parameters; MFU counts 6 floating-point operations a parameter and token and
 those of attention's matrix products, at 989.5 TFLOP/s. `--graph` times the whole step as one CUDA graph as well, `--generate` prompts and
 tokens after them, flashmix's with and without a CUDA graph. `--table` prints what each module keeps for its backward, `--profile`
 the kernels.
@@ -65,10 +64,9 @@ class Worker:
             options.row, self.sizes, device=self.device, dtype=dtype
         )
         model = self.contender.model
-        make = self.contender.optimizer
-        if make is torch.optim.AdamW:
-            make = partial(make, fused=self.cuda, capturable=self.cuda and options.graph)
-        self.optimizer = make(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=self.cuda, capturable=self.cuda and options.graph
+        )
         self.started = False
         self.parameters = sum(p.numel() for p in model.parameters())
         self.say(parameters=self.parameters, notes=list(self.contender.notes))
@@ -124,7 +122,7 @@ class Worker:
         self.say(kind=f"train {rows} x {tokens}", **found)
 
     def train_captured(self, rows: int, tokens: int) -> None:
-        """The step as one CUDA graph, whose memory lies in a pool that torch does not count while it is replayed."""
+        """The step as one CUDA graph."""
         data = self.data(rows, tokens)
         torch.cuda.empty_cache()
         graph, start = torch.cuda.CUDAGraph(), time.perf_counter()
@@ -133,6 +131,7 @@ class Worker:
         spent = time.perf_counter() - start
         graph.replay()
         self.wait()
+        torch.cuda.reset_peak_memory_stats()
         times, _ = self.timed(graph.replay)
         seconds = median(times) / 1e3
         self.say(
@@ -141,6 +140,7 @@ class Worker:
             all_ms=[round(t, 1) for t in times],
             tokens_per_second=round(rows * tokens / seconds),
             mfu=round(self.work(rows, tokens) / seconds / PEAK, 4),
+            peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
             capture_s=round(spent, 2),
             loss=round(float(loss), 4),
         )

@@ -36,7 +36,6 @@ class Contender:
     loss: Callable[[Tensor, Tensor], Tensor]
     generators: dict[str, Callable[[Tensor, int], Any]]
     notes: tuple[str, ...] = ()
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
 ROWS = {
@@ -53,7 +52,6 @@ def mixers(row: str, sizes: Sizes) -> list[str]:
 
 def ours(row: str, sizes: Sizes, **placement: Any) -> Contender:
     from flashmix.models import Decoder, DecoderConfig, LayerConfig, generate
-    from flashmix.train.adamw import AdamW
 
     layers = [LayerConfig(mixer, {"heads": sizes.heads}) for mixer in mixers(row, sizes)]
     config = DecoderConfig(sizes.vocabulary, sizes.width, layers, mlp_width=sizes.mlp_width)
@@ -61,7 +59,7 @@ def ours(row: str, sizes: Sizes, **placement: Any) -> Contender:
     ways: dict[str, Callable[[Tensor, int], Any]] = {"no graph": partial(generate, model, cuda_graph=False)}
     if next(model.parameters()).is_cuda:
         ways["graph"] = partial(generate, model, cuda_graph=True)
-    return Contender(model, lambda tokens, targets: model(tokens, targets=targets), ways, optimizer=AdamW)
+    return Contender(model, lambda tokens, targets: model(tokens, targets=targets), ways)
 
 
 def with_lm_head(model: nn.Module, notes: tuple[str, ...] = (), **options: Any) -> Contender:
