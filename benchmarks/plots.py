@@ -352,7 +352,10 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER = tuple(f"2026-11-22_recurrence_hopper_{kind}_h200.json" for kind in ("all", "pairs"))
+HOPPER = (
+    "2026-11-22_recurrence_hopper_all_h200.json",
+    *(f"2026-11-23_recurrence_{kind}_h200.json" for kind in ("peers", "pairs_made")),
+)
 HOPPER_ATTENTION = "2026-11-22_attention_hopper_all_h200.json"
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
@@ -360,9 +363,9 @@ PLOTS = {
     "gated_deltanet": Plot(
         gated_deltanet,
         (*HOPPER, RULES[2]),
-        "Medians with a cold L2 cache. Gluon and Triton: 2026-11-22, the host's time hidden, in turns (Gluon's last row a later run); "
-        "flash-linear-attention 0.6.0 (with tilelang, the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s "
-        "and operations / 790 TFLOP/s: 2026-11-21.",
+        "Medians with a cold L2 cache, the host's time hidden. Gluon and FlashQLA 0.1.3: two runs of 2026-11-23 (Gluon's second row in "
+        "turns with FlashQLA, before A_qb was made in the state passes); Triton: 2026-11-22; flash-linear-attention 0.6.0 (with tilelang, "
+        "the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s: 2026-11-21.",
     ),
     "attention": Plot(
         attention,

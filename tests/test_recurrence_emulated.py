@@ -11,7 +11,8 @@ import test_recurrence_gpu
 import threads_as_ranks
 import torch
 from budget import assert_within_budget
-from cases import Case, make_inputs
+from cases import Case, make_inputs, run_op
+from test_recurrence import evaluate, same_bits
 from test_recurrence_gpu import HOPPER_CASES
 
 import flashmix
@@ -57,6 +58,34 @@ def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
     narrow, wide = found
     assert wide["log_decay"].dtype == torch.float64
     assert all(torch.equal(wide[name], t.to(wide[name].dtype)) for name, t in narrow.items())
+
+
+def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Output, state and gradients, and the kernels that were launched."""
+    with hopper_card(multiprocessors) as launched:
+        return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_emulated_states_that_are_kept_change_no_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FLASHMIX_KEEP_STATES=1`: the forward writes what the backward would have made again."""
+    case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=128, V=128)
+    wanted, launched = emulated(case)
+    assert launched.count("state_forward_kernel") == 2
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
+    found, launched = emulated(case)
+    assert launched.count("state_forward_kernel") == 1
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_emulated_halves_of_the_values_change_no_bit(rule: str) -> None:
+    """With few programs a state pass has one warpgroup and half of the values, beside the one that makes A_qb."""
+    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=128, V=128)
+    wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
 
 
 @pytest.mark.whole

@@ -178,10 +178,10 @@ HOPPER_REGISTERS = {
     "output_backward_kernel": 128,
 }
 HOPPER_STACK = {
-    "scores_forward_kernel": 80,  # with one value head a key head; else 64
     "channel_output_kernel": 32,
-    "state_forward_kernel": 8,
-    "output_backward_kernel": 200,
+    "state_forward_kernel": 48,
+    "state_backward_kernel": 8,
+    "output_backward_kernel": 208,
 }
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
@@ -197,6 +197,7 @@ HOPPER = {
     "a decay per channel, many heads": replace(WIDE, gate="channel", H=80, HV=80, lengths=(60, 0, 70)),
     "segments": replace(WIDE, T=8192, states=False),
     "linear": replace(WIDE, rule="linear"),
+    "linear, many heads": replace(WIDE, rule="linear", H=20, HV=80),
     "linear, no decay, packed": replace(WIDE, rule="linear", gate="none", lengths=(60, 0, 70)),
     "linear, segments": replace(WIDE, rule="linear", T=8192, states=False),
     "linear, a decay per channel": replace(WIDE, rule="linear", gate="channel"),
@@ -215,6 +216,18 @@ def test_hopper_kernels_compile(case):
             assert made.registers <= HOPPER_REGISTERS[launch.name]
             assert made.stack <= HOPPER_STACK.get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
+
+
+@pytest.mark.parametrize("case", [HOPPER["many heads"], WIDE, HOPPER["linear, many heads"]], ids=str)
+def test_hopper_kernels_that_keep_states_compile(case, monkeypatch):
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
+    found = [
+        launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.name == "state_forward_kernel"
+    ]
+    assert len(found) == 1  # the backward launches it no more
+    made = compile_launch(found[0])
+    assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024 and made.stack <= HOPPER_STACK["state_forward_kernel"]
+    assert not made.advice
 
 
 def test_hopper_kernels_compile_nothing_new_for_another_length_or_packing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -88,7 +89,28 @@ def test_other_addresses_get_the_launches_that_they_would_have_made(launched: li
             ready(CPU, given, make)
             assert launched == wanted
         launched.clear()
-    assert calls == 2  # once with the last tensor, once without it
+    assert calls == 3  # what is to be compiled; once with the last tensor, once without it
+
+
+def test_what_the_first_call_needs_is_compiled_side_by_side(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kinds of arguments, which wait for one another to be compiled; then nothing is compiled again."""
+    both, compiled = threading.Barrier(2, timeout=20), []
+    compile_it = kernel.run
+
+    def run(*args: Any, **options: Any) -> Any:
+        assert not launched
+        both.wait()
+        compiled.append(threading.current_thread())
+        return compile_it(*args, **options)
+
+    monkeypatch.setattr(kernel, "run", run)
+    made, ready = Kernel(kernel, None), LaunchSeries()
+    for _ in range(2):
+        given = tensors()
+        ready(CPU, given, partial(launch_all, made, *given))
+    assert len(launched) == 4 and len(compiled) == 2 and threading.main_thread() not in compiled
 
 
 def test_a_tensor_that_is_two_arguments_says_nothing_about_the_next_call(launched: list[Any]) -> None:
@@ -114,7 +136,7 @@ def test_tensors_that_begin_on_no_16_bytes_are_noted_once_for_each_remainder(lau
 
         ready(CPU, given, make)
         assert launched[-2][1][0][1][0] == given[3].data_ptr()
-    assert calls == 3
+    assert calls == 1 + 3
 
 
 def test_memory_of_nobody_is_not_kept(launched: list[Any]) -> None:
@@ -128,7 +150,7 @@ def test_memory_of_nobody_is_not_kept(launched: list[Any]) -> None:
 
     for _ in range(3):
         ready(CPU, (x, out, memory), make)
-    assert len(calls) == 3
+    assert len(calls) == 1 + 3
 
 
 def test_launches_under_a_profiler_and_within_a_series_are_made_one_by_one(
@@ -142,14 +164,15 @@ def test_launches_under_a_profiler_and_within_a_series_are_made_one_by_one(
         launch_all(made, *given)
 
     inner(CPU, given, make)
+    launched.clear()
     outer(CPU, given, lambda: inner(CPU, given, make))
-    assert len(calls) == 2
+    assert len(calls) == 4 and len(launched) == 2  # each asks first what is to be compiled, and launches nothing then
     launched.clear()
     outer(CPU, given, make)
-    assert len(calls) == 2 and len(launched) == 2
+    assert len(calls) == 4 and len(launched) == 2
     monkeypatch.setattr(series, "hooked", lambda: True)
     outer(CPU, given, make)
-    assert len(calls) == 3
+    assert len(calls) == 5
 
 
 def test_no_more_is_kept_than_most(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ Calls of one kind that make the same launches again do so by a `LaunchSeries` (f
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ class Kernel:
         if grid == 0:
             return None
         if not DIRECT or not self._loose:
+            if gathering.wanted is not None:
+                return None
             described = [x.described() if type(x) is Tiles else x for x in structs]
             _noted(None)
             self.kernel[(grid,)](*described, self.spec, **self.options)
@@ -68,6 +71,10 @@ class Kernel:
         values = [_lowered((x,), loose, kinds)[0] for x, loose in zip(structs, self._loose, strict=False)]
         key = tuple(kinds)
         made = self._made.get(key)
+        if gathering.wanted is not None:
+            if made is None:
+                gathering.wanted[self, key] = structs
+            return made
         if made is None:
             made = self._compiled(structs)
             if made is None:  # a test records launches
@@ -90,10 +97,14 @@ class Kernel:
 
     def _compiled(self, structs: Sequence[Any]) -> Code | None:
         """The code for arguments of this kind."""
+        made = self._compile(structs)
+        return None if made is None else Code(made, self.kernel.is_gluon())
+
+    def _compile(self, structs: Sequence[Any]) -> Any:
+        """Triton's own result; any thread may ask for it."""
         gluon = self.kernel.is_gluon()
         like = [_stand_in(x, loose, gluon) for x, loose in zip(structs, self._loose, strict=False)]
-        made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
-        return None if made is None else Code(made, gluon)
+        return self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
 
 
 class Code:
@@ -134,6 +145,39 @@ class Noting(threading.local):
 
 
 noting = Noting()
+
+
+class Gathering(threading.local):
+    """While launches are gathered on this thread none is made: the kinds of arguments that there is no code for yet."""
+
+    wanted: dict[tuple[Kernel, tuple[Any, ...]], Sequence[Any]] | None = None
+
+
+gathering = Gathering()
+
+
+def compile_ahead(make: Callable[[], object]) -> None:
+    """Compiles what `make()`, which launches kernels and nothing else, will need: side by side, for half of the work is not Python's."""
+    wanted = gathering.wanted = {}
+    noting.launches = []  # so that no series within makes its own
+    try:
+        make()
+    finally:
+        gathering.wanted = noting.launches = None
+    if len(wanted) < 2:
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def compiled(job: tuple[tuple[Kernel, tuple[Any, ...]], Sequence[Any]]) -> Any:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        return job[0][0]._compile(job[1])
+
+    with ThreadPoolExecutor(len(wanted), "flashmix-compile") as pool:
+        found = list(pool.map(compiled, wanted.items()))
+    for (kernel, key), made in zip(wanted, found, strict=True):
+        if made is not None:
+            kernel._made[key] = Code(made, kernel.kernel.is_gluon())
 
 
 def _noted(launched: Launched | None) -> None:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 Kernel = TypeVar("Kernel")
 SOUND = (12, 9)
-_lock = threading.RLock()  # the choice is Triton's, for the whole process
+_lock = threading.Lock()
+_within: list[Any] = []  # Triton's settings for the whole process, once for each thread that compiles
 
 
 def needed() -> str | None:
@@ -41,16 +42,22 @@ def sound_ptxas() -> Iterator[None]:
     from triton.backends.nvidia import compiler
 
     with _lock:
-        path = needed()
-        if path is None:
-            yield
-            return
-        with triton.knobs.nvidia.scope():
-            triton.knobs.nvidia.ptxas = path
-            compiler.get_ptxas_version.cache_clear()  # the version is part of the name that compiled code is kept under
-            try:
-                yield
-            finally:
+        if not _within:
+            scope, path = triton.knobs.nvidia.scope(), needed()
+            scope.__enter__()
+            if path is not None:
+                triton.knobs.nvidia.ptxas = path
+                compiler.get_ptxas_version.cache_clear()  # the version is part of the name that compiled code is kept under
+        else:
+            scope = _within[0]
+        _within.append(scope)
+    try:
+        yield
+    finally:
+        with _lock:
+            _within.pop()
+            if not _within:
+                scope.__exit__(None, None, None)
                 compiler.get_ptxas_version.cache_clear()
 
 

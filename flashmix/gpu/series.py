@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.gpu.launch import Launched, hooked, noting
+from flashmix.gpu.launch import Launched, compile_ahead, hooked, noting
 from flashmix.gpu.tma import Tiles
 
 MOST = 256  # sets of addresses that a series keeps; some kilobytes each
@@ -25,6 +25,7 @@ class LaunchSeries:
     """The launches of calls of one kind: all their grids, numbers and tensors follow from the kind, but for addresses."""
 
     def __init__(self) -> None:
+        self._new = True
         self._known: dict[tuple[int, ...], Ready] = {}
         self._movable: dict[tuple[int, ...], list[Movable]] = {}  # by `pattern`
 
@@ -67,7 +68,10 @@ class LaunchSeries:
                 launch(grid, 1, 1, stream, *arguments)
 
     def _first(self, tensors: Sequence[Tensor | None], addresses: tuple[int, ...], make: Callable[[], object]) -> None:
-        """Makes the launches and notes them."""
+        """Makes the launches and notes them, at the very first time after their code was compiled side by side."""
+        if self._new:
+            compile_ahead(make)
+            self._new = False
         found: list[Launched | None] = []
         noting.launches = found
         try:

@@ -23,7 +23,15 @@ from flashmix.op.remember import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
-from flashmix.ops.recurrence.gluon_hopper.memory import OPERANDS, aligned, kind_of, ready, sizes_of, symbolic_sizes_of
+from flashmix.ops.recurrence.gluon_hopper.memory import (
+    OPERANDS,
+    aligned,
+    keeps_states,
+    kind_of,
+    ready,
+    sizes_of,
+    symbolic_sizes_of,
+)
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
@@ -34,6 +42,7 @@ from flashmix.parallel.halves import Halves
 __all__ = ["backward", "forward", "halves", "keeps"]
 
 FORWARD: dict[Hashable, LaunchSeries] = {}
+SAVING: dict[Hashable, LaunchSeries] = {}  # a forward that keeps states
 BACKWARD: dict[Hashable, LaunchSeries] = {}  # by the kind of a call
 
 
@@ -72,22 +81,29 @@ class ChunkReads(NamedTuple):
 
     q: Tiles | None  # None where decayed queries lie with the keys
     k: Tiles
-    A: Tensor  # A_qb and T, [chunks, HV, 2, 64, 64]; without corrections A_qb alone
+    pairs: Tiles | None  # T; with a decay per channel A_qb before it
+    T: Tiles | None  # with corrections
     vectors: Tiles
 
     def with_queries(self, values: Tiles) -> tuple[Any, ...]:
-        return self.q, self.k, values, descriptors.pairs(self.A, self.A.shape[2]), self.vectors
+        return self.q, self.k, values, self.pairs, self.vectors
 
     def without(self, values: Tiles) -> tuple[Any, ...]:
-        T = descriptors.pairs(self.A, 1) if self.A.shape[2] == 2 else None
-        return None, self.k, values, T, self.vectors
+        return None, self.k, values, self.T, self.vectors
 
 
-def reads_of(run: HopperRun, A: Tensor, vectors: Tensor) -> ChunkReads:
-    """The same with at most one decay per token, of the tiles of pairs and the vectors."""
+def reads_of(run: HopperRun, inverses: Tensor, vectors: Tensor) -> ChunkReads:
+    """The same with at most one decay per token, of T, `[chunks, HV, 1, 64, 64]` (without corrections empty), and the vectors."""
     q, k = run.call.q, run.call.k
     assert k is not None
-    return ChunkReads(run.tokens(q, 128), run.tokens(k, 128), A, descriptors.vectors(vectors))
+    T = descriptors.pairs(inverses, 1) if run.call.rule.corrected else None
+    return ChunkReads(run.tokens(q, 128), run.tokens(k, 128), T, T, descriptors.vectors(vectors))
+
+
+def channel_reads(run: HopperRun, keys: Tensor, A: Tensor, total: Tensor) -> ChunkReads:
+    """The same with a decay per channel, of the decayed keys, A_qb and T, `[chunks, HV, 2, 64, 64]`, and the decay of chunks."""
+    T = descriptors.pairs(A, 1) if run.call.rule.corrected else None
+    return ChunkReads(None, run.tokens(keys, 128), descriptors.pairs(A, A.shape[2]), T, descriptors.totals(total))
 
 
 def halves(call: RecurrenceCall) -> Halves | None:
@@ -116,7 +132,7 @@ def launch(
 
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
-    """Output and final state; keeps the tiles of pairs, the vectors of chunks, and the segments' maps and starts."""
+    """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts."""
     if is_step(call):
         return step(call), ()
     if call.tokens == 0 or call.batch == 0:
@@ -126,6 +142,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     sizes = sizes_of(call, kind)
     o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
     kept, decayed = allocate(sizes.kept_bytes, device), allocate(sizes.decayed_bytes, device)
+    states = allocate(sizes.states_bytes, device) if save and keeps_states(call) else None
     if call.packed:
         o.zero_()  # tokens past the last sequence
 
@@ -137,10 +154,11 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
             write_maps(run, reads, maps)
             base = run.base
             base.plan.join_forward(base.join_programs(), maps, call.initial_state, starts, None, None, base.segmented)
-        state_output(run, reads, joined, o, state)
+        state_output(run, reads, joined, o, state, views(states, sizes.states) if states is not None else [])
 
-    launch(FORWARD, device, kind, (*operands, o, state, kept, decayed), make)
-    return (o, state), (kept,) if save and kept is not None else ()
+    known = FORWARD if states is None else SAVING
+    launch(known, device, kind, (*operands, o, state, kept, decayed, states), make)
+    return (o, state), tuple(t for t in (kept, states) if t is not None) if save else ()
 
 
 def empty(call: RecurrenceCall) -> Outputs:
@@ -150,11 +168,12 @@ def empty(call: RecurrenceCall) -> Outputs:
 
 
 def keeps(call: RecurrenceCall) -> Outputs:
-    """An empty tensor like the one that `forward` keeps, if it does."""
+    """Empty tensors like those that `forward` keeps, if it does."""
     sizes = symbolic_sizes_of(call)
     if is_step(call) or not sizes.kept or call.tokens == 0 or call.batch == 0:
         return ()
-    return (torch.empty(sizes.kept_bytes, dtype=torch.uint8, device=call.device),)
+    found = (sizes.kept_bytes, sizes.states_bytes) if keeps_states(call) else (sizes.kept_bytes,)
+    return tuple(torch.empty(size, dtype=torch.uint8, device=call.device) for size in found)
 
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
@@ -169,25 +188,30 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
-    decayed, work = allocate(sizes.decayed_bytes, device), allocate(sizes.work_bytes, device)
+    decayed, saved = allocate(sizes.decayed_bytes, device), len(kept) > 1
+    work = allocate(sizes.work_bytes + (0 if saved else sizes.states_bytes), device)
     found = results(call)
 
     def make() -> None:
         run = HopperRun(Run.of(call))
         own = views(memory, sizes.kept), views(decayed, sizes.decayed)
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
-        parts = views(work, sizes.work)
+        parts = views(work, sizes.work if saved else sizes.work + sizes.states)
+        states = views(kept[1], sizes.states) if saved else parts[len(sizes.work) :]
         starts = None
         if scored[1]:
-            *parts, ends, starts = parts
+            ends, starts = parts[1:3]
             write_ends(run, scored[0], do, ends)
             base = run.base
             base.plan.join_backward(
                 base.join_programs(), scored[1][0], ends, dstate, starts, None, None, base.segmented
             )
-        gradients(run, scored, (do, dstate, starts), parts, found)
+        if not saved:
+            save_states(run, scored, states)
+        gradients(run, scored, (do, dstate, starts), (parts[0], *states), found)
 
-    launch(BACKWARD, device, kind, (*operands, dstate, memory, decayed, work, do, *found.values()), make)
+    own = memory, *kept[1:], decayed, work
+    launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
     return finished(call, found, wanted)
 
 
@@ -210,23 +234,33 @@ def results(call: RecurrenceCall) -> Gradients:
     return found
 
 
+def saved_tiles(run: HopperRun, states: Sequence[Tensor]) -> tuple[Tiles, Tiles | None]:
+    """The states that chunks start from and nu, as the state pass writes them."""
+    return descriptors.states(states[0], 64, 128), run.tokens(states[1], 64) if run.call.rule.corrected else None
+
+
+def save_states(run: HopperRun, scored: tuple[ChunkReads, Sequence[Tensor], Any], states: Sequence[Tensor]) -> None:
+    """The state pass for the states that chunks start from, and nu with corrections."""
+    reads, joined, _ = scored
+    x = run.memory(run.call.initial_state, joined[1] if joined else None, None, None)
+    tiles = *reads.without(run.tokens(run.call.v, 64)), None, *saved_tiles(run, states)
+    run.plan.state_save(run.state_programs, *tiles, x, run.segmented if joined else run.n)
+
+
 def gradients(
     run: HopperRun,
     scored: tuple[ChunkReads, Sequence[Tensor], Any],
     grads: tuple[Tensor, Tensor | None, Tensor | None],
-    work: list[Tensor],
+    work: Sequence[Tensor],
     found: Gradients,
 ) -> None:
-    """Launches what makes the gradients `found`, of what `scores` returns and of those of the output, of final states and of what
-    segments leave.
+    """Launches what makes the gradients `found`, of what `scores` returns, of those of the output, of final states and of what segments
+    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections.
     """
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate, starts), (states, dstates, *others) = grads, work
-    x = run.memory(call.initial_state, joined[1] if joined else None, None, None)
+    (do, dstate, starts), (dstates, states, *others) = grads, work
     nu = others[0] if call.rule.corrected else call.v
-    saved = None, descriptors.states(states, 64, 128), run.tokens(nu, 64) if call.rule.corrected else None
     n = run.segmented if joined else run.n
-    run.plan.state_save(run.state_programs, *reads.without(run.tokens(call.v, 64)), *saved, x, n)
     x = run.memory(dstate, starts, found.get("initial_state"), None)
     sent = descriptors.states(dstates, 64, 128), run.tokens(found["v"], 64)
     run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
@@ -252,7 +286,7 @@ def finished(call: RecurrenceCall, found: Gradients, wanted: frozenset[str]) -> 
 def scores(
     run: HopperRun, kept: list[Tensor], decayed: list[Tensor], first: bool
 ) -> tuple[ChunkReads, list[Tensor], Any]:
-    """The tiles of pairs A_qb and T and what the state passes read with them, made if they were not yet: at the `first` time.
+    """T, with a decay per channel A_qb too, and what the state passes read with them, made if they were not yet: at the `first` time.
 
     Returns those, the maps and starts of segments, and what Triton's kernels are given with a decay per channel.
     """
@@ -260,14 +294,14 @@ def scores(
     if call.decay is Decay.CHANNEL:
         keys, A, total, *_ = decayed
         triton = decayed_keys(run.base, run.plan, run.n, decayed, not first)
-        reads = ChunkReads(None, run.tokens(keys.flatten(0, 1), 128), A, descriptors.totals(total))
-        return reads, kept, triton
-    A, vectors, *joined = kept
+        return channel_reads(run, keys.flatten(0, 1), A, total), kept, triton
+    inverses, vectors, *joined = kept
     assert call.k is not None
-    reads = reads_of(run, A, vectors)
+    reads = reads_of(run, inverses, vectors)
     if first:
         x = ScoresMemory(run.base.where.spans, call.beta, call.log_decay, vectors)
-        run.plan.scores(run.n.items, run.tokens(call.q, 64), run.tokens(call.k, 64), descriptors.pairs(A, 1), x, run.n)
+        k = run.tokens(call.k, 64) if call.rule.corrected else None
+        run.plan.scores(run.n.items, k, reads.T, x, run.n)
     return reads, joined, None
 
 
@@ -285,13 +319,16 @@ def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> N
     run.plan.state_ends(run.state_programs, *tiles, None, None, x, run.segmented)
 
 
-def state_output(run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o: Tensor, state: Tensor) -> None:
-    """The state pass forward with the output."""
+def state_output(
+    run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o: Tensor, state: Tensor, states: Sequence[Tensor] = ()
+) -> None:
+    """The state pass forward with the output, and the states that chunks start from if there is memory for them."""
     call = run.call
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     tiles = reads.with_queries(run.tokens(call.v, 64))
     n = run.segmented if joined else run.n
-    run.plan.state_output(run.state_programs, *tiles, run.tokens(o, 64), None, None, x, n)
+    kernel = run.plan.state_output_save if states else run.plan.state_output
+    kernel(run.state_programs, *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

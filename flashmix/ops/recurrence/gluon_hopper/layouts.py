@@ -1,18 +1,21 @@
 """Layouts of the recurrence's tiles in registers and in shared memory.
 
-A warpgroup holds 64 rows of an accumulator; rows and columns are vectors over those of accumulators with 64 and with 128 columns.
+A warpgroup holds 64 rows of an accumulator; rows and columns are vectors over those of accumulators with 32, 64 and 128 columns.
 """
 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import gl
 
+ACC_32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 ACC_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ACC_128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 LEFT_64 = gl.constexpr(
     gl.DotOperandLayout(0, ACC_64.value, 2)
 )  # left operands in registers, of products with so many columns
 LEFT_128 = gl.constexpr(gl.DotOperandLayout(0, ACC_128.value, 2))
+ROWS_32 = gl.constexpr(gl.SliceLayout(1, ACC_32.value))
+COLUMNS_32 = gl.constexpr(gl.SliceLayout(0, ACC_32.value))
 ROWS_64 = gl.constexpr(gl.SliceLayout(1, ACC_64.value))
 COLUMNS_64 = gl.constexpr(gl.SliceLayout(0, ACC_64.value))
 ROWS_128 = gl.constexpr(gl.SliceLayout(1, ACC_128.value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -17,23 +18,26 @@ from flashmix.ops.recurrence.triton_gpu.plan import plan
 
 TILED = ("q", "k", "v")  # operands that TMA reads
 OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
+# The states that chunks start from are kept from forward to backward in place of being made again, as far as kernels can.
+KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
 
 
 class CallMemory(NamedTuple):
     """What calls of one kind allocate."""
 
-    # Kept: tiles of pairs, vectors of chunks; of segments the maps and the states that they start from. What the backward works on:
-    # the states that chunks start from, the gradients of those that they leave, nu unless it is V; of segments what they send back and
-    # receive.
-    # A per-channel decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays,
-    # their reach and marks of chunks.
+    # Kept: T (without corrections nothing), vectors of chunks; of segments the maps and the states that they start from. What the
+    # backward works on: the gradients of the states that chunks leave; of segments what they send back and receive. Either: the states
+    # that chunks start from, and nu unless it is V. A per-channel decay has its pairs made again, among the decayed keys, the decay of
+    # whole chunks, sums of decays, their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
     kept: tuple[MemoryPart, ...]
     decayed: tuple[MemoryPart, ...]
     work: tuple[MemoryPart, ...]
+    states: tuple[MemoryPart, ...]
     kept_bytes: int
     decayed_bytes: int
     work_bytes: int
+    states_bytes: int
 
 
 KNOWN: dict[Hashable, CallMemory] = {}  # of calls that are not packed
@@ -64,25 +68,33 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     N, B, T, HV, K, V = call.sequences, call.batch, call.tokens, call.value_heads, call.K, call.V
     chunks, tiles, dtype = count_chunks(call, 64), plan(call).tiles, call.dtype
     kept, decayed, float32 = [], [], torch.float32
-    pairs = MemoryPart(dtype, (chunks, HV, 2 if call.rule.corrected else 1, 64, 64))
+    corrected = call.rule.corrected
     if call.decay is Decay.CHANNEL:
         reach = MemoryPart(torch.int8, (chunks, HV, cdiv(K, tiles.decay.BK), 64))
         sums = MemoryPart(float32, (B, T, HV, K))
-        kinds = 3 if call.rule.corrected else 2
+        pairs = MemoryPart(dtype, (chunks, HV, 2 if corrected else 1, 64, 64))
+        kinds = 3 if corrected else 2
         decayed = [MemoryPart(dtype, (kinds, B, T, HV, K)), pairs, MemoryPart(float32, (chunks, HV, K)), sums, reach]
         decayed.append(MemoryPart(torch.int32, (chunks, HV)))
     else:
-        kept = [pairs, MemoryPart(float32, (chunks, HV, 4, 64))]
-    work = [MemoryPart(dtype, (chunks, HV, V, K))] * 2
-    if call.rule.corrected:
-        work.append(MemoryPart(dtype, (B, T, HV, V)))
+        kept = [
+            MemoryPart(dtype, (chunks, HV, 1 if corrected else 0, 64, 64)),
+            MemoryPart(float32, (chunks, HV, 4, 64)),
+        ]
+    work = [MemoryPart(dtype, (chunks, HV, V, K))]
+    states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
-        under = K if call.rule.corrected else 1
+        under = K if corrected else 1
         kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
         work += [starts, starts]
-    parts = tuple(kept), tuple(decayed), tuple(work)
+    parts = tuple(kept), tuple(decayed), tuple(work), tuple(states)
     return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])
+
+
+def keeps_states(call: RecurrenceCall) -> bool:
+    """Whether the forward keeps the states of chunks: with a decay per channel they have no room beside the keys."""
+    return KEEP_STATES and call.decay is not Decay.CHANNEL
 
 
 def aligned(x: Tensor) -> Tensor:

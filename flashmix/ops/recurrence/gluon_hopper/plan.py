@@ -27,6 +27,7 @@ class HopperPlan(NamedTuple):
     warpgroups: int
     scores: Kernel
     state_output: Kernel
+    state_output_save: Kernel
     state_save: Kernel
     state_maps: Kernel
     state_backward: Kernel
@@ -56,19 +57,25 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
 def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> HopperPlan:
     channel = decay is Decay.CHANNEL
     state = basic._replace(WARPGROUPS=warpgroups, CHANNEL=channel)
-    three = channel and basic.CORRECTED  # queries, a and b: fewer stages of the other rings
-    back = state._replace(VALUES=2, PAIRS=2) if three else state
+    output = state._replace(
+        OUTPUT=True, KEYS=2 if channel else 3
+    )  # keys come a chunk earlier where A_qb is made of them
+    ends = state._replace(KEYS=2 if channel else 3)
+    back = (
+        ends._replace(VALUES=2, PAIRS=2) if basic.CORRECTED else ends
+    )  # room for that beside the states, or for queries, a and b
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(
         triton=own,
         warpgroups=warpgroups,
         scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
-        state_output=_state(state_forward_kernel, state._replace(OUTPUT=True)),
-        state_save=_state(state_forward_kernel, state._replace(SAVE=True)),
-        state_maps=_state(state_forward_kernel, state),
-        state_backward=_state(state_backward_kernel, back._replace(SAVE=True)),
-        state_ends=_state(state_backward_kernel, back),
+        state_output=_state(state_forward_kernel, output, True),
+        state_output_save=_state(state_forward_kernel, output._replace(SAVE=True, VALUES=2, PAIRS=2), True),
+        state_save=_state(state_forward_kernel, state._replace(SAVE=True), False),
+        state_maps=_state(state_forward_kernel, state, False),
+        state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
+        state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=Kernel(output_backward_kernel, decayed, num_warps=4, maxnreg=128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
@@ -78,6 +85,10 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     )
 
 
-def _state(kernel: Any, spec: HopperSpec) -> Kernel:
-    """A state pass: two warpgroups and a producer, of 168 registers a thread before they divide them anew."""
-    return Kernel(kernel, spec, num_warps=4, maxnreg=168)
+def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
+    """A state pass, which may multiply by the queries' pairs A_qb: up to three warpgroups and a producer, with as many registers a
+    thread as they have before they divide them anew.
+    """
+    made = queries and not spec.CHANNEL
+    spec = spec._replace(READS=spec.CORRECTED + (queries and spec.CHANNEL), MAKES=made)
+    return Kernel(kernel, spec, num_warps=4, maxnreg=128 if spec.WARPGROUPS + made == 3 else 168)

@@ -14,11 +14,12 @@ from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import (
     ChunkReads,
     HopperRun,
-    descriptors,
+    channel_reads,
     finished,
     gradients,
     reads_of,
     results,
+    save_states,
     scores,
     state_output,
     write_ends,
@@ -35,7 +36,9 @@ class Scored(NamedTuple):
 
     run: HopperRun
     reads: ChunkReads
-    kept: list[Tensor]  # A_qb and T, and the vectors of chunks; empty with a decay per channel, which makes them again
+    kept: list[
+        Tensor
+    ]  # T, without corrections empty, and the vectors of chunks; empty with a decay per channel, which makes them again
     decayed: list[Tensor]  # with a decay per channel: keys, A_qb and T, decays of chunks
     triton: Any  # what `output_backward_of_channels` reads
 
@@ -57,15 +60,14 @@ class Scored(NamedTuple):
             return whole, self.reads
         run = HopperRun(whole.base.part(first, stop))
         if not self.decayed:
-            A, vectors = (whole.base.of_chunks(t, first, stop) for t in self.kept)
-            return run, reads_of(run, A, vectors)
+            return run, reads_of(run, *(whole.base.of_chunks(t, first, stop) for t in self.kept))
         run.n, run.segmented = (
             n._replace(batch=whole.n.batch) for n in (run.n, run.segmented)
         )  # where kinds of keys lie
         keys, *chunks = self.decayed
         A, total = (whole.base.of_chunks(t, first, stop) for t in chunks)
         its = keys.flatten(0, 1) if run.call.packed else keys.flatten(0, 1)[first:]
-        return run, ChunkReads(None, run.tokens(its, 128), A, descriptors.totals(total))
+        return run, channel_reads(run, its, A, total)
 
 
 def state_maps(run: HopperRun, reads: ChunkReads) -> Tensor:
@@ -148,11 +150,13 @@ class HopperBackward:
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         run, found = self.run, results(self.run.call)
-        parts = symbolic_sizes_of(run.call).work[: 3 if run.call.rule.corrected else 2]
+        sizes = symbolic_sizes_of(run.call)
+        parts = (sizes.work[0], *sizes.states)
         work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
         dstate = dstate.contiguous()
         starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
         scored = self.scored.reads, self.segments, self.scored.triton
+        save_states(run, scored, work[1:])
         gradients(run, scored, (self.do, dstate, starts), work, found)
         return finished(run.call, found, wanted)
 

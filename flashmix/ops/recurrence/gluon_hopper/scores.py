@@ -1,12 +1,11 @@
 """The `scores` phase with the inverse of `transform`: programs of one warp, one a (chunk, key head), its value heads one after the other.
 
-    A_qb = scale beta_j q_i . k_j e^{G_i - G_j}      A_ab = -beta_j k_i . k_j e^{G_i - G_j}, j < i       (3.1)
-    T = (I - A_ab)^-1                                                                                    (4.2)
+    A_ab = -beta_j k_i . k_j e^{G_i - G_j}, j < i       (3.1)       T = (I - A_ab)^-1       (4.2)
 
-A warp has the lower triangle as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes
-from blocks to blocks of twice the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round,
-which costs nothing: `right(X)` is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks
-both ways.
+A_qb is made by the state passes that read it, so without corrections only the vectors of chunks are left. A warp has the lower triangle
+as ten blocks of 16 x 16, accumulators of `mma`; no barrier is waited for between them. The inverse goes from blocks to blocks of twice
+the size (4.4): within 16 by masks, then by blocks. A right operand is an accumulator tile turned round, which costs nothing: `right(X)`
+is X^T. So tiles that stand on the right are made transposed, `_t`, and the inverses of diagonal blocks both ways.
 """
 
 from __future__ import annotations
@@ -91,25 +90,20 @@ def zero_blocks():
 
 
 @gluon.jit
-def key_products(q_d, k_d, at, landed, q, k, S: gl.constexpr):
-    """q k^T and k k^T, ten blocks each, half of the channels at a time: the less shared memory, the more warps."""
-    qk = zero_blocks()
+def key_products(k_d, at, landed, k, S: gl.constexpr):
+    """k k^T, ten blocks, half of the channels at a time: the less shared memory, the more warps."""
     kk = zero_blocks()
     for half in gl.static_range(2):
-        bar = expect_bytes(landed, half, 2 * 64 * 64 * 2)
+        bar = expect_bytes(landed, half, 64 * 64 * 2)
         fetch_tokens(k_d, at.span, at.t, at.key_head, half * 64, bar, k, S)
-        fetch_tokens(q_d, at.span, at.t, at.key_head, half * 64, bar, q, S)
         wait_full(landed, half)
         for i in gl.static_range(4):
-            q_row = q.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
-            k_row = k.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
+            row = k.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
             for j in gl.static_range(i + 1):
                 column = k.slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
-                qk = with_block(qk, i * (i + 1) // 2 + j, mma_v2(q_row, column, qk[i * (i + 1) // 2 + j]))
-                if S.CORRECTED:
-                    kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(k_row, column, kk[i * (i + 1) // 2 + j]))
+                kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(row, column, kk[i * (i + 1) // 2 + j]))
         gl.thread_barrier()  # before the next half is written here
-    return qk, kk
+    return kk
 
 
 @gluon.jit
@@ -168,24 +162,20 @@ def store_row(out, i: gl.constexpr, b0, b1, b2, b3):
 
 
 @gluon.jit
-def decayed_blocks(qk, kk, vectors, out, scale):
-    """Stores A_qb; returns the blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
+def decayed_blocks(kk, vectors):
+    """The blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
     row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
     column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
-    zero = zero_block()
     A = ()
     first_t = ()
     for i in gl.static_range(4):
         G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
-        a_row = (zero, zero, zero, zero)
         for j in gl.static_range(i + 1):
             G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
             beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
             E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
-            a_qb = qk[i * (i + 1) // 2 + j] * (E * scale)
             a = 0.0 - kk[i * (i + 1) // 2 + j] * E
             if i == j:
-                a_qb = gl.where(row >= column, a_qb, 0.0)
                 beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
                 a_t = (
                     0.0
@@ -197,27 +187,7 @@ def decayed_blocks(qk, kk, vectors, out, scale):
                 first_t = append(first_t, gl.where((row // 2 == column // 2) & (row < column), a_t, unit))
                 a = gl.where(row > column, a, 0.0)
             A = append(A, a)
-            a_row = with_block(a_row, j, a_qb)
-        store_row(out, i, a_row[0], a_row[1], a_row[2], a_row[3])
     return A, first_t
-
-
-@gluon.jit
-def store_query_pairs(qk, vectors, out, scale):
-    """Stores A_qb without corrections, where beta is 1."""
-    row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
-    column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
-    zero = zero_block()
-    for i in gl.static_range(4):
-        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)[:, None]  # [16, 1]
-        found = (zero, zero, zero, zero)
-        for j in gl.static_range(i + 1):
-            difference = G_row - vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)[None, :]  # [16, 16]
-            pairs = qk[i * (i + 1) // 2 + j] * (ex2(gl.minimum(difference, 0.0)) * scale)
-            if i == j:
-                pairs = gl.where(row >= column, pairs, 0.0)
-            found = with_block(found, j, pairs)
-        store_row(out, i, found[0], found[1], found[2], found[3])
 
 
 @gluon.jit
@@ -288,24 +258,18 @@ def store_tile(d, row, out):
     copy_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
 
 
-@with_sound_ptxas
-@gluon.jit(do_not_specialize=["n"])
-def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
-    """Writes A_qb and T, `[chunks, HV, 2, 64, 64]`, without corrections A_qb alone, and the vectors of chunks."""
-    DT: gl.constexpr = q_d.dtype
-    at = chunk_of_item(gl.program_id(0), x, n, S)
-    q = gl.allocate_shared_memory(DT, [64, 64], TILE)
+@gluon.jit
+def inverses(k_d, T_d, x, at, S: gl.constexpr):
+    """T and the vectors of a chunk, for each value head of a key head."""
+    DT: gl.constexpr = k_d.dtype
     k = gl.allocate_shared_memory(DT, [64, 64], TILE)
     landed = allocate_barriers(1, 1)
-    qk, kk = key_products(q_d, k_d, at, landed, q, k, S)
+    kk = key_products(k_d, at, landed, k, S)
     out = gl.allocate_shared_memory(DT, [64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
     if S.GROUP > 1:
-        qk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
-        keep_blocks(qk, qk_kept)
-        if S.CORRECTED:
-            kk_kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
-            keep_blocks(kk, kk_kept)
+        kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+        keep_blocks(kk, kept)
     beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)  # [C]
     for r in range(S.GROUP):
         head = at.key_head * S.GROUP + r
@@ -316,19 +280,26 @@ def scores_forward_kernel(q_d, k_d, A_d, x, n, S: gl.constexpr):
         vectors.slice(64, 64, dim=0).store(beta)
         if S.GROUP > 1:
             beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
-            qk = kept_blocks(qk_kept)
-            if S.CORRECTED:
-                kk = kept_blocks(kk_kept)
-            stores_done(0)
-        if S.CORRECTED:
-            A, first_t = decayed_blocks(qk, kk, vectors, out, n.scale)
-            store_tile(A_d, index * 128, out)
-            diagonal = diagonal_inverses(A, first_t)
-            stores_done(0)
-            store_inverse(A, diagonal, out)
-            store_tile(A_d, index * 128 + 64, out)
-        else:
-            store_query_pairs(qk, vectors, out, n.scale)
-            store_tile(A_d, index * 64, out)
+            kk = kept_blocks(kept)
+        A, first_t = decayed_blocks(kk, vectors)
+        diagonal = diagonal_inverses(A, first_t)
+        stores_done(0)
+        store_inverse(A, diagonal, out)
+        store_tile(T_d, index * 64, out)
     stores_done(0)
     retire(landed)
+
+
+@with_sound_ptxas
+@gluon.jit(do_not_specialize=["n"])
+def scores_forward_kernel(k_d, T_d, x, n, S: gl.constexpr):
+    """Writes T, `[chunks, HV, 1, 64, 64]`, and the vectors of chunks; without corrections only these."""
+    at = chunk_of_item(gl.program_id(0), x, n, S)
+    if S.CORRECTED:
+        inverses(k_d, T_d, x, at, S)
+    else:
+        for r in range(S.GROUP):
+            head = at.key_head * S.GROUP + r
+            beta, decay = load_numbers(x, at, head, S)  # [C]
+            G, row, column = decay_sums(decay, S)
+            store_vectors(x, at.index * S.HV + head, G, beta, row, column)

@@ -4,16 +4,26 @@
     o = scale e^G Q S + A_qb nu        S <- e^{G_C} S + K^T (beta e^{G_C - G} nu)                        (1.8), (5.3)
 
 Everything is transposed: each of two warpgroups holds 64 rows of `S^T` in the accumulators of `wgmma` for the whole sequence, S, R and nu
-are left operands in registers, and factors of tokens multiply columns. A producer warp keeps three rings filled: keys (and queries),
-values with the vectors of the chunk, tiles of pairs (`state_parts.py`). Letters of tiles: `C` = 64 tokens, `K` = 128 channels of keys,
-`v` = 64 channels of values.
+are left operands in registers, and factors of tokens multiply columns. A producer warp keeps the rings of keys (and queries), of values
+with the vectors of the chunk and of T filled, and a third warpgroup makes A_qb a chunk ahead (`state_parts.py`). Letters of tiles: `C` =
+64 tokens, `K` = 128 channels of keys, `v` = 64 channels of values.
 
 Without corrections (linear attention) nu is V and beta 1: two products a chunk are left, or of a pass that only saves states one.
 """
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
+from flashmix.gpu.hopper import (
+    gl,
+    gluon,
+    opaque_zero,
+    product,
+    products_done,
+    release,
+    stores_done,
+    wait_full,
+    warpgroup_mma,
+)
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, COLUMNS_128, LEFT_64, LEFT_128
 from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program, vector
@@ -21,10 +31,13 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
     COLUMN_FACTOR,
     ROW_FACTOR,
+    inverse_tile,
     load_state,
     producer,
     put_state,
     put_tokens,
+    query_pairs,
+    query_pairs_tile,
     state_tiles,
     store_end,
     store_result,
@@ -38,6 +51,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     """The rows 64 w ... of S^T."""
     o_d, s_d, nu_d = d
     DT: gl.constexpr = tiles.k.dtype
+    BEFORE: gl.constexpr = S.OUTPUT + 2 * S.SAVE - 1  # other copies that are begun between two of one kind
     at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
@@ -46,42 +60,52 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         chunk = at.begin + n
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         b = tiles.b.index(n % S.KEYS)  # [C, K]
-        stage = (n % S.VALUES) * 4
+        z = 0
+        if S.MAKES:  # registers are scarce: no addresses hoisted, nothing loaded or kept while two products are made
+            z = opaque_zero()
+        stage = (n % S.VALUES) * 4 + z
         s16 = state.to(DT)
         wait_full(bars.v.full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
+        t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
+        if S.MAKES:
+            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w + z), BEFORE, S)
         wait_full(bars.k.full, n)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
-            t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+            if not S.MAKES:
+                put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
-            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 1)
+            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
         if not S.CHANNEL:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+        if not S.CHANNEL and not S.MAKES:
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
-        v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64).to(gl.float32)  # [v, C]
+        v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+        if not S.MAKES:
+            v = v.to(gl.float32)
         if S.OUTPUT:
             ks, v = products_done(1, deps=[ks, v])
         else:
             ks, v, left = products_done(0, deps=[ks, v, left])
         if S.CHANNEL:
-            R = v + ks
+            R = v.to(gl.float32) + ks
         else:
-            R = v - ks * row[None, :]
+            R = v.to(gl.float32) - ks * row[None, :]
         R = gl.convert_layout(R.to(DT), LEFT_64)  # (5.1)
         wait_full(bars.A.full, n)
-        if S.OUTPUT:
-            T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
-        else:
-            T = tiles.A.index(n % S.PAIRS)
+        T = inverse_tile(tiles, n, S)  # [C, C]
         nu = product(R, T.permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+        if S.MAKES:
+            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
+                tiles.vectors, stage + BETA, COLUMNS_64
+            )
         release(bars.v.empty, n)
         if S.OUTPUT:
             o, left = products_done(1, deps=[o, left])
@@ -96,20 +120,26 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         state = warpgroup_mma(written, b, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale
             nu_left = gl.convert_layout(nu16, LEFT_64)
-            A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+            A_qb = query_pairs_tile(tiles, n, S)  # [C, C]
+            if S.MAKES:
+                wait_full(bars.made.full, n)
             o = warpgroup_mma(nu_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
+            if S.SAVE:
+                put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(S.WARPGROUPS + w), BEFORE, S)
             state, written = products_done(1, deps=[state, written])
             release(bars.k.empty, n)
             last, nu_left = products_done(0, deps=[o, nu_left])
+            if S.MAKES:
+                release(bars.made.empty, n)
         else:
             if S.SAVE:
-                put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(w), 1, S)
+                put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(w), BEFORE, S)
             state, written = products_done(0, deps=[state, written])
             release(bars.k.empty, n)
         release(bars.A.empty, n)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
-        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
     if x.ends is not None:
         store_end(x, at, state, w, MAPS, S)
     if x.result is not None:
@@ -122,6 +152,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
     """The rows 64 w ... of S^T without corrections."""
     o_d, s_d, _ = d
     DT: gl.constexpr = tiles.k.dtype
+    BEFORE: gl.constexpr = S.OUTPUT + S.SAVE - 1  # other copies that are begun between two of one kind
     at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
@@ -139,14 +170,17 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             decay *= total
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)
+        t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
+        if S.MAKES:
+            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         wait_full(bars.k.full, n)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
-            t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+            if not S.MAKES:
+                put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
-            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), 0)
+            put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
         if S.CHANNEL:
             written = gl.convert_layout(v, LEFT_128)
@@ -157,9 +191,10 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
         release(bars.v.empty, n)
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale
-            A_qb = tiles.A.index(n % S.PAIRS)  # [C, C]
+            A_qb = query_pairs_tile(tiles, n, S)  # [C, C]
+            pairs = bars.made if S.MAKES else bars.A
             v_left = gl.convert_layout(v, LEFT_64)
-            wait_full(bars.A.full, n)
+            wait_full(pairs.full, n)
             o, left = products_done(1, deps=[o, left])
             if not S.CHANNEL:
                 o = o * (row * numbers.scale)[None, :]
@@ -167,13 +202,13 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             state, written = products_done(1, deps=[state, written])
             release(bars.k.empty, n)
             last, v_left = products_done(0, deps=[o, v_left])
-            release(bars.A.empty, n)
+            release(pairs.empty, n)
         else:
             state, written = products_done(0, deps=[state, written])
             release(bars.k.empty, n)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
-        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), 0, S)
+        put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
     if MAPS:
         store_end(x, at, state, w, MAPS, S)
         store_total(x, at, decay, S)
@@ -196,26 +231,45 @@ def state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constex
 def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.constexpr):
     """OUTPUT writes o; SAVE writes nu and the state that each chunk starts from; neither, the maps of segments `x.ends`."""
     MAPS: gl.constexpr = x.ends is not None
-    OUTPUT: gl.constexpr = S.OUTPUT
-    SAVE: gl.constexpr = S.SAVE
-    tiles, bars = state_tiles(OUTPUT, SAVE, OUTPUT or (SAVE and S.CORRECTED), k_d.dtype, S)
+    tiles, bars = state_tiles(False, S.OUTPUT + (S.SAVE and S.CORRECTED), k_d.dtype, S)
     inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
-    if S.WARPGROUPS == 2:
+    if S.WARPGROUPS == 2 and S.MAKES:
         gl.warp_specialize(
             [
                 (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
                 (state_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
-                (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
+                (query_pairs, (x, n, tiles, bars, False, S)),
+                (producer, (inputs, x, n, tiles, bars, False, MAPS, S)),
+            ],
+            [4, 4, 1],
+            [216, 56, 24],
+        )
+    elif S.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (state_consumer, (1, results, x, n, tiles, bars, MAPS, S)),
+                (producer, (inputs, x, n, tiles, bars, False, MAPS, S)),
             ],
             [4, 1],
             [240, 24],
+        )
+    elif S.MAKES:
+        gl.warp_specialize(
+            [
+                (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
+                (query_pairs, (x, n, tiles, bars, False, S)),
+                (producer, (inputs, x, n, tiles, bars, False, MAPS, S)),
+            ],
+            [4, 1],
+            [120, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (state_consumer, (0, results, x, n, tiles, bars, MAPS, S)),
-                (producer, (inputs, x, n, tiles, bars, False, OUTPUT, MAPS, S)),
+                (producer, (inputs, x, n, tiles, bars, False, MAPS, S)),
             ],
             [1],
             [24],

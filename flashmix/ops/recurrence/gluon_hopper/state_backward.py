@@ -3,7 +3,7 @@
     dnu = A_qb^T dO + beta e^{G_C - G} K dS'       dR = T^T dnu                                          (5.4), (5.5)
     dS = e^{G_C} dS' + Q^T (scale e^G dO) - K^T (e^G dR)                                                 (5.7)
 
-Without corrections dV is dnu, and the last term is not there.
+Without corrections dV is dnu, which dS does not need, and the last term is not there.
 
 `A_qb^T dO` of the next chunk is begun behind the last update of this one, which takes it off the chain of dependent products.
 """
@@ -18,10 +18,13 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
     COLUMN_FACTOR,
     ROW_FACTOR,
+    inverse_tile,
     load_state,
     producer,
     put_state,
     put_tokens,
+    query_pairs,
+    query_pairs_tile,
     state_tiles,
     store_end,
     store_result,
@@ -33,13 +36,12 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
 def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
     """(A_qb^T dO)^T of tile n, [v, C], begun."""
     wait_full(bars.v.full, n)
-    wait_full(bars.A.full, n)
-    dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
-    if S.CORRECTED:
-        A_qb = tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)  # [C, C]
+    if S.MAKES:
+        wait_full(bars.made.full, n)
     else:
-        A_qb = tiles.A.index(n % S.PAIRS)  # [C, C]
-    return product(dO, A_qb, ACC_64, 64, 64)
+        wait_full(bars.A.full, n)
+    dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
+    return product(dO, query_pairs_tile(tiles, n, S), ACC_64, 64, 64)
 
 
 @gluon.jit
@@ -47,7 +49,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     """The rows 64 w ... of dS^T."""
     s_d, dr_d = d
     DT: gl.constexpr = tiles.k.dtype
-    MAKES_NU: gl.constexpr = S.CORRECTED or S.SAVE  # without corrections dS needs no dnu
+    MAKES_NU: gl.constexpr = S.CORRECTED or S.SAVE
     at = segment_of_program(x, numbers, False, S)
     channel = at.channel + w * 64
     dstate = load_state(x, at, w, False, S)  # [v, K]
@@ -57,11 +59,9 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         y = products_done(0, deps=[y])
     else:
         wait_full(bars.v.full, 0)
-        wait_full(bars.A.full, 0)
     for n in range(at.count):
         if not MAKES_NU:
             wait_full(bars.v.full, n)
-            wait_full(bars.A.full, n)
         chunk = at.begin + at.count - 1 - n
         stage = (n % S.VALUES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
@@ -90,7 +90,9 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
                 written = written * column[None, :]
             dR16 = (y + written).to(DT)  # dnu, (5.4)
         if S.CORRECTED:
-            T = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
+            T = inverse_tile(tiles, n, S)  # [C, C]
+            if S.MAKES:
+                wait_full(bars.A.full, n)
             dnu = gl.convert_layout(dR16, LEFT_64)
             dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
         dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
@@ -103,7 +105,10 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
             else:
                 z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
             dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
-        release(bars.A.empty, n)
+        if S.READS > 0:
+            release(bars.A.empty, n)
+        if S.MAKES:
+            release(bars.made.empty, n)
         if MAKES_NU:  # after the last chunk its own again, for nothing
             y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)
         if S.SAVE:
@@ -126,25 +131,45 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
 @gluon.jit(do_not_specialize=["n"])
 def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.constexpr):
     """SAVE writes dR (dV) and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
-    SAVE: gl.constexpr = S.SAVE
-    tiles, bars = state_tiles(True, SAVE, SAVE, k_d.dtype, S)
+    tiles, bars = state_tiles(True, S.SAVE, k_d.dtype, S)
     inputs = (q_d, k_d, do_d, A_d, vec_d)
     results = (s_d, dr_d)
-    if S.WARPGROUPS == 2:
+    if S.WARPGROUPS == 2 and S.MAKES:
         gl.warp_specialize(
             [
                 (backward_consumer, (0, results, x, n, tiles, bars, S)),
                 (backward_consumer, (1, results, x, n, tiles, bars, S)),
-                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+                (query_pairs, (x, n, tiles, bars, True, S)),
+                (producer, (inputs, x, n, tiles, bars, True, False, S)),
+            ],
+            [4, 4, 1],
+            [216, 56, 24],
+        )
+    elif S.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (backward_consumer, (1, results, x, n, tiles, bars, S)),
+                (producer, (inputs, x, n, tiles, bars, True, False, S)),
             ],
             [4, 1],
             [240, 24],
+        )
+    elif S.MAKES:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (0, results, x, n, tiles, bars, S)),
+                (query_pairs, (x, n, tiles, bars, True, S)),
+                (producer, (inputs, x, n, tiles, bars, True, False, S)),
+            ],
+            [4, 1],
+            [120, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (backward_consumer, (0, results, x, n, tiles, bars, S)),
-                (producer, (inputs, x, n, tiles, bars, True, True, False, S)),
+                (producer, (inputs, x, n, tiles, bars, True, False, S)),
             ],
             [1],
             [24],

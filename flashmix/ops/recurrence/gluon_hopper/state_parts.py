@@ -1,8 +1,11 @@
-"""Parts of the state passes: shared memory and its rings, the producer that fills them, states at the ends of segments, copies of results.
+"""Parts of the state passes: shared memory and its rings, who fills them, states at the ends of segments, copies of results.
 
 The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the last two 0-based on tokens that exist (beta is 0 past
 them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
 is 2^(G_C) of each channel.
+
+A_qb (3.1) comes from memory with CHANNEL alone. Else `query_pairs`, a warpgroup beside those of the states, makes it of the queries and
+keys that lie in shared memory for them: no kernel writes it and none reads it.
 """
 
 from __future__ import annotations
@@ -11,14 +14,30 @@ from flashmix.gpu.hopper import (
     allocate_barriers,
     copy_to_global,
     copy_to_shared,
+    ex2,
     expect_bytes,
     fence_async_shared,
     gl,
     gluon,
+    opaque_zero,
+    product,
+    products_done,
+    release,
+    signal,
     stores_done,
     wait_empty,
+    wait_full,
 )
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_128, COLUMNS_128, ROWS_128, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.layouts import (
+    ACC_32,
+    ACC_128,
+    COLUMNS_32,
+    COLUMNS_128,
+    ROWS_32,
+    ROWS_128,
+    TILE,
+    VECTOR,
+)
 from flashmix.ops.recurrence.gluon_hopper.place import (
     OUTSIDE,
     fetch_tile,
@@ -26,6 +45,7 @@ from flashmix.ops.recurrence.gluon_hopper.place import (
     kind_of_keys,
     segment_of_program,
     store_tokens,
+    vector,
 )
 from flashmix.ops.recurrence.gluon_hopper.structs import Ring, StateBarriers, StateTiles
 
@@ -41,31 +61,40 @@ def ring(stages: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
 
 
 @gluon.jit
-def state_tiles(QUERIES: gl.constexpr, STATES: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory of a state pass, as far as it has use for it, and the barriers of its rings."""
+def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
+    """Shared memory of a state pass, as far as it has use for it, with TOKENS kinds of tiles on their way to memory; its barriers."""
+    READERS: gl.constexpr = S.WARPGROUPS + (1 if S.MAKES else 0)
     k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [(2 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
-    A = gl.allocate_shared_memory(DT, [S.PAIRS, 128 if QUERIES and S.CORRECTED else 64, 64], TILE)
+    A = v
+    made = v
     q = k
     b = k
     states = k
     tokens = v
-    if QUERIES:
+    if S.READS > 0:
+        A = gl.allocate_shared_memory(DT, [S.PAIRS, S.READS * 64, 64], TILE)
+    if S.MAKES:
+        made = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
+    if BACK or S.OUTPUT:
         q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
     if S.CHANNEL and S.CORRECTED:
         b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
-    if STATES:
+    if S.SAVE:
         states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
-    if TOKENS:
-        tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
-    keys = ring(S.KEYS, 1, S.WARPGROUPS)
-    values = ring(S.VALUES, 1, S.WARPGROUPS)
+    if TOKENS > 0:
+        tokens = gl.allocate_shared_memory(DT, [TOKENS * S.WARPGROUPS, 64, 64], TILE)
+    keys = ring(S.KEYS, 1, READERS)
+    values = ring(S.VALUES, 1, READERS)
     pairs = values
-    if QUERIES or S.CORRECTED:
+    own = values
+    if S.READS > 0:
         pairs = ring(S.PAIRS, 1, S.WARPGROUPS)
-    bars = StateBarriers(keys, values, pairs)
-    return StateTiles(q, k, b, v, vectors, A, states, tokens), bars
+    if S.MAKES:
+        own = ring(2, 1, S.WARPGROUPS)
+    bars = StateBarriers(keys, values, pairs, own)
+    return StateTiles(q, k, b, v, vectors, A, made, states, tokens), bars
 
 
 @gluon.jit
@@ -96,14 +125,12 @@ def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.c
 
 
 @gluon.jit
-def producer(
-    d, x, numbers, tiles, bars, BACK: gl.constexpr, QUERIES: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
-):
+def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
     WARPGROUPS: gl.constexpr = S.WARPGROUPS
-    PAIR_TILES: gl.constexpr = 2 if QUERIES and S.CORRECTED else 1
+    TILES: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of a chunk in memory
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
@@ -124,13 +151,66 @@ def producer(
             tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
             fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
         fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
-        if QUERIES or S.CORRECTED:
+        if S.READS > 0:
             wait_empty(bars.A.empty, n)
-            bar = expect_bytes(bars.A.full, n, PAIR_TILES * 64 * 64 * 2)
-            to = row * 128 + (0 if QUERIES else 64) if S.CORRECTED else row * 64
+            bar = expect_bytes(bars.A.full, n, S.READS * 64 * 64 * 2)
+            to = row * (TILES * 64) + (TILES - S.READS) * 64
             fetch_tile(A_d, [to, 0], bar, tiles.A.index(n % S.PAIRS))
         wait_empty(bars.k.empty, n)
-        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, QUERIES, S)
+        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
+
+
+@gluon.jit
+def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
+    """The warpgroup for A_qb (3.1), a chunk ahead of those of the states; as often as `producer` fetches."""
+    at = segment_of_program(x, numbers, False, S)
+    count = at.count
+    if BACK:
+        count = gl.maximum(count, 1)
+    for n in range(count):
+        z = opaque_zero()  # lest masks and addresses be hoisted into registers
+        stage = (n % S.VALUES) * 4 + z
+        q = tiles.q.index(n % S.KEYS)  # [C, K]
+        k = tiles.k.index(n % S.KEYS)  # [C, K]
+        made = tiles.made.index(n % 2)
+        wait_full(bars.k.full, n)
+        wait_full(bars.v.full, n)
+        wait_empty(bars.made.empty, n)
+        for half in gl.static_range(2):  # of the queries, the columns of the transposed tile: registers are scarce
+            A = product(k, q.slice(half * 32, 32, dim=0).permute((1, 0)), ACC_32, 64, 32)  # [C, C / 2]
+            key = gl.arange(0, 64, ROWS_32) + z
+            query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
+            G = vector(tiles.vectors, stage, ROWS_32)
+            beta = vector(tiles.vectors, stage + BETA, ROWS_32)
+            G_query = tiles.vectors.index(stage).slice(half * 32, 32, dim=0).load(COLUMNS_32)  # [C / 2]
+            A = products_done(0, deps=[A])
+            A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * (beta * numbers.scale)[:, None])
+            A = gl.where(query[None, :] >= key[:, None], A, 0.0)
+            made.slice(half * 32, 32, dim=0).permute((1, 0)).store(A.to(tiles.k.dtype))
+        release(bars.k.empty, n)
+        release(bars.v.empty, n)
+        fence_async_shared()
+        signal(bars.made.full, n)
+
+
+@gluon.jit
+def query_pairs_tile(tiles, n, S: gl.constexpr):
+    """A_qb of tile n, [C, C]."""
+    if S.MAKES:
+        return tiles.made.index(n % 2)
+    elif S.READS == 2:
+        return tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)
+    else:
+        return tiles.A.index(n % S.PAIRS)
+
+
+@gluon.jit
+def inverse_tile(tiles, n, S: gl.constexpr):
+    """T of tile n, [C, C]."""
+    if S.READS == 2:
+        return tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)
+    else:
+        return tiles.A.index(n % S.PAIRS)
 
 
 @gluon.jit

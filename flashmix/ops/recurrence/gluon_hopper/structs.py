@@ -21,10 +21,14 @@ class HopperSpec(NamedTuple):
     PER_HEAD: bool = False  # the same for all tokens
     CORRECTED: bool = True  # values are corrected by what the state holds; else nu is V, and there is no T
     CHANNEL: bool = False  # of a decay per channel: the state passes read keys that are decayed already
+    READS: int = (
+        0  # tiles of pairs of a chunk that a state pass reads: T, and with CHANNEL A_qb where it is multiplied by that
+    )
+    MAKES: bool = False  # else a warpgroup beside those of the states makes A_qb
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
-    PAIRS: int = 3  # of tiles of pairs
+    PAIRS: int = 3  # of tiles of pairs that come from memory
     SLOTS: int = 6  # of the ring of tiles of a value head, output backward
 
 
@@ -130,9 +134,10 @@ class StateTiles(NamedTuple):
     b: Any  # [KEYS, 64, 128]: what is written under, k itself but with CHANNEL
     v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
     vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [2 VALUES, 64]
-    A: Any  # [PAIRS, 128 or 64, 64]: A_qb, T; without the queries T alone, without corrections A_qb
+    A: Any  # from memory, [PAIRS, 128 or 64, 64]: T; with CHANNEL and the queries A_qb, T, without corrections A_qb
+    made: Any  # [2, 64, 64]: A_qb but with CHANNEL
     states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
-    tokens: Any  # [WARPGROUPS, 64, 64]: o, nu or dR, likewise
+    tokens: Any  # [1 or 2 WARPGROUPS, 64, 64]: o, nu or dR, likewise
 
 
 class Ring(NamedTuple):
@@ -143,11 +148,12 @@ class Ring(NamedTuple):
 
 
 class StateBarriers(NamedTuple):
-    """The rings of a state pass: keys and queries, values with vectors, tiles of pairs."""
+    """The rings of a state pass: keys and queries, values with vectors, tiles of pairs from memory and made here."""
 
     k: Ring
     v: Ring
     A: Ring
+    made: Ring
 
 
 class OutputTiles(NamedTuple):
