@@ -305,7 +305,9 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["train", *run, *options.split()]) == 0
     capsys.readouterr()
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
-    assert "ours: transformers' AutoModelForCausalLM reads it" in capsys.readouterr().out
+    assert (
+        "ours: AutoModelForCausalLM reads it after `from flashmix.hf import FlashmixConfig`" in capsys.readouterr().out
+    )
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert words("one plus two")["input_ids"] == Tokenizer.from_file(str(tokenizer)).encode("one plus two").ids
     assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "llama"), "--to", "llama"]) == 0
