@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 
 
 def medians(runs: dict[str, Callable[[], Any]], repeats: int = 16, warmup: int = 4) -> dict[str, float]:
