@@ -67,3 +67,48 @@ def test_reference_pages_take_every_public_module() -> None:
         re.findall(r"<!-- names: ([\w.]+) -->", page.read_text()) for page in sorted((DOCS / "reference").glob("*.md"))
     ]
     assert sorted(marks) == [["flashmix"], ["flashmix.layers"], ["flashmix.models"], ["flashmix.modules"]]
+
+
+KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def misshapen(changelog: str) -> list[str]:
+    """What of a changelog is not in the form of Keep a Changelog."""
+    wrong, version, kinds, numbers = [], "", [], []
+    for line in changelog.splitlines():
+        if line.startswith("## "):
+            released = re.fullmatch(r"## \[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", line)
+            if released is not None:
+                numbers.append(tuple(map(int, released.groups())))
+            elif line != "## [Unreleased]" or version:
+                wrong.append(line)
+            version, kinds = line, []
+        elif line.startswith("### "):
+            if line[4:] not in KINDS or line in kinds or not version:
+                wrong.append(f"{version}: {line}")
+            kinds.append(line)
+        elif line.startswith("#### ") and (line != "#### Numerics" or kinds[-1:] != ["### Changed"]):
+            wrong.append(f"{version}: {line}")
+    return wrong + ([] if numbers == sorted(set(numbers), reverse=True) else ["versions: newest first, each once"])
+
+
+def test_the_changelog_has_the_usual_form() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert misshapen(text) == [] and text.startswith("# Changelog\n") and "## [Unreleased]" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## Unreleased\n",
+        "## [0.2.0]\n",
+        "## [0.2.0] - 2026-11-23\n## [Unreleased]\n",
+        "## [0.1.0] - 2026-11-23\n## [0.2.0] - 2026-11-22\n",
+        "## [Unreleased]\n### Training\n",
+        "## [Unreleased]\n### Added\n### Fixed\n### Added\n",
+        "## [Unreleased]\n### Fixed\n#### Numerics\n",
+        "### Added\n",
+    ],
+)
+def test_a_changelog_of_another_form_is_seen(text: str) -> None:
+    assert len(misshapen(text)) == 1
