@@ -166,22 +166,37 @@ def test_gradients_of_packed_samples_are_those_of_each_alone() -> None:
         assert error(gradient, model.get_parameter(name).grad) <= SAME_GRADIENTS, name
 
 
-def test_gradient_checkpointing_recomputes_with_the_same_boundaries() -> None:
-    model, row = tiny("qwen3_next").train(), tokens(1, sum(LENGTHS), seed=3)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    flashmix.accelerate(model, quiet=True)
+@pytest.mark.parametrize("family", ["qwen3_next", "zamba2", "inkling"])
+def test_gradient_checkpointing_recomputes_with_the_same_boundaries(family: str) -> None:
+    """In layers of layers (Zamba-2) and with several mixers in a layer (Inkling) too."""
+    model, row = tiny(family).train(), tokens(1, sum(LENGTHS), seed=3)
+    told = {"position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]}
+    told["cu_seq_lens_q"] = nn.functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).int()
+    accelerated = flashmix.accelerate(model, quiet=True)
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        packed = model(input_ids=row, position_ids=positions, labels=row, use_cache=False).loss
+        packed = model(input_ids=row, labels=row, use_cache=False, **told).loss
         dense = model(input_ids=row, labels=row, use_cache=False).loss  # before the backward of the first
         (packed + dense).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, gradient in gradients().items():
-        assert torch.equal(gradient, expected[name]), name
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        functions = [layer._gradient_checkpointing_func for layer in checkpointed(model)]
+        assert functions
+        for name, gradient in gradients().items():
+            if reentrant:  # whose sums of a tensor's gradients are of another order
+                assert error(gradient, expected[name]) <= SAME_GRADIENTS, name
+            else:
+                assert torch.equal(gradient, expected[name]), name
+    accelerated.undo()
+    assert [layer._gradient_checkpointing_func for layer in checkpointed(model)] == functions
+
+
+def checkpointed(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
 
 
 def test_another_model_of_the_family_does_not_change() -> None:

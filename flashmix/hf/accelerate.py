@@ -74,8 +74,7 @@ class Patch:
 
     def undo(self) -> None:
         """Puts back what was in the instance's place, which usually is nothing."""
-        for hook in self.given.hooks:
-            hook.remove()
+        self.given.forget()
         self.mixer.__dict__.pop("flashmix_given", None)
         self.mixer.__dict__.pop(self.slot, None)
         if self.before is not None:

@@ -14,18 +14,14 @@ from flashmix.ops.short_conv.op import short_conv
 
 
 def forward(
-    self: Any,
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    seq_idx: Tensor | None = None,
+    self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The mixer's output `[B, T, D]`, computed by flashmix; the inputs in `past_key_values` go on in place."""
     x = masked(hidden_states, attention_mask)
     with hooks_of(self, "conv"):
         cached = Cached(past_key_values, self.layer_idx, self.conv_kernel_size)
         before, after, value = self.in_proj(x).chunk(3, dim=-1)
-        y = convolved(self, self.conv, before * value, cached, attention_mask, {"seq_idx": seq_idx})
+        y = convolved(self, self.conv, before * value, cached, attention_mask, options)
         out: Tensor = self.out_proj(after * y.to(x.dtype))
         return out
 

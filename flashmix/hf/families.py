@@ -23,7 +23,7 @@ class Family:
     Args:
         classes: names of their classes.
         forward: takes the place of theirs.
-        arguments: of the class's own `forward`, after self.
+        arguments: of the class's own `forward`, after self, as each version of transformers has them.
         convolution: attribute of the convolution, or None.
         shapes: from an instance to the sizes that its parameters (or `(out_features, in_features)` of its projections) must have.
         norm: attribute of the gated norm whose parameters are read, or None.
@@ -34,7 +34,7 @@ class Family:
     classes: tuple[str, ...]
     forward: Callable[..., Any]
     shapes: Callable[[Any], Shapes]
-    arguments: tuple[str, ...] = CACHED
+    arguments: tuple[tuple[str, ...], ...] = (CACHED,)
     convolution: str | None = "conv1d"
     norm: str | None = None
     needs: tuple[str, ...] = ("layer_idx", "conv_kernel_size")
@@ -43,8 +43,9 @@ class Family:
     def refuses(self, mixer: nn.Module) -> str | None:
         """None, or why this instance is left alone although its class has a known name."""
         arguments = tuple(inspect.signature(type(mixer).forward).parameters)[1:]
-        if arguments != self.arguments:
-            return f"its forward takes {', '.join(arguments)}, known is {', '.join(self.arguments)}"
+        if arguments not in self.arguments:
+            known = " or ".join(", ".join(names) for names in self.arguments)
+            return f"its forward takes {', '.join(arguments)}, known is {known}"
         try:
             for name, expected in {**self.shapes(mixer), **self._of_convolution(mixer)}.items():
                 if (size := size_of(mixer, name)) != expected:
@@ -277,21 +278,21 @@ FAMILIES = (
         ("Lfm2ShortConv", "Lfm2MoeShortConv"),
         convolution.forward,
         sizes_of_convolution,
-        arguments=("hidden_states", "past_key_values", "attention_mask", "seq_idx"),
+        arguments=tuple(("hidden_states", "past_key_values", "attention_mask", last) for last in ("seq_idx", "kwargs")),
         convolution="conv",
     ),
     Family(
         ("InklingShortConvolution",),
         convolution.inkling,
         lambda m: {},
-        arguments=("hidden_states", "past_key_values", "conv_mask", "kwargs"),
+        arguments=(("hidden_states", "past_key_values", "conv_mask", "kwargs"),),
         needs=("layer_idx", "conv_idx", "conv_kernel_size"),
     ),
     Family(
         ("MiniMaxLightningAttention",),
         lightning.forward,
         sizes_of_lightning,
-        arguments=("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),
+        arguments=(("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"),),
         convolution=None,
         needs=("layer_idx", "act_fn", "norm"),
         limits=limits_of_lightning,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -137,10 +137,23 @@ class Given:
         self.boundaries = boundaries
         self.kept = Kept(1)  # what the mixer makes of its own buffers
         self.found: dict[str, Any] = {}
+        self.layers = list(layers)
         self.hooks = [
             layer.register_forward_pre_hook(self.keep_first if layer is layers[0] else self.keep, with_kwargs=True)
             for layer in layers
         ]
+
+    def forget(self) -> None:
+        """The layers are as they were."""
+        for hook in self.hooks:
+            hook.remove()
+        for layer in self.layers:
+            checkpointed = layer.__dict__.get("_gradient_checkpointing_func")
+            if not isinstance(checkpointed, Checkpointed):
+                continue
+            checkpointed.mixers = [mixer for mixer in checkpointed.mixers if mixer is not self]
+            if not checkpointed.mixers:
+                layer._gradient_checkpointing_func = checkpointed.function  # type: ignore[assignment]
 
     def keep_first(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook of the outermost layer: what an earlier call left is forgotten."""
@@ -149,13 +162,18 @@ class Given:
 
     def keep(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook of a layer around the mixer."""
+        checkpointed = getattr(layer, "_gradient_checkpointing_func", None)
+        if checkpointed is not None:
+            mixers = Checkpointed.of(layer, checkpointed).mixers
+            if self not in mixers:
+                mixers.append(self)
         x = arguments[0] if arguments else options.get("hidden_states")
         if isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == 1:  # [B, 1, D]: no sequence begins within one token
             return
         named = options
         if len(arguments) > 1:
             named = dict(zip(names_of(type(layer).forward), arguments, strict=False)) | options
-        self.found |= {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
+        self.found = self.found | {name: named[name] for name in BOUNDARIES if named.get(name) is not None}
 
     def rows(self, x: Tensor, mask: Tensor | None, options: dict[str, Any]) -> BatchRows:
         """The rows of the mixer's input `[B, T, D]`; its own options come before those of the layers around it."""
@@ -163,3 +181,33 @@ class Given:
         self.found = {}
         batch, tokens = x.shape[0], x.shape[1]
         return BatchRows(batch, tokens, self.boundaries.packing_of(found, batch, tokens, mask is not None))
+
+
+class Checkpointed:
+    """A layer's `_gradient_checkpointing_func`, by which its mixers are told the same boundaries when they are computed again.
+
+    transformers 5.17 checkpoints the call of a layer, whose hooks so run again; later versions checkpoint its `forward`, and no
+    hook runs again.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.mixers: list[Given] = []
+
+    @staticmethod
+    def of(layer: Any, function: Callable[..., Any]) -> Checkpointed:
+        """That of the layer, in whose place it is put."""
+        if not isinstance(function, Checkpointed):
+            layer._gradient_checkpointing_func = function = Checkpointed(function)
+        return function
+
+    def __call__(self, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        told = [(mixer, mixer.found) for mixer in self.mixers]
+        return self.function(partial(tell, told, forward), *arguments, **options)
+
+
+def tell(told: list[tuple[Given, dict[str, Any]]], forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The output of `forward`, whose mixers are told `told`."""
+    for mixer, found in told:
+        mixer.found = found
+    return forward(*arguments, **options)

@@ -30,10 +30,13 @@ def _steps_unbounded(config: Config) -> None:
 
 
 def _mamba2(config: Config) -> DecoderConfig:
-    """Mamba-2 of transformers, or of flash-linear-attention, whose configuration has `norm_eps` and which normalises by group."""
-    by_group, eps = "norm_eps" in config, config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    """Mamba-2 of transformers, or of flash-linear-attention, whose configuration has `norm_eps`; both normalise by group.
+
+    transformers 5.17 normalises all groups at once, unlike the library that trained the published models and unlike later versions.
+    """
+    fla, eps = "norm_eps" in config, config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
     refuse(config, use_bias=False, hidden_act="silu", rmsnorm=True, D_has_hdim=False)
-    if by_group:  # transformers gates first whatever its published configurations say
+    if fla:  # transformers gates first whatever its published configurations say
         refuse(config, norm_before_gate=False)
     _steps_unbounded(config)
     depth, width, head_dim = need(config, "num_hidden_layers", "hidden_size", "head_dim")
@@ -42,10 +45,9 @@ def _mamba2(config: Config) -> DecoderConfig:
         "heads": heads,
         "head_dim": head_dim,
         "state_dim": config.get("state_size", 128),
-        "groups": config.get("n_groups", 1 if by_group else 8),
+        "groups": config.get("n_groups", 1 if fla else 8),
         "conv_width": config.get("conv_kernel", 4),
         "conv_bias": config.get("use_conv_bias", True),
-        "norm_groups": config.get("n_groups", 1) if by_group else 1,
         "eps": eps,
     }
     return decoder_of(config, depth * [LayerConfig("mamba2", options, mlp={"kind": "none"})], norm_eps=eps)
@@ -55,7 +57,8 @@ def _their_mamba2(config: DecoderConfig) -> dict[str, Any]:
     layer, plain = first_of(config, "mamba2"), common_config(config, None)
     del plain["rms_norm_eps"]
     return plain | {
-        "layer_norm_epsilon" if layer["norm_groups"] == 1 else "norm_eps": config.norm_eps,
+        "layer_norm_epsilon": config.norm_eps,
+        "norm_eps": config.norm_eps,  # its name in flash-linear-attention
         "num_heads": layer["heads"],
         "head_dim": layer["head_dim"],
         "expand": layer["heads"] * layer["head_dim"] // config.width,
@@ -79,7 +82,6 @@ def _bamba(config: Config) -> DecoderConfig:
         "groups": config.get("mamba_n_groups", 1),
         "conv_width": config.get("mamba_d_conv", 4),
         "conv_bias": config.get("mamba_conv_bias", True),
-        "norm_groups": 1,
         "eps": eps,
     }
     full = config.get("attn_layer_indices") or []
