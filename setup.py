@@ -15,6 +15,7 @@ NATIVE = "flashmix/ops/recurrence/native"
 WORDS = "flashmix/train/native"
 SCANS = (
     "scan/native/call",
+    "scan/native/coupling",
     "scan/native/scan",
     "scan/native/complex",
     "selective_scan/native/call",

@@ -26,11 +26,12 @@ class Case:
     state: bool = True
     read_before: bool = False
     strength: float = 1.0  # of the decay; 0: -inf at some tokens
+    coupling: str | None = None
 
     def __str__(self) -> str:
         marks = ["x".join(map(str, self.sizes)), self.decay, *[f"packed {len(self.lengths)}"] * bool(self.lengths)]
         marks += ["read_before"] * self.read_before + ["no state"] * (not self.state) + [f"decay {self.strength:g}"]
-        return ", ".join(marks)
+        return ", ".join([*marks, *[self.coupling] * (self.coupling is not None)])
 
     @property
     def sequences(self) -> int:
@@ -44,6 +45,8 @@ class Case:
         g = -self.strength * random(*shapes[self.decay], dtype=wide.to_real(), seed=1).abs()
         if self.strength == 0:
             g = torch.where(random(*g.shape, seed=4) > 0.7, -torch.inf, -0.1).to(g.dtype)
+        if self.coupling == "logit":
+            g = torch.where(random(*g.shape, seed=6) > 0, g, -g)
         if complex_decay:
             g = torch.complex(g, random(*g.shape, dtype=g.dtype, seed=3))
         made = [_number(*sizes, dtype=dtype, seed=0), g]
@@ -74,6 +77,17 @@ CASES = [
     Case((1, 200, 16), lengths=(100, 100), strength=0.0, read_before=True),
     Case((3, 70, 100), "token", read_before=True, state=False),
 ]
+COUPLED = [
+    case
+    for coupling in ("complement", "root", "logit")
+    for case in (
+        *(Case((2, 70, 3, 5), decay, coupling=coupling) for decay in DECAYS),
+        Case((1, 143, 2, 20), "token", (5, 0, 64, 1, 0, 73), read_before=True, coupling=coupling),
+        Case((1, 70, 2, 20), "head", (5, 0, 65), state=False, coupling=coupling),
+        *(Case((2, 70, 33), strength=strength, coupling=coupling) for strength in (0.0, 0.001, 30.0)),
+        Case((2, 0, 2, 3), "constant", coupling=coupling),
+    )
+]
 
 
 def results(op: str, case: Case, inputs: Sequence[Tensor], impl: str = "auto") -> dict[str, Tensor]:
@@ -93,7 +107,14 @@ def results(op: str, case: Case, inputs: Sequence[Tensor], impl: str = "auto") -
 def _called(case: Case, x: Tensor, g: Tensor, state: Tensor | None, impl: str) -> tuple[Tensor, Tensor]:
     ends = torch.tensor([0, *case.lengths]).cumsum(0).to(x.device) if case.lengths else None
     h, last = scan(
-        x, g, initial_state=state, return_state=True, cu_seqlens=ends, read_before=case.read_before, impl=impl
+        x,
+        g,
+        initial_state=state,
+        return_state=True,
+        cu_seqlens=ends,
+        read_before=case.read_before,
+        coupling=case.coupling,
+        impl=impl,
     )
     assert last is not None
     return h, last
@@ -101,13 +122,14 @@ def _called(case: Case, x: Tensor, g: Tensor, state: Tensor | None, impl: str) -
 
 def _defined(case: Case, x: Tensor, g: Tensor, state: Tensor | None, impl: str) -> tuple[Tensor, Tensor]:
     if not case.lengths:
-        h, last = define(x, g, state, case.read_before)
+        h, last = define(x, g, state, case.read_before, case.coupling)
         return h.to(x.dtype), last
     starts = None if state is None else state.split(1)
     parts, first = [], 0
     for n, length in enumerate(case.lengths):
         own = g[:, first : first + length] if g.dim() > 2 else g
-        parts.append(define(x[:, first : first + length], own, None if starts is None else starts[n], case.read_before))
+        start = None if starts is None else starts[n]
+        parts.append(define(x[:, first : first + length], own, start, case.read_before, case.coupling))
         first += length
     return torch.cat([h for h, _ in parts], 1).to(x.dtype), torch.cat([last for _, last in parts])
 

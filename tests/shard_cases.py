@@ -166,18 +166,18 @@ def attention(name: str, extra: str = "", **options: Any) -> Case:
     return Case(f"attention {name}", inputs, run)
 
 
-def scan() -> Case:
+def scan(coupling: str | None = None) -> Case:
     def inputs(T: int, N: int) -> Inputs:
         found = {"x": Input(normal(1, T, 2, D)), "log_decay": Input(-0.2 * normal(1, T, 2).abs())}
         found["log_decay"].tensor[:, ::13] = -torch.inf
         return found | {"initial_state": Input(normal(N, 2, D), "states")}
 
     def run(given: dict[str, Any], packing: Packing) -> Outputs:
-        h, state = flashmix.scan(**given, return_state=True, read_before=True, cu_seqlens=packing)
+        h, state = flashmix.scan(**given, return_state=True, read_before=True, coupling=coupling, cu_seqlens=packing)
         assert state is not None
         return [(h, "tokens"), (state, "states")]
 
-    return Case("scan", inputs, run)
+    return Case("scan" if coupling is None else f"scan {coupling}", inputs, run)
 
 
 def selective_scan() -> Case:
@@ -200,7 +200,7 @@ def others() -> list[Case]:
     found += [shift(True), shift(False), attention("full"), attention("full sink", "sink")]
     found += [attention("causal", causal=True), attention("window", causal=True, window=(7, 0), softcap=3.0)]
     found += [attention("forget gate", "log_decay", causal=True), attention("ALiBi", "alibi_slopes", causal=True)]
-    return [*found, scan(), selective_scan()]
+    return [*found, scan(), scan("logit"), selective_scan()]
 
 
 CASES = [*recurrences(), *others()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from rowwise_cases import assert_compiles, assert_rows_do_not_meet, assert_same_bits, random
-from scan_cases import CASES, Case, assert_scans, results
+from scan_cases import CASES, COUPLED, Case, assert_scans, results
 
 from flashmix import Packing, scan, scan_step
 from flashmix.ops.scan import scan_max
@@ -26,10 +26,10 @@ LONG = Case((2, 300, 3, 5))
 
 
 @each_impl
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *COUPLED], ids=str)
 def test_every_case_is_its_definition(case: Case, impl: str) -> None:
     """In 16 bits only the conversions are others than in float32: every fifth case."""
-    few = CASES.index(case) % 5 == 0
+    few = [*CASES, *COUPLED].index(case) % 5 == 0
     for dtype in DTYPES if few else DTYPES[:2]:
         if impl == "portable" or dtype != torch.float64:
             assert_scans(case, dtype, impl)
@@ -58,15 +58,44 @@ def test_angles_of_any_size() -> None:
         assert_within_budget("h", h, want, plain)
 
 
+@pytest.mark.parametrize("coupling", ["complement", "root", "logit"])
+@each_impl
+def test_small_decays_keep_what_is_written(impl: str, coupling: str) -> None:
+    """`1 - e^g` has the digits of a `g` far below the rounding of 1, and the derivative of a root of 0 is bounded."""
+    x = random(1, 5, 40)
+    for size in (1e-9, 1e-5, 0.0):
+        g = -size * random(1, 5, 40, seed=1).abs() - (coupling == "logit") * (20 if size else 200)
+        found = []
+        for dtype, run in ((torch.float64, None), (torch.float32, None), (torch.float32, impl)):
+            leaves = [t.to(dtype).requires_grad_() for t in (x, g)]
+            h = define(*leaves, coupling=coupling)[0] if run is None else scan(*leaves, coupling=coupling, impl=run)[0]
+            found.append([h.detach(), *torch.autograd.grad(h.sum(), leaves)])
+        for name, exact, plain, have in zip(("h", "dx", "dg"), *found, strict=True):
+            assert_within_budget(f"{name} at {size}", have, exact, plain)
+
+
 @each_impl
 def test_laws(impl: str) -> None:
     g = -random(3, 403, 7, seed=1).abs()
     assert_rows_do_not_meet(lambda x: scan(x, -x.abs(), impl=impl)[0], random(3, 403, 7))
+    for coupling in ("complement", "root", "logit"):
+        assert_rows_do_not_meet(
+            lambda x, own=coupling: scan(x, -x.abs(), coupling=own, impl=impl)[0], random(3, 203, 7)
+        )
     cu_seqlens = torch.tensor([0, 1, 1, 90])
     inputs = random(1, 90, 3), g[:1, :90, :3], random(3, 3)
     assert_compiles(
         lambda x, g, s: scan(x, g, initial_state=s, return_state=True, cu_seqlens=cu_seqlens, impl=impl), *inputs
     )
+
+
+@pytest.mark.parametrize("coupling", ["complement", "root", "logit"])
+def test_gradients_of_couplings(coupling: str) -> None:
+    for case in (Case((2, 5, 2, 2), "head"), Case((1, 7, 3), lengths=(0, 5, 2), read_before=True)):
+        x, g, s = (t.requires_grad_() for t in case.inputs(torch.float64))
+        options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, *case.lengths]).cumsum(0) if case.lengths else None}
+        options |= {"read_before": case.read_before, "coupling": coupling, "return_state": True}
+        assert torch.autograd.gradcheck(lambda x, g, s, o=options: scan(x, g - 0.1, initial_state=s, **o), (x, g, s))
 
 
 def test_gradients_of_gradcheck() -> None:
@@ -160,7 +189,7 @@ def test_every_set_of_instructions(level: int) -> None:
     try:
         if library().flashmix_instructions(level) != level:
             pytest.skip("this machine does not have them")
-        for case in CASES[:8]:
+        for case in (*CASES[:8], *COUPLED[::3]):
             assert_scans(case, torch.float32, "native")
     finally:
         library().flashmix_instructions(2)
@@ -181,6 +210,18 @@ def test_steps_in_a_pool(decay: str, read_before: bool) -> None:
     want, after = define_step(x, g, batch, None, read_before)
     assert_within_budget("h of a batch", scan_step(x, g, batch, read_before=read_before), want, want)
     assert_within_budget("state of a batch", batch, after, after)
+
+
+@pytest.mark.parametrize("coupling", ["complement", "root", "logit"])
+@pytest.mark.parametrize("decay", ["token", "constant head"])
+def test_steps_of_couplings(decay: str, coupling: str) -> None:
+    x, g, state = Case((3, 4, 2, 5), decay, coupling=coupling).inputs(torch.float64)
+    want, after = define_step(x, g, state, coupling=coupling)
+    whole, last = scan(x, g, initial_state=state, return_state=True, coupling=coupling, impl="portable")
+    h = scan_step(x, g, state, coupling=coupling)
+    for have, one, exact in ((h, whole, want), (state, last, after)):
+        assert_within_budget("step", have, exact, exact)
+        assert_same_bits("scan", have, one)
 
 
 def test_a_step_keeps_its_state_in_16_bits() -> None:
@@ -247,6 +288,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": X.to(torch.complex64), "initial_state": torch.ones(2, 8)}, TypeError,
      "initial_state must have dtype complex64, got float32"),
     ({"x": X.to(torch.complex64), "log_decay": torch.complex(-G, G)}, ValueError,
+     "log_decay must be at most 0 (a factor e^g of the state), got 1"),
+    ({"coupling": "sum"}, ValueError, "coupling must be one of 'complement', 'root', 'logit' or None, got 'sum'"),
+    ({"x": X.to(torch.complex64), "coupling": "root"}, TypeError, "x must have a floating dtype, got complex64"),
+    ({"log_decay": -G, "coupling": "root"}, ValueError,
      "log_decay must be at most 0 (a factor e^g of the state), got 1"),
     ({"x": X.to(torch.complex128), "impl": "native"}, ValueError,
      "impl='native' cannot run this: it computes in float32, got complex128"),

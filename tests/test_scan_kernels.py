@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from kernels import compile_launch, recording
 from rowwise_cases import random
-from scan_cases import CASES, Case, assert_scans
+from scan_cases import CASES, COUPLED, Case, assert_scans
 
 from flashmix import scan
 from flashmix.ops.scan import scan_max
@@ -40,6 +40,20 @@ SEGMENTED = [
     ),
     Case((1, 41, 5), "token", (3, 0, 36, 1, 1), read_before=True),
     Case((1, 41, 1, 2), "constant head", (3, 0, 36, 2)),
+    Case((1, 33, 3), coupling="root"),
+]
+
+
+FEW_COUPLED = [
+    case
+    for coupling in ("complement", "root", "logit")
+    for case in (
+        Case((1, 6, 2, 3), "token", coupling=coupling),
+        Case((1, 5, 2, 3), "constant", read_before=True, coupling=coupling),
+        Case((1, 9, 2, 4), "head", (5, 0, 4), coupling=coupling),
+        Case((1, 6, 7), strength=0.0, coupling=coupling),
+        Case((1, 6, 7), strength=1e-6, coupling=coupling),
+    )
 ]
 
 
@@ -58,7 +72,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("case", [*FEW, *FEW_COUPLED], ids=str)
 def test_the_kernels_are_the_definition(case: Case, small_tiles: None) -> None:
     assert_scans(case, torch.float32, "triton")
 
@@ -85,6 +99,8 @@ def test_complex_numbers_with_segments(small_tiles: None, monkeypatch: pytest.Mo
 @pytest.mark.interpreted
 def test_the_kernels_in_16_bits(small_tiles: None) -> None:
     assert_scans(FEW[1], torch.bfloat16, "triton")
+    for case in FEW_COUPLED[4::5]:
+        assert_scans(case, torch.bfloat16, "triton")
 
 
 @pytest.mark.interpreted
@@ -129,6 +145,9 @@ def calls(decay: str, dtype: torch.dtype, lengths: Sequence[int], tokens: int, w
         outputs = scan(x, g, initial_state=given, return_state=True, cu_seqlens=ends, read_before=late, impl="triton")
         wanted = (x, g) if late else (x, g, state)
         torch.autograd.grad(outputs, wanted, [torch.empty_like(y) for y in outputs])
+    for coupling in () if dtype.is_complex else ("complement", "root", "logit") if ALL else ("complement",):
+        h, _ = scan(x, g, cu_seqlens=ends, coupling=coupling, impl="triton")
+        torch.autograd.grad(h, (x, g), torch.empty_like(h))
     if not dtype.is_complex:
         scan_max(x.detach(), g.detach(), cu_seqlens=ends, impl="triton")
 
@@ -176,7 +195,7 @@ def test_the_running_maximum_on_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [*CASES, *SEGMENTED, Case((1, 9000, 40), strength=0.01), Case((3, 513, 2, 100))], ids=str
+    "case", [*CASES, *COUPLED, *SEGMENTED, Case((1, 9000, 40), strength=0.01), Case((3, 513, 2, 100))], ids=str
 )
 def test_on_the_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in SEGMENTED:

@@ -113,8 +113,8 @@ def softplus(x: Tensor) -> Tensor:
 
 def positive_candidate(c: Tensor) -> Tensor:
     """What minGRU and minLSTM write: `c + 1/2` from 0 on, else `sigmoid(c)`."""
-    below = torch.exp(-softplus(-torch.minimum(c, torch.zeros_like(c))))
-    return torch.where(c >= 0, c + 0.5, below)
+    u = torch.exp(-torch.relu(-c))  # 1 from 0 on: there u / (1 + u) is the half
+    return u / (1 + u) + c.clamp(min=0)
 
 
 def check_states(states: tuple[Tensor, ...] | None, q: Tensor, *shapes: tuple[int, ...], like_name: str = "q") -> None:

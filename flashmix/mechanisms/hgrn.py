@@ -5,16 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flashmix.mechanisms.common import Result, StateOptions, check_elementwise, complement, scan_options, unrounded
+from flashmix.mechanisms.common import Result, StateOptions, check_elementwise, scan_options
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
 from flashmix.ops.scan.op import scan
 
 
 @public
 @scan_options
-@unrounded("i")
 def hgrn(i: Tensor, log_forget: Tensor, **options: Unpack[StateOptions]) -> Result:
     """HGRN: a recurrent unit whose forget gate leaves room for what is written.
 
@@ -34,9 +32,7 @@ def hgrn(i: Tensor, log_forget: Tensor, **options: Unpack[StateOptions]) -> Resu
         (torch.Size([1, 10, 32]), torch.Size([1, 32]))
     """
     options["cu_seqlens"] = check_elementwise(options, i=i, log_forget=log_forget)
-    wide = state_dtype(i.dtype)
-    x = complement(log_forget.to(wide)) * i
-    return scan(x.to(i.dtype), log_forget, **options)
+    return scan(i, log_forget, coupling="complement", **options)
 
 
 register(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -12,7 +11,6 @@ from flashmix.mechanisms.common import (
     check_elementwise,
     positive_candidate,
     scan_options,
-    softplus,
     unrounded,
 )
 from flashmix.mechanisms.registry import Mechanism, register
@@ -37,15 +35,14 @@ def mingru(gate: Tensor, candidate: Tensor, **options: Unpack[StateOptions]) -> 
     Source: Feng et al. 2024 (arXiv 2410.01201), section 3.1, and appendix B for the candidate.
 
     Example:
+        >>> import torch
         >>> h, state = mingru(*torch.randn(2, 1, 10, 32), return_state=True)
         >>> h.shape, state.shape
         (torch.Size([1, 10, 32]), torch.Size([1, 32]))
     """
     options["cu_seqlens"] = check_elementwise(options, gate=gate, candidate=candidate)
-    wide = state_dtype(gate.dtype)
-    logit = gate.to(wide)
-    x = torch.exp(-softplus(-logit)) * positive_candidate(candidate.to(wide))
-    return scan(x.to(gate.dtype), -softplus(logit), **options)
+    written = positive_candidate(candidate.to(state_dtype(gate.dtype)))
+    return scan(written.to(gate.dtype), gate, coupling="logit", **options)
 
 
 register(Mechanism(title="minGRU", paper="2410.01201", function=mingru, call="gate:BTHK candidate:BTHK"))

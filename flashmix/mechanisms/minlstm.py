@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -40,6 +39,7 @@ def minlstm(forget: Tensor, write: Tensor, candidate: Tensor, **options: Unpack[
     Source: Feng et al. 2024 (arXiv 2410.01201), section 3.2, and appendix B for the candidate.
 
     Example:
+        >>> import torch
         >>> h, state = minlstm(*torch.randn(3, 1, 10, 32), return_state=True)
         >>> h.shape, state.shape
         (torch.Size([1, 10, 32]), torch.Size([1, 32]))
@@ -47,8 +47,7 @@ def minlstm(forget: Tensor, write: Tensor, candidate: Tensor, **options: Unpack[
     options["cu_seqlens"] = check_elementwise(options, forget=forget, write=write, candidate=candidate)
     wide = state_dtype(forget.dtype)
     ahead = softplus(-forget.to(wide)) - softplus(-write.to(wide))  # log(i / f)
-    x = torch.exp(-softplus(-ahead)) * positive_candidate(candidate.to(wide))
-    return scan(x.to(forget.dtype), -softplus(ahead), **options)
+    return scan(positive_candidate(candidate.to(wide)).to(forget.dtype), ahead, coupling="logit", **options)
 
 
 register(Mechanism(title="minLSTM", paper="2410.01201", function=minlstm, call="forget:BTHK write:BTHK candidate:BTHK"))

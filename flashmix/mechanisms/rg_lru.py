@@ -31,7 +31,6 @@ from flashmix.op.public import public
 from flashmix.ops.scan.op import scan
 
 STRENGTH = 8.0  # of the decay, c in the paper
-STEEPEST = 1000.0  # the largest derivative of the square root that gradients see
 
 
 @public
@@ -77,19 +76,9 @@ def rg_lru(
         check_like("reset", reset, "x", x, dtype=False)
     wide = state_dtype(x.dtype)
     log_decay = -STRENGTH * softplus(decay.to(wide)) * recurrence_gate.to(wide)
-    factor = bounded_root(-torch.expm1(2 * log_decay))
     if reset is not None:
-        reset = reset.view(*reset.shape, *(1,) * (x.dim() - 2))
-        log_decay = log_decay.masked_fill(reset, -torch.inf)
-        factor = factor.masked_fill(reset, 1.0)
-    return scan((factor * input_gate.to(wide) * x).to(x.dtype), log_decay, **options)
-
-
-def bounded_root(x: Tensor) -> Tensor:
-    """`sqrt(x)`, with a derivative of at most `STEEPEST`."""
-    steep = x < (2 * STEEPEST) ** -2
-    root = x.detach().sqrt() + STEEPEST * (x - x.detach())
-    return torch.where(steep, root, torch.where(steep, torch.ones_like(x), x).sqrt())
+        log_decay = log_decay.masked_fill(reset.view(*reset.shape, *(1,) * (x.dim() - 2)), -torch.inf)
+    return scan((input_gate * x).to(x.dtype), log_decay, coupling="root", **options)
 
 
 class RGLRU(Mixer[RecurrentCache]):

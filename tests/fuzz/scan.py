@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashmix.ops.scan import definition
+from flashmix.ops.scan.call import COUPLINGS
 from flashmix.ops.scan.step.definition import scan_step
 from flashmix.ops.selective_scan import definition as selective
 from flashmix.ops.selective_scan.step.definition import selective_scan_step
@@ -41,7 +42,9 @@ def drawn(draw: Draw, op: str) -> Sample:
     lengths = draw.lengths(tokens) if packed else None
     batch = 1 if packed else draw.batch()
     x = operands(draw, batch, tokens, dtype)
-    read_before = draw.chance(0.3)
+    options: dict[str, Any] = {"read_before": draw.chance(0.3)}
+    if op == "scan":
+        options["coupling"] = coupling(draw, x)
     if stated:
         rows = batch if lengths is None else len(lengths)
         x["initial_state"] = draw.normal(rows, *x["x"].shape[2:]).to(wide(dtype))
@@ -50,9 +53,9 @@ def drawn(draw: Draw, op: str) -> Sample:
         op=op,
         dtype=dtype,
         tensors=x,
-        means=partial(_scanned, op, read_before),
+        means=partial(_scanned, op, options),
         axes=("token", "state"),
-        options={"return_state": True, "read_before": read_before},
+        options={"return_state": True, **options},
         per_token=own,
         per_row=own,
         states=("initial_state",),
@@ -64,8 +67,17 @@ def drawn(draw: Draw, op: str) -> Sample:
     )
 
 
-def _scanned(op: str, read_before: bool, x: Tensors) -> tuple[Tensor, ...]:
-    return getattr(definition, op)(**x, read_before=read_before)
+def _scanned(op: str, options: dict[str, Any], x: Tensors) -> tuple[Tensor, ...]:
+    return getattr(definition, op)(**x, **options)
+
+
+def coupling(draw: Draw, x: Tensors) -> str | None:
+    """How the decay says what is written; logits are of both signs."""
+    kind = draw.free.choice((None, None, None, *COUPLINGS))
+    if kind == "logit":
+        logits = x["log_decay"]
+        x["log_decay"] = torch.where(torch.arange(logits.numel()).view(logits.shape) % 3 == 0, -logits, logits)
+    return kind
 
 
 def drawn_step(draw: Draw) -> Sample:
@@ -73,7 +85,7 @@ def drawn_step(draw: Draw) -> Sample:
     dtype, batch, tokens = draw.dtype(), draw.batch(), draw.free.choice((1, 1, 1, 2, 3, 5, 16))
     x = operands(draw, batch, tokens, dtype)
     x |= pool(draw, batch, x["x"].shape[2:], wide(dtype))
-    options: dict[str, Any] = {"read_before": draw.chance(0.2)}
+    options: dict[str, Any] = {"read_before": draw.chance(0.2), "coupling": coupling(draw, x)}
     own = frozenset({"x", "log_decay"} if x["log_decay"].dim() > 2 else {"x"})
     return Sample(
         op="scan_step",

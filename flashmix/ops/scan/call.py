@@ -22,6 +22,8 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 
 COMPLEX = (torch.complex64, torch.complex128)
+COUPLINGS = ("complement", "root", "logit")
+STEEPEST = 2000.0  # of "root": the largest `1 / sqrt(1 - e^{2g})` that gradients see, twice the largest derivative of the square root
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *COMPLEX)
 
 
@@ -31,6 +33,7 @@ class ScanCall(Call):
 
     `maximum`: `h_t = max(h_{t-1} + g_t, x_t)`, which has no gradient, from states that are given.
     The log decay `g` is of the shape of `x`, `[B, T, H]`, or a constant `[D]`, `[H, D]` or `[H]`. The outputs are `h` and the last states.
+    `coupling`: `x` is multiplied by `1 - e^g` ("complement"; "logit", with `g = log sigmoid(-log_decay)`) or `sqrt(1 - e^{2g})` ("root").
     """
 
     x: Tensor
@@ -39,6 +42,8 @@ class ScanCall(Call):
     packing: Packing | None
     read_before: bool
     maximum: bool = False
+    coupling: str | None = None
+    source: Tensor | None = None  # of the backward with a coupling: x, in whose place is h
 
     @property
     def tokens(self) -> int:
@@ -65,7 +70,7 @@ class ScanCall(Call):
 
     @property
     def decay(self) -> Tensor:
-        """The log decay as it broadcasts to `x`."""
+        """The log decay (or logits) as it broadcasts to `x`."""
         return self.log_decay.unsqueeze(-1) if self.by_head else self.log_decay
 
     def results(self) -> Outputs:
@@ -74,8 +79,8 @@ class ScanCall(Call):
         return torch.empty(size=x.shape, dtype=x.dtype, device=x.device), state
 
     def for_backward(self, outputs: Outputs) -> ScanCall:
-        """With `h` in the place of `x`, which no gradient needs."""
-        return self.but(x=outputs[0])
+        """With `h` in the place of `x`, which no gradient needs but that of a coupling."""
+        return self.but(x=outputs[0], source=self.x if self.coupling else None)
 
 
 def scan_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -83,8 +88,8 @@ def scan_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in COMPLEX else state_dtype(dtype)
 
 
-def check_scanned(x: Tensor, log_decay: Tensor) -> tuple[int, ...]:
-    """Raises unless both fit one another and no state grows; returns the sizes of `x`."""
+def check_scanned(x: Tensor, log_decay: Tensor, coupling: str | None = None) -> tuple[int, ...]:
+    """Raises unless all fit one another; returns the sizes of `x`."""
     check_tensor("x", x)
     sizes = dims("x", x, "B T H D" if x.dim() == 4 else "B T D")
     check_dtype("x", x, *DTYPES)
@@ -98,6 +103,10 @@ def check_scanned(x: Tensor, log_decay: Tensor) -> tuple[int, ...]:
     if x.dtype not in COMPLEX or log_decay.dtype not in COMPLEX:
         check_floating("log_decay", log_decay)
     check_like("log_decay", log_decay, "x", x, dtype=False)
+    if coupling is not None:
+        if coupling not in COUPLINGS:
+            raise ValueError(f"coupling must be one of {', '.join(map(repr, COUPLINGS))} or None, got {coupling!r}")
+        check_floating("x", x)
     return sizes
 
 
@@ -114,9 +123,9 @@ def check_start(
     return packing
 
 
-def check_decays(log_decay: Tensor) -> None:
-    """Raises ValueError if a factor is larger than 1, where contents are looked at."""
-    if not contents_are_checked(log_decay) or not have_addresses(log_decay):
+def check_decays(log_decay: Tensor, coupling: str | None = None) -> None:
+    """Raises ValueError if a factor is larger than 1, where contents are looked at. Logits may be anything."""
+    if coupling == "logit" or not contents_are_checked(log_decay) or not have_addresses(log_decay):
         return
     real = log_decay.detach().real if log_decay.is_complex() else log_decay.detach()
     if real.numel() and float(real.max()) > 0:

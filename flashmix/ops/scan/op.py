@@ -46,11 +46,18 @@ def scan(
     return_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
     read_before: bool = False,
+    coupling: str | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """An elementwise recurrence: each channel decays from token to token and is added to.
 
         h_t = e^{g_t} h_{t-1} + x_t
+
+    With a coupling the decay also says how much is written:
+
+        "complement":  h_t = e^{g_t} h_{t-1} + (1 - e^{g_t}) x_t
+        "root":        h_t = e^{g_t} h_{t-1} + sqrt(1 - e^{2 g_t}) x_t
+        "logit":       h_t = sigmoid(-l_t) h_{t-1} + sigmoid(l_t) x_t,  with logits l in the place of g
 
     Computed in float32 (float64, complex) whatever comes in, autocast or not.
 
@@ -63,6 +70,8 @@ def scan(
         return_state: also return the state after the last token.
         cu_seqlens: boundaries `[N + 1]` of sequences packed end to end (needs `B == 1`), or a `Packing`.
         read_before: the output is `h_{t-1}`, what the token finds.
+        coupling: None or one of the three; real `x` only. With "logit" `log_decay` holds logits of any sign. In the gradient of "root"
+            the derivative of the square root is at most 1000.
         impl: implementation; "auto" takes the first that supports the call.
 
     Returns:
@@ -70,10 +79,12 @@ def scan(
 
     Raises:
         TypeError: a dtype is none of these.
-        ValueError: shapes or devices do not fit, a decay is above 0 (where contents are checked), `cu_seqlens` does not fit, `impl` cannot
-            run this.
+        ValueError: shapes or devices do not fit, a decay is above 0 (where contents are checked), `cu_seqlens` does not fit, `coupling` is
+            none of these, `impl` cannot run this.
 
-    Source: Blelloch 1990, "Prefix sums and their applications", section 1.4; Martin and Cundy (arXiv 1709.04057), section 2.
+    Source: Blelloch 1990, "Prefix sums and their applications", section 1.4; Martin and Cundy (arXiv 1709.04057), section 2. Couplings:
+        Qin et al. 2023 (arXiv 2311.04823), section 3.2; De et al. 2024 (arXiv 2402.19427), equation 4; Feng et al. 2024
+        (arXiv 2410.01201), section 3.1.
 
     Example:
         >>> import torch
@@ -81,10 +92,11 @@ def scan(
         >>> h.flatten().tolist(), state.tolist()
         ([1.0, 1.5, 1.75, 1.875], [[1.875]])
     """
-    check_scanned(x, log_decay)
+    check_scanned(x, log_decay, coupling)
     packing = check_start(x, initial_state, cu_seqlens)
-    check_decays(log_decay)
-    h, state = SCAN(ScanCall(x, log_decay, initial_state, packing, read_before), impl, "scan")
+    check_decays(log_decay, coupling)
+    call = ScanCall(x, log_decay, initial_state, packing, read_before, coupling=coupling)
+    h, state = SCAN(call, impl, "scan")
     return h, state if return_state else None
 
 

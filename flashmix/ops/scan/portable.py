@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.packing import Packing
-from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.call import STEEPEST, ScanCall
 
 CHUNK = 64
 
@@ -119,7 +119,8 @@ def _packed_chunks(packing: Packing) -> Chunks:
 
 def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
     chunks, wide = chunks_of(call.x, call.packing), call.state_dtype
-    x, factor = call.x.to(wide), _factors(call)
+    factor, weight = _factors(call)
+    x = call.x.to(wide) if weight is None else weight * call.x
     start = call.initial_state
     if start is None:
         start = x.new_zeros(call.sequences, *x.shape[2:])
@@ -130,12 +131,27 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
     return (h.contiguous(), state.contiguous()), ()
 
 
-def _factors(call: ScanCall) -> Tensor:
-    """`e^g` of each token, with `maximum` g, `[B, T, ...]` as it broadcasts to `x`."""
+def _factors(call: ScanCall) -> tuple[Tensor, Tensor | None]:
+    """`e^g` of each token, with `maximum` g, and what a coupling multiplies `x` by; `[B, T, ...]` as they broadcast to `x`."""
     g = call.decay
     wide = call.state_dtype if g.is_complex() or not call.x.is_complex() else call.state_dtype.to_real()
-    factor = g.to(wide) if call.maximum else g.to(wide).exp()
-    return factor.expand(*call.x.shape[:2], *factor.shape[-(call.x.dim() - 2) :])
+    factor, weight = (g.to(wide), None) if call.maximum else factors(g.to(wide), call.coupling)
+    sizes = *call.x.shape[:2], *factor.shape[-(call.x.dim() - 2) :]
+    return factor.expand(sizes), None if weight is None else weight.expand(sizes)
+
+
+def factors(g: Tensor, coupling: str | None) -> tuple[Tensor, Tensor | None]:
+    """`e^g` and what a coupling multiplies `x` by."""
+    if coupling == "logit":
+        # as from exp, without torch's sigmoid, whose result depends on a number's place in memory
+        small = torch.exp(-g.abs())
+        large = 1 / (1 + small)
+        small = small * large
+        return torch.where(g > 0, small, large), torch.where(g > 0, large, small)
+    factor = g.exp()
+    if coupling == "complement":
+        return factor, -torch.expm1(g)
+    return factor, (-torch.expm1(2 * g)).sqrt() if coupling == "root" else None
 
 
 def _scan(
@@ -215,6 +231,7 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
         dx_t = dh_t + c_t;    dg_t = e^{g_t} h_{t-1} dx_t;    the gradient of the initial state is c_0
 
     read_before: `c_t = e^{g_{t+1}} c_{t+1} + do_{t+1}` and `dx_t = c_t`. Complex: with conjugates of `e^g` and of `e^g h`.
+    With a coupling this is the gradient of `w x`, so that `dx` is `w` times it; `dg` see `_through_weights`.
     """
     d_h, d_state = grads
     h, wide, chunks = call.x, call.state_dtype, chunks_of(call.x, call.packing)
@@ -222,19 +239,34 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
     d_h = torch.zeros_like(h, dtype=wide) if d_h is None else d_h.to(wide)
     if d_state is None:
         d_state = h.new_zeros((call.sequences, *h.shape[2:]), dtype=wide)
-    factor = _factors(call).conj().resolve_conj()
+    factor, weight = _factors(call)
+    factor = factor.conj().resolve_conj()
     x = d_h if call.read_before else factor * d_h
     c, d_start = _scan(chunks, chunks.tiles(x, 0), chunks.tiles(factor, 1), d_state, True, reverse=True)
     d_x = chunks.flat(c, *sizes)
     if not call.read_before:
         d_x = d_x + d_h
-    found = {"x": d_x.to(h.dtype).contiguous()}
+    found = {"x": (d_x if weight is None else weight * d_x).to(h.dtype).contiguous()}
     if "initial_state" in wanted:
         found["initial_state"] = d_start.contiguous()
     if "log_decay" in wanted:
         d_g = factor * before(call).to(wide).conj() * d_x
+        if weight is not None:
+            d_g = _through_weights(call, factor, weight, d_g, d_x)
         found["log_decay"] = _as_decay(call, d_g if call.log_decay.is_complex() or not d_g.is_complex() else d_g.real)
     return found
+
+
+def _through_weights(call: ScanCall, factor: Tensor, weight: Tensor, d_g: Tensor, d_wx: Tensor) -> Tensor:
+    """The gradient of `g` from `d_g`, that through the factor alone, and `d_wx`, the gradient of `w x`:
+
+    complement: `-e^g x d_wx` more; root: `-e^{2g} / w x d_wx` more, with `1 / w` bounded; logit: `e^g w (x d_wx) - w d_g`.
+    """
+    assert call.source is not None
+    through = factor * d_wx * call.source
+    if call.coupling == "logit":
+        return weight * (through - d_g)
+    return d_g - (through if call.coupling == "complement" else through * factor * (1 / weight).clamp(max=STEEPEST))
 
 
 def before(call: ScanCall) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from flashmix.op.call import Outputs
 from flashmix.ops.scan import op
@@ -44,7 +45,8 @@ def sums(halves: CallHalves, pieces: Sequence[int]) -> list[Tensor]:
 def products(halves: CallHalves, pieces: Sequence[int]) -> list[Tensor]:
     """The products of the decays of some pieces."""
     call, own = halves.call, halves.shard.pieces[halves.shard.rank]
-    return [_exp(summed(call.decay, own[i])).to(call.state_dtype) for i in pieces]
+    g = logsigmoid(-call.decay.to(call.state_dtype)) if call.coupling == "logit" else call.decay
+    return [_exp(summed(g, own[i])).to(call.state_dtype) for i in pieces]
 
 
 def _exp(total: Tensor) -> Tensor:

@@ -108,10 +108,10 @@ static void NAME(token_pairs)(const Problem *p, NAME(Chunk) * c, long first) {
     }
 }
 
-/* e^x of x <= 0: 2^round(x / ln 2) times a polynomial of the rest. */
-INLINE vector NAME(exponential)(vector x) {
+/* e^r - 1, a polynomial, and 2^n with x = n ln 2 + r, for x <= 0; below -87.3 those of -87.3, NaN stays NaN. */
+INLINE vector NAME(reduced)(vector x, vector *power) {
     vector least = {0};
-    least -= 87.3f; /* below it 0, -inf too; NaN stays NaN */
+    least -= 87.3f;
     typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
     whole mask = ~(x < least);
     x = (vector)((mask & (whole)x) | (~mask & (whole)least));
@@ -119,9 +119,17 @@ INLINE vector NAME(exponential)(vector x) {
     vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vector y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f, y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1;
-    whole power = (__builtin_convertvector(n, whole) + 127) << 23;
-    return (vector)(mask & (whole)(y * (vector)power));
+    *power = (vector)((__builtin_convertvector(n, whole) + 127) << 23);
+    return y * r * r + r;
+}
+
+/* e^x of x <= 0; below -87.3 it is 0, of -inf too. */
+INLINE vector NAME(exponential)(vector x) {
+    vector least = {0}, power, y = NAME(reduced)(x, &power);
+    least -= 87.3f;
+    typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
+    whole mask = ~(x < least);
+    return (vector)(mask & (whole)((y + 1) * power));
 }
 
 /* y = f x, element by element. */

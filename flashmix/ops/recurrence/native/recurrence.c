@@ -220,6 +220,7 @@ static void run_preconditioner(const Preconditioner *call, Pass pass) {
 
 void flashmix_forward(const Call *call) { run_recurrence(call, PASS_OF(forward)); }
 void flashmix_backward(const Call *call) { run_recurrence(call, PASS_OF(backward)); }
+int flashmix_scan_bytes(void) { return sizeof(Scan); } /* another layout: a library of another version */
 void flashmix_scan(const Scan *call) { run_scan(call, PASS_OF(scan)); }
 void flashmix_scan_backward(const Scan *call) { run_scan(call, PASS_OF(scan_backward)); }
 void flashmix_selective(const Selective *call) { run_selective(call, PASS_OF(selective)); }

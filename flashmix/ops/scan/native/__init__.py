@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.packing import Packing, check_boundaries
-from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.call import COUPLINGS, ScanCall
 from flashmix.ops.scan.native.binding import NativeScan, library
 
 __all__ = ["backward", "forward"]
@@ -32,7 +32,7 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
-    """The gradients of the tensors `wanted`, and of `x`; `h` is in its place."""
+    """The gradients of the tensors `wanted`, and of `x`; `h` is in its place, and with a coupling `x` is `source`."""
     d_h, d_state = grads
     h, shape = call.x, call.x.shape
     found = {"dx": _empty(call, *shape)}
@@ -42,7 +42,7 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
     if "log_decay" in wanted:
         sizes = {BY_CHANNEL: shape, BY_HEAD: shape[:3], CONSTANT: (call.sequences, *shape[2:])}[kind]
         found["dg"] = _empty(call, *sizes)
-    _run("_backward", call, found, h=h, d_h=d_h, d_state=d_state)
+    _run("_backward", call, found, h=h, x=call.source, d_h=d_h, d_state=d_state)
     gradients = {"x": found["dx"].to(h.dtype)}
     if "d_initial_state" in found:
         gradients["initial_state"] = found["d_initial_state"]
@@ -96,6 +96,7 @@ def _run(way: str, call: ScanCall, results: dict[str, Tensor], **operands: Tenso
         read_before=call.read_before,
         maximum=call.maximum,
         turning=turning,
+        coupling=COUPLINGS.index(call.coupling) + 1 if call.coupling else 0,
         threads=threads,
         starts=starts.data_ptr(),
         **{n: t.data_ptr() for n, t in tensors.items()},

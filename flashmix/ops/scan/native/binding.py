@@ -7,7 +7,7 @@ import ctypes
 from flashmix.gpu.device import constant_when_compiled
 from flashmix.ops.recurrence.native import binding as recurrence
 
-_NUMBERS = "sequences channels width block decay read_before maximum turning threads"
+_NUMBERS = "sequences channels width block decay read_before maximum turning coupling threads"
 _POINTERS = "starts x g initial_state h state d_h d_state dx dg d_initial_state"
 
 
@@ -24,8 +24,10 @@ class NativeScan(ctypes.Structure):
 def missing() -> str | None:
     """Why there is no scan in C; None if there is one."""
     reason = recurrence.missing()
-    if reason is None and not hasattr(recurrence.library(), "flashmix_scan_complex"):
-        return "its C was not compiled when flashmix was installed"
+    if reason is None:
+        size = getattr(recurrence.library(), "flashmix_scan_bytes", None)
+        if size is None or size() != ctypes.sizeof(NativeScan):
+            return "its C was not compiled when this version of flashmix was installed"
     return reason
 
 

@@ -1,6 +1,7 @@
 /* The scan of one sequence and block of channels, token after token, for one instruction set (see tiles.h of the recurrence). What a
  * thread works on is padded to whole vectors; tensors are not.
  */
+#include "coupling.h"
 
 /* The first `numbers` of a vector, the others zero. */
 INLINE vector NAME(read)(const float *from, int numbers) {
@@ -27,20 +28,24 @@ static void NAME(write_state)(float *to, long place, int n, const float *h) {
     for (int j = 0; j < n && to; j += LANES) NAME(write)(to + place + j, *(const vector *)(h + j), n - j);
 }
 
-/* The factors e^g, or g, of `n` channels from `first` on, of one token. */
-static void NAME(factors)(const Scan *call, long token, long first, int n, float *factor) {
+/* The factors e^g, or g, of `n` channels from `first` on, of one token, and with a coupling what it multiplies x by. */
+static void NAME(factors)(const Scan *call, long token, long first, int n, float *factor, float *weight) {
     int each = call->decay == BY_HEAD ? (int)call->width : 1, count = n / each;
     long row = call->decay == CONSTANT ? 0 : token * (call->channels / each);
     const float *g = call->g + row + first / each;
     for (int i = 0; i < count; i += LANES) {
-        vector e = NAME(read)(g + i, count - i);
-        if (!call->maximum) e = NAME(exponential)(e);
+        vector e = NAME(read)(g + i, count - i), w = {0};
+        if (call->coupling)
+            e = NAME(factor_and_weight)(call->coupling, e, &w);
+        else if (!call->maximum)
+            e = NAME(exponential)(e);
         if (each == 1) {
             *(vector *)(factor + i) = e;
+            if (call->coupling) *(vector *)(weight + i) = w;
             continue;
         }
         for (int k = 0; k < LANES && i + k < count; k++)
-            for (int j = 0; j < each; j++) factor[(i + k) * each + j] = e[k];
+            for (int j = 0; j < each; j++) factor[(i + k) * each + j] = e[k], weight[(i + k) * each + j] = w[k];
     }
 }
 
@@ -59,21 +64,23 @@ static void NAME(scan)(const void *given, int64_t sequence, int64_t block, float
     const Scan *call = given;
     long channels = call->channels, first = block * call->block, end = call->starts[sequence + 1];
     int n = (int)(channels - first < call->block ? channels - first : call->block);
-    float h[n + LANES], factor[n + LANES];
+    float h[n + LANES], factor[n + LANES], weight[n + LANES];
     (void)unused;
     NAME(read_state)(call->initial_state, sequence * channels + first, n, h);
     memset(factor, 0, sizeof factor);
-    if (call->decay == CONSTANT) NAME(factors)(call, 0, first, n, factor);
+    memset(weight, 0, sizeof weight);
+    if (call->decay == CONSTANT) NAME(factors)(call, 0, first, n, factor, weight);
     for (long t = call->starts[sequence]; t < end; t++) {
         const float *x = call->x + t * channels + first;
         float *to = call->h + t * channels + first;
-        if (call->decay != CONSTANT) NAME(factors)(call, t, first, n, factor);
+        if (call->decay != CONSTANT) NAME(factors)(call, t, first, n, factor, weight);
         if (t + 1 < end) {
             NAME(prefetch_row)(x + channels, n);
             if (call->decay == BY_CHANNEL) NAME(prefetch_row)(call->g + (t + 1) * channels + first, n);
         }
         for (int j = 0; j < n; j += LANES) {
             vector before = *(vector *)(h + j), own = NAME(read)(x + j, n - j), f = *(vector *)(factor + j);
+            if (call->coupling) own *= *(vector *)(weight + j);
             vector after = f * before + own;
             if (call->maximum) after = NAME(larger)(before + f, own);
             *(vector *)(h + j) = after;
@@ -101,24 +108,27 @@ static void NAME(decay_gradients)(const Scan *call, long token, long first, int 
 
 /* From the last token to the first, with c the gradient that reaches a token's state from later ones:
  * dx = dh + c, dg = e^g h' dx with h' the state before, c <- e^g dx. read_before: dx = c, c <- e^g dx + dh.
+ * With a coupling this dx is the gradient of w x, and h' as state_and_own has it.
  */
 static void NAME(scan_backward)(const void *given, int64_t sequence, int64_t block, float *unused) {
     const Scan *call = given;
     long channels = call->channels, first = block * call->block, begin = call->starts[sequence];
     int n = (int)(channels - first < call->block ? channels - first : call->block), late = (int)call->read_before;
-    float c[n + LANES], factor[n + LANES], own[n + LANES], start[n + LANES];
+    float c[n + LANES], factor[n + LANES], weight[n + LANES], own[n + LANES], start[n + LANES];
     double sums[n];
     (void)unused;
     NAME(read_state)(call->d_state, sequence * channels + first, n, c);
     NAME(read_state)(call->initial_state, sequence * channels + first, n, start);
     memset(factor, 0, sizeof factor);
+    memset(weight, 0, sizeof weight);
     memset(sums, 0, sizeof sums);
-    if (call->decay == CONSTANT) NAME(factors)(call, 0, first, n, factor);
+    if (call->decay == CONSTANT) NAME(factors)(call, 0, first, n, factor, weight);
     for (long t = call->starts[sequence + 1] - 1; t >= begin; t--) {
         long at = t * channels + first;
         const float *before = late ? call->h + at : t > begin ? call->h + at - channels : start;
-        if (call->decay != CONSTANT) NAME(factors)(call, t, first, n, factor);
+        if (call->decay != CONSTANT) NAME(factors)(call, t, first, n, factor, weight);
         if (t > begin) {
+            if (call->coupling) NAME(prefetch_row)(call->x + at - channels, n);
             NAME(prefetch_row)(before - (late || t > begin + 1 ? channels : 0), n);
             if (call->d_h) NAME(prefetch_row)(call->d_h + at - channels, n);
             if (call->decay == BY_CHANNEL) NAME(prefetch_row)(call->g + at - channels, n);
@@ -127,9 +137,14 @@ static void NAME(scan_backward)(const void *given, int64_t sequence, int64_t blo
             vector d_h = call->d_h ? NAME(read)(call->d_h + at + j, n - j) : (vector){0};
             vector dx = *(vector *)(c + j);
             if (!late) dx += d_h;
-            vector back = *(vector *)(factor + j) * dx;
+            vector f = *(vector *)(factor + j), w = *(vector *)(weight + j), h = NAME(read)(before + j, n - j);
+            vector back = f * dx;
+            if (call->coupling) {
+                dx *= w;
+                if (call->dg) h = NAME(state_and_own)(call->coupling, h, NAME(read)(call->x + at + j, n - j), f, w);
+            }
             NAME(write)(call->dx + at + j, dx, n - j);
-            *(vector *)(own + j) = back * NAME(read)(before + j, n - j);
+            *(vector *)(own + j) = back * h;
             if (late) back += d_h;
             *(vector *)(c + j) = back;
         }

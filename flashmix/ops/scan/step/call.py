@@ -19,6 +19,7 @@ class ScanStepCall(Call):
     state: Written
     state_indices: Tensor | None
     read_before: bool
+    coupling: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -31,7 +32,7 @@ class ScanStepCall(Call):
 
     @property
     def decay(self) -> Tensor:
-        """The log decay `[B, T, ...]` as it broadcasts to `x`."""
+        """The log decay (or logits) `[B, T, ...]` as it broadcasts to `x`."""
         g = self.log_decay.unsqueeze(-1) if self.by_head else self.log_decay
         return g.expand(*self.x.shape[:2], *g.shape[-(self.x.dim() - 2) :])
 

@@ -23,6 +23,7 @@ def scan_step(
     state: Tensor,
     *,
     read_before: bool = False,
+    coupling: str | None = None,
     state_indices: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -36,6 +37,7 @@ def scan_step(
         state: `h`, `[B, D]` or `[B, H, D]`, or with `state_indices` a pool `[P, D]` or `[P, H, D]`; float32 or bfloat16 (float64 for
             float64, and of complex `x` its own dtype). Written. It is computed in float32 whatever it is kept in.
         read_before: the output is what the token finds.
+        coupling: as in `scan`.
         state_indices: `[B]` int32 or int64, the slot of each sequence in the pool, each at most once. A sequence with -1, or any number
             that is no slot, is idle: its output is 0 and no state is touched.
         impl: implementation; "auto" takes the first that supports the call.
@@ -57,7 +59,7 @@ def scan_step(
         >>> h.flatten(1).tolist(), pool.tolist()
         ([[2.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
     """
-    batch, tokens, *rest = check_scanned(x, log_decay)
+    batch, tokens, *rest = check_scanned(x, log_decay, coupling)
     check_tensor("state", state)
     slots = batch if state_indices is None or not state.dim() else state.shape[0]
     check_shape("state", state, slots, *rest)
@@ -69,8 +71,8 @@ def scan_step(
         raise ValueError("state must have at least one slot, got 0")
     check_indices(state_indices, x, batch, slots, "x")
     check_range("the number of tokens", tokens, 1, MOST_TOKENS)
-    check_decays(log_decay)
-    call = ScanStepCall(x, log_decay, state, state_indices, read_before)
+    check_decays(log_decay, coupling)
+    call = ScanStepCall(x, log_decay, state, state_indices, read_before, coupling)
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
         raise RuntimeError("scan_step has no gradient, it writes its state in place: call it under torch.no_grad()")
     return SCAN_STEP(call, impl)[0]

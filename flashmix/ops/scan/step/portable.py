@@ -7,6 +7,7 @@ import torch
 from flashmix.op.call import Outputs
 from flashmix.ops.recurrence.step.portable.in_place import put_states, rows_of, slots_of
 from flashmix.ops.scan.call import scan_dtype
+from flashmix.ops.scan.portable import factors
 from flashmix.ops.scan.step.call import ScanStepCall
 
 
@@ -18,10 +19,12 @@ def forward(call: ScanStepCall, save: bool) -> tuple[Outputs, Outputs]:
     wide = scan_dtype(x.dtype)
     slots = slots_of(call.state_indices, state)
     g = call.decay
-    factor = (g.to(wide) if g.is_complex() or not x.is_complex() else g.to(wide.to_real())).exp()
+    g = g.to(wide) if g.is_complex() or not x.is_complex() else g.to(wide.to_real())
+    factor, weight = factors(g, call.coupling)
+    written = x.to(wide) if weight is None else weight * x
     h, outputs = rows_of(state, slots).to(wide), []
     for t in range(call.tokens):
-        before, h = h, factor[:, t] * h + x[:, t].to(wide)
+        before, h = h, factor[:, t] * h + written[:, t]
         outputs.append(before if call.read_before else h)
     out = torch.stack(outputs, 1)  # before the states are written, of which the first output may be a view
     put_states(state, h, slots)

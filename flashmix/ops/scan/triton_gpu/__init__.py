@@ -36,7 +36,7 @@ def forward(call: ScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 
 def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
-    """`h` is in the place of `x`."""
+    """`h` is in the place of `x`, which with a coupling is `source`."""
     h, plan = call.x, plan_of(call, backward=True)
     d_h, d_state = (None if t is None else t.contiguous() for t in grads)
     found = {"x": torch.empty(size=h.shape, dtype=h.dtype, device=h.device)}
@@ -57,7 +57,14 @@ def backward(call: ScanCall, kept: Outputs, grads: Sequence[Tensor | None], want
             dtype = torch.float32
         d_g = torch.empty(shape, dtype=dtype, device=h.device)
     if h.numel():
-        given = (None, _decays(call, plan), words(call.initial_state), words(h), words(d_h), words(d_state))
+        given = (
+            words(call.source),
+            _decays(call, plan),
+            words(call.initial_state),
+            words(h),
+            words(d_h),
+            words(d_state),
+        )
         inputs = ScanInputs(*given, None, None)
         results = ScanResults(None, words(d_start), words(found["x"]), words(d_g), None, None)
         _launch(scan_backward_kernel, call, plan, inputs, results)

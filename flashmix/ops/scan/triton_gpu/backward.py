@@ -4,6 +4,7 @@
     dx = l,  dg_t = c_t h_{t-1},  and c of the first token is the gradient of the state that came in
     of complex numbers the factors and h_{t-1} are conjugates
     read_before: l_t = c_{t+1}, c_t = do_t + e^{g_t} l_t
+    with a coupling dx = w l, and dg see `state_and_own`
 
 Tiles: `c` channels (with a decay a head: those of one head).
 """
@@ -21,7 +22,7 @@ from flashmix.ops.scan.triton_gpu.kernels import (
     decay_place,
     decay_source,
     decays_of,
-    factor_of,
+    factors_of,
     joined,
     left_of,
     no_factor,
@@ -30,6 +31,7 @@ from flashmix.ops.scan.triton_gpu.kernels import (
     states_at,
 )
 from flashmix.ops.scan.triton_gpu.numbers import added, chosen, constant, number_of, stored, times, times_conjugate
+from flashmix.ops.scan.triton_gpu.weights import state_and_own
 
 
 @triton.jit
@@ -52,6 +54,15 @@ def state_before(inputs, results, token, OFFSET: tl.constexpr, column, exists, s
     else:
         mask = exists & (token + OFFSET > start)
         return tl.load(inputs.h + (token * S.WIDTH + column) + (OFFSET - 1) * S.WIDTH, mask=mask, other=0.0)  # [c]
+
+
+@triton.jit
+def own_at(inputs, results, token, OFFSET: tl.constexpr, column, exists, S: tl.constexpr):
+    """`x` [c] of a token where the gradient of its decay needs it."""
+    if S.COUPLING == 0 or results.dg is None:
+        return column
+    else:
+        return tl.load(inputs.x + (token * S.WIDTH + column) + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
 
 
 @triton.jit
@@ -131,19 +142,20 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
     source = decay_source(inputs, column, inside, S)
     groups = tl.maximum(span.last - span.first + GROUP - 1, 0) // GROUP
     at = span.first + tl.maximum(groups - 1, 0) * GROUP
-    gs, ds, hs = decays_of(source, at, column, limit, span.last, S), (), ()
+    gs, ds, hs, xs = decays_of(source, at, column, limit, span.last, S), (), (), ()
     for i in tl.static_range(GROUP):
         exists = i < left_of(limit, at)
         ds = append(ds, gradient_at(inputs, at, i, column, exists, S))
         hs = append(hs, state_before(inputs, results, at, i, column, exists, span.start, S))
+        xs = append(xs, own_at(inputs, results, at, i, column, exists, S))
     for _ in range(groups):
         before = at - GROUP  # no token of it is wanted if it begins before the segment
         some = before >= span.first
         wanted = inside & some
         place, left, some_left = decay_place(source, before, column, S), left_of(limit, at), left_of(span.last, at)
-        next_gs, next_ds, next_hs = (), (), ()
+        next_gs, next_ds, next_hs, next_xs = (), (), (), ()
         for j in tl.static_range(GROUP - 1, -1, -1):
-            factor = factor_of(gs[j], j < left, S)
+            factor, weight = factors_of(gs[j], j < left, S)
             d_h = number_of(ds[j], S)
             d_x = c if S.READ_BEFORE else added(d_h, c, S)
             decayed = times(factor, d_x, S, True)
@@ -152,22 +164,20 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
                 total = times(factor, total, S, True) if S.TURNING else total * factor
             else:
                 out = results.dx + (at * S.WIDTH + column) + j * S.WIDTH
-                tl.store(out, stored(d_x, results.dx.dtype.element_ty, S), mask=j < left)
+                found = weight * d_x if S.COUPLING else d_x
+                tl.store(out, stored(found, results.dx.dtype.element_ty, S), mask=j < left)
                 if results.dg is not None:
+                    h = state_or_begin(hs[j], begin, at + j == span.start, S)
+                    if S.COUPLING:
+                        h = state_and_own(h, xs[j].to(tl.float32), factor, weight, S)
                     sums = decay_gradient(
-                        results,
-                        times_conjugate(decayed, state_or_begin(hs[j], begin, at + j == span.start, S), S),
-                        sums,
-                        at,
-                        j,
-                        column,
-                        (left, some_left),
-                        S,
+                        results, times_conjugate(decayed, h, S), sums, at, j, column, (left, some_left), S
                     )
             next_gs = prepend(decay_at(place, j, wanted, some, S), next_gs)
             next_ds = prepend(gradient_at(inputs, before, j, column, wanted, S), next_ds)
             next_hs = prepend(state_before(inputs, results, before, j, column, wanted, span.start, S), next_hs)
-        gs, ds, hs = next_gs, next_ds, next_hs
+            next_xs = prepend(own_at(inputs, results, before, j, column, wanted, S), next_xs)
+        gs, ds, hs, xs = next_gs, next_ds, next_hs, next_xs
         at = before
     if results.totals is not None:
         put_segment(results, slot * S.WIDTH + column, inside, total, c, S)

@@ -25,14 +25,15 @@ from flashmix.ops.scan.triton_gpu.numbers import (
     stored,
     times,
 )
+from flashmix.ops.scan.triton_gpu.weights import factor_and_weight, no_decay
 
 ONE_AS_WORD = tl.constexpr(0x3F800000)  # of complex numbers
 
 
 class ScanInputs(NamedTuple):
-    """Contiguous tensors; of the forward `x`, of the backward `h` and the gradients of the outputs. `start` is the state that comes in (or,
-    backwards, its gradient), `[N, C]`; of segments `totals` are the products of factors and `ends` the ends from zero, `[slots, C]`, both
-    None where they are still to be found; absent ones None.
+    """Contiguous tensors; of the forward `x`, of the backward `h` and the gradients of the outputs, with a coupling also `x`. `start` is
+    the state that comes in (or, backwards, its gradient), `[N, C]`; of segments `totals` are the products of factors and `ends` the ends
+    from zero, `[slots, C]`, both None where they are still to be found; absent ones None.
     """
 
     x: Any
@@ -153,18 +154,18 @@ def decay_place(source, token, column, S: tl.constexpr):
 
 @triton.jit
 def decay_at(place, OFFSET: tl.constexpr, exists, some, S: tl.constexpr):
-    """A log decay, [c] or a number; 0 where no channel `exists`, and where there is not `some` token."""
+    """A log decay, [c] or a number; that of a factor 1 where no channel `exists`, and where there is not `some` token."""
     if S.DECAY == 2:
         return place
     elif S.DECAY == 1:
-        return tl.load(place + OFFSET * (S.WIDTH // S.HEAD), mask=some, other=0.0)  # a number
+        return tl.load(place + OFFSET * (S.WIDTH // S.HEAD), mask=some, other=no_decay(S))  # a number
     else:
-        return tl.load(place + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
+        return tl.load(place + OFFSET * S.WIDTH, mask=exists, other=no_decay(S))  # [c]
 
 
 @triton.jit
 def decays_of(source, token, column, limit, last, S: tl.constexpr):
-    """Log decays of GROUP tokens, 0 where there are none; a constant decay is the same for all."""
+    """Log decays of GROUP tokens; a constant decay is the same for all."""
     GROUP: tl.constexpr = S.GROUP
     found = ()
     place, left, some = decay_place(source, token, column, S), left_of(limit, token), left_of(last, token)
@@ -175,14 +176,14 @@ def decays_of(source, token, column, limit, last, S: tl.constexpr):
 
 @triton.jit
 def decay_source(inputs, column, inside, S: tl.constexpr):
-    """What `decay_place` takes: the tensor, or of a constant decay its factors (with a maximum its logarithms) [c]; those of complex
-    numbers come as factors.
+    """What `decay_place` takes: the tensor, or of a constant decay its factors (with a maximum or a coupling its logarithms) [c]; those of
+    complex numbers come as factors.
     """
     if S.DECAY == 2 and S.TURNING:
         return tl.load(inputs.g + column, mask=inside, other=0)  # [c]
     elif S.DECAY == 2:
         power = tl.load(inputs.g + column, mask=inside, other=0.0).to(tl.float32)  # [c]
-        return power if S.MAXIMUM else exponential(power)
+        return power if S.MAXIMUM or S.COUPLING else exponential(power)
     else:
         return inputs.g
 
@@ -206,6 +207,16 @@ def factor_of(g, exists, S: tl.constexpr):
         return exponential(g.to(tl.float32))
     else:
         return tl.exp2(g.to(tl.float32) * 1.4426950408889634)
+
+
+@triton.jit
+def factors_of(g, exists, S: tl.constexpr):
+    """`factor_of` one token, and what a coupling multiplies `x` by."""
+    if S.COUPLING:
+        return factor_and_weight(g, exists, S)
+    else:
+        factor = factor_of(g, exists, S)
+        return factor, factor
 
 
 @triton.jit
@@ -285,9 +296,9 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
         left, some = left_of(limit, at), left_of(span.last, at)
         next_xs, next_gs = (), ()
         for i in tl.static_range(GROUP):
-            factor = factor_of(gs[i], i < left, S)
-            before = h
-            h = advanced(h, factor, number_of(xs[i], S), S)
+            factor, weight = factors_of(gs[i], i < left, S)
+            before, x = h, number_of(xs[i], S)
+            h = advanced(h, factor, weight * x if S.COUPLING else x, S)
             if results.totals is not None:
                 total = total + factor if S.MAXIMUM else times(total, factor, S) if S.TURNING else total * factor
             else:

@@ -10,22 +10,38 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LEAST = tl.constexpr(-87.3)  # below it e^x is 0
+
 
 @triton.jit
-def exponential(x):
-    """`e^x` to float32's rounding for `x` up to 0: the card's own errs by two steps, which a factor that comes back for thousands of tokens
-    multiplies. With `x = n log 2 + r`; below -87.3 it is 0.
-    """
-    least: tl.constexpr = -87.3
+def reduced(x):
+    """`e^r - 1` and `2^n` with `x = n log 2 + r`, for `x` from LEAST to 0."""
     whole: tl.constexpr = 12582912.0  # 1.5 2^23: a sum with it is rounded to whole numbers, which are its last bits
-    part = tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+    part = tl.maximum(x, LEAST, propagate_nan=tl.PropagateNan.ALL)
     shifted = part * 1.44269504 + whole
     n = shifted - whole
     r = part - n * 0.693359375 + n * 2.12194440e-4
     y = ((r * 1.9875691500e-4 + 1.3981999507e-3) * r + 8.3334519073e-3) * r + 4.1665795894e-2
-    y = ((y * r + 1.6666665459e-1) * r + 5.0000001201e-1) * r * r + r + 1.0
+    y = ((y * r + 1.6666665459e-1) * r + 5.0000001201e-1) * r * r + r
     power = ((shifted.to(tl.int32, bitcast=True) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(x < least, 0.0, y * power)
+    return y, power
+
+
+@triton.jit
+def exponential(x):
+    """`e^x` to float32's rounding for `x` up to 0: the card's own errs by two steps, which a factor that comes back for thousands of tokens
+    multiplies.
+    """
+    y, power = reduced(x)
+    return tl.where(x < LEAST, 0.0, (y + 1.0) * power)
+
+
+@triton.jit
+def exponential_and_rest(x):
+    """`e^x` and `1 - e^x` for `x` up to 0, both to float32's rounding."""
+    y, power = reduced(x)
+    none = x < LEAST
+    return tl.where(none, 0.0, (y + 1.0) * power), tl.where(none, 1.0, (1.0 - power) - y * power)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashmix.gpu.blocks import cdiv, power_of_two
-from flashmix.ops.scan.call import ScanCall
+from flashmix.ops.scan.call import COUPLINGS, ScanCall
 
 BY_CHANNEL, BY_HEAD, CONSTANT = range(3)
 THREADS, WIDEST_HEAD = 32, 256  # a program is a warp
@@ -27,6 +27,7 @@ class ScanSpec(NamedTuple):
     MAXIMUM: bool
     COMPLEX: bool
     TURNING: bool  # complex factors
+    COUPLING: int  # as in COUPLINGS, from 1; 0: none
     PRECISE: bool  # factors to float32's rounding; else they err by two steps of it, far below those of 16 bits
 
 
@@ -76,6 +77,7 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
         MAXIMUM=call.maximum,
         COMPLEX=pairs,
         TURNING=pairs and (decay == CONSTANT or call.log_decay.is_complex()),
+        COUPLING=COUPLINGS.index(call.coupling) + 1 if call.coupling else 0,
         PRECISE=pairs or call.dtype.itemsize == 4,
     )
     return ScanPlan(spec, slots, each, segment)
