@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: two libraries in C, of the recurrence with the scans and of words, where there is a compiler; else none.
 
-`FLASHMIX_PURE=1` leaves it out, for a wheel that any machine can install.
+`FLASHMIX_PURE=1` leaves them out, for a wheel that any machine can install.
 """
 
 import os
@@ -36,6 +36,12 @@ class Library(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so.0"
+
+    def build_extensions(self) -> None:
+        """Links without the folders of the Python that builds: the C library is all that it needs, and a wheel names no machine's paths."""
+        linker = self.compiler.linker_so
+        self.compiler.linker_so = [flag for flag in linker if not flag.startswith(("-L", "-Wl,-rpath", "-Wl,-R"))]
+        super().build_extensions()
 
 
 class Wheel(bdist_wheel):

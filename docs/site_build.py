@@ -1,6 +1,7 @@
 """The hooks of the documentation site (mkdocs.yml): pages made of other files, plots, formulas, and the public names.
 
-- README, CONTRIBUTING and CHANGELOG become the pages start, contributing and changes; links between them and `docs/` are followed.
+- README, CONTRIBUTING and CHANGELOG become the pages start, contributing and changes; links between them and `docs/` are followed, and
+  a link whose text is a file's name has the page's name in the navigation.
 - A line `<!-- plot: NAME -->` becomes that plot of `benchmarks/plots.py` with its caption and sources.
 - A line `<!-- example: NAME -->` becomes the source of that program of `examples/`.
 - A line `<!-- names: MODULE -->` becomes the reference of every public name of the module, in the order of `NAMES`.
@@ -69,6 +70,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     path = page.file.src_uri
     source = next((name for name, target in PAGES.items() if target == path), f"docs/{path}")
     markdown = re.sub(r"(\]\()([^)#\s:]+)", lambda link: link[1] + moved(link[2], source, path), markdown)
+    titles = dict(pages_of(config.nav))
+    markdown = re.sub(r"\[(?:docs/)?\w+\.md\]\(([\w./]+\.md)", lambda link: titled(link, path, titles), markdown)
     markdown = re.sub(r"^<!-- plot: (\w+) -->$", lambda found: plot(found[1], path), markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^<!-- example: (\w+) -->$", lambda found: example(found[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^<!-- names: ([\w.]+) -->$", lambda found: names(found[1]), markdown, flags=re.MULTILINE)
@@ -84,6 +87,19 @@ def moved(target: str, source: str, page: str) -> str:
     else:
         return target
     return posixpath.relpath(whole, posixpath.dirname(page) or ".")
+
+
+def pages_of(navigation: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Each page of the navigation with its name there."""
+    for entry in navigation:
+        for name, inside in entry.items():
+            yield from [(inside, name)] if isinstance(inside, str) else pages_of(inside)
+
+
+def titled(link: re.Match[str], page: str, titles: dict[str, str]) -> str:
+    """A link to a page under its name in the navigation, in place of the file's."""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[1]))
+    return f"[{titles[target]}]({link[1]}" if target in titles else link[0]
 
 
 def plot(name: str, page: str) -> str:

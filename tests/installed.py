@@ -3,16 +3,19 @@
     python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.13.0] [--python python3.10 python3.13]
 
 Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`: each wheel
-with each torch by each Python.
+with each torch by each Python. Before that, no library in a wheel may name folders of the machine that built it (takes pyelftools, which
+auditwheel brings).
 `make dist` runs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 import tempfile
+import zipfile
 from itertools import product
 from pathlib import Path
 
@@ -44,12 +47,30 @@ def try_wheel(wheel: Path, torch: str, python: str) -> None:
         run("flashmix", "doctor", "--check")
 
 
+def search_paths(library: bytes) -> list[str]:
+    """The folders in which a shared library has the libraries that it needs looked for (RPATH, RUNPATH)."""
+    from elftools.elf.elffile import ELFFile
+
+    tags = ELFFile(io.BytesIO(library)).get_section_by_name(".dynamic").iter_tags()
+    return [tag.rpath if tag.entry.d_tag == "DT_RPATH" else tag.runpath for tag in tags if "PATH" in tag.entry.d_tag]
+
+
+def check_libraries(wheel: Path) -> None:
+    """Raises SystemExit where a library of the wheel names folders of the machine that built it."""
+    with zipfile.ZipFile(wheel) as files:
+        for name in files.namelist():
+            if name.endswith(".so.0") and (found := search_paths(files.read(name))):
+                raise SystemExit(f"{wheel.name}: {name} looks for libraries in {', '.join(found)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--torch", nargs="+", default=["torch"], metavar="REQUIREMENT")
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="COMMAND")
     given = parser.parse_args()
+    for wheel in given.wheels:
+        check_libraries(wheel)
     for torch, python, wheel in product(given.torch, given.python, given.wheels):
         print(f"== {wheel.name} with {torch}, {python}", flush=True)
         try_wheel(wheel, torch, python)

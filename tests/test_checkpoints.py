@@ -20,7 +20,9 @@ from flashmix.checkpoints import ConversionError, convert, load
 from flashmix.checkpoints.files import WeightFiles
 from flashmix.hf import FlashmixConfig, FlashmixForCausalLM
 from flashmix.models import DecoderConfig, LayerConfig, preset
-from flashmix.train import cli
+from flashmix.train import cli, session
+from flashmix.train.folder import RunFolder
+from flashmix.train.text import Options, write_text
 
 SAME = 1e-5  # of the largest logit, in float32
 TWO = ATTENTION | {"num_hidden_layers": 2}
@@ -321,12 +323,34 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "ours: AutoModelForCausalLM reads it after `from flashmix.hf import FlashmixConfig`" in capsys.readouterr().out
     )
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    assert words("one plus two")["input_ids"] == Tokenizer.from_file(str(tokenizer)).encode("one plus two").ids
+    plain = Tokenizer.from_file(str(tokenizer))
+    separator = plain.get_vocab_size()
+    assert words("one plus two")["input_ids"] == [separator, *plain.encode("one plus two").ids]
+    assert words.eos_token_id == words.bos_token_id == separator
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
+    assert read.eos_token_id == read.bos_token_id == separator == read.vocab_size - 1
     assert cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "llama"), "--to", "llama"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
     row = tokens(1, 9)
     with torch.no_grad():
         assert error(model(row).logits, load(tmp_path / "ours")(row)) <= SAME
+
+
+def test_a_run_of_bytes_becomes_a_folder(tmp_path: Path) -> None:
+    """transformers' greedy text is that of `flashmix generate`: the same tokens in, the separator first, the same tokens out."""
+    text = tmp_path / "text.txt"
+    text.write_text("one plus two is three\n" * 60)
+    sizes = "--preset transformer_nano --steps 30 --batch-tokens 128 --seq-len 32 --held-out 0.3 --sample 0 --device cpu --lr 0.01"
+    assert cli.main(["train", "--text", str(text), "--out", str(tmp_path / "run"), *sizes.split()]) == 0
+    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "ours")]) == 0
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    every = "".join(map(chr, range(300))) + "\r\n"
+    assert words(every)["input_ids"] == [256, *every.encode()] and words.decode(words(every)["input_ids"][1:]) == every
+    flashmix.hf.FlashmixConfig  # noqa: B018 # registers the model with the Auto classes
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    new = model.generate(**words("one", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    decoder, tokens = session.load(RunFolder(tmp_path / "run"), "cpu")
+    assert words.decode(new[0, 4:]) == "".join(write_text(decoder, tokens, "one", Options(tokens=8, temperature=0.0)))
 
 
 def test_the_language_model_of_a_model_with_vision(tmp_path: Path) -> None:

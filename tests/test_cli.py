@@ -46,6 +46,15 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return error[0]
 
 
+def test_commands_to_go_on_with_are_as_the_shell_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make train` runs .venv/bin/flashmix, which no path has."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/flashmix", "train"])
+    assert cli.program() == ".venv/bin/flashmix"
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert cli.program() == "flashmix"
+
+
 def test_train_then_generate(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--text", text, "--out", "run", *SMALL]) == 0
     printed = capsys.readouterr().out

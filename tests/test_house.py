@@ -9,6 +9,7 @@ import inspect
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import flashmix
 from flashmix.ops.recurrence.native.binding import missing
+from flashmix.train.cli import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashmix"
@@ -222,6 +224,31 @@ def test_commands_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text()):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"README names `make {target}`"
+
+
+def shell_lines(text: str) -> list[str]:
+    """The lines of the shell commands of a document; a command that goes on in the next line is one."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(blocks).replace("\\\n", "").splitlines()
+
+
+def test_commands_of_documents_are_options_that_there_are() -> None:
+    seen = 0
+    for document in DOCUMENTS:
+        for line in shell_lines(document.read_text()):
+            if line.startswith("flashmix "):
+                seen += 1
+                try:
+                    make_parser().parse_args(shlex.split(line.replace(" ...", ""), comments=True)[1:])
+                except SystemExit:
+                    pytest.fail(f"{document.name} names a command that cannot be parsed: {line}")
+    assert seen > 20
+
+
+def test_commands_of_documents_fit_into_a_page() -> None:
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```sh\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL):
+            assert max(map(len, block.splitlines())) <= 88, f"{document.name} has a longer command:\n{block}"
 
 
 def test_files_and_folders_that_documents_name_exist() -> None:

@@ -13,12 +13,9 @@ pytestmark = pytest.mark.whole
 PROGRAM = r"""
 import json, sys
 from pathlib import Path
-import torch, transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import flashmix.hf
 from flashmix.train.cli import main
-from flashmix.train.folder import RunFolder
-from flashmix.train.session import load
 
 here = Path(sys.argv[1])
 (here / "text.txt").write_text("".join(f"{n} and {n} make {2 * n}. " for n in range(10)) * 40)
@@ -31,24 +28,19 @@ sizes = "--preset gated_deltanet_nano --seq-len 64 --batch-tokens 512 --steps 60
 paths = ["--text", str(here / "text.txt"), "--tokenizer", str(here / "tokenizer.json"), "--out", str(here / "run")]
 assert main(["train", *paths, *sizes]) == 0
 
-decoder, _ = load(RunFolder(here / "run"), "cpu")
-model = flashmix.hf.FlashmixForCausalLM(flashmix.hf.FlashmixConfig.of(decoder.config))
-model.decoder.load_state_dict(decoder.state_dict())
-model.save_pretrained(here / "exported")
-words = transformers.PreTrainedTokenizerFast(tokenizer_file=str(here / "tokenizer.json"), eos_token="<end>", unk_token="<unk>")
-words.save_pretrained(here / "exported")
+assert main(["convert", str(here / "run"), str(here / "exported")]) == 0
+flashmix.hf.FlashmixConfig  # the Auto classes know it
 
 import lm_eval
-from lm_eval.models.huggingface import HFLM
 
 rows = [{"question": f"{n} and {n} make", "choices": [str(2 * n), str(2 * n + 1)], "answer": 0} for n in range(10)]
 (here / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
 task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(here / "task.jsonl")}}, "test_split": "test"}
 task |= {"output_type": "multiple_choice", "doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer"}
 task |= {"metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}
-loaded = transformers.AutoModelForCausalLM.from_pretrained(here / "exported")
-model = HFLM(pretrained=loaded, tokenizer=words, backend="causal", device="cpu", max_length=64)
-found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
+found = lm_eval.simple_evaluate(
+    model="hf", model_args=f"pretrained={here / 'exported'},max_length=64", device="cpu", tasks=[task], bootstrap_iters=0
+)
 accuracy = found["results"]["sums"]["acc,none"]
 print("accuracy", accuracy)
 assert accuracy > 0.5, "no better than chance"

@@ -17,6 +17,7 @@ from train_cases import losses
 
 from flashmix.models import Decoder, DecoderConfig, LayerConfig
 from flashmix.train import session, shards
+from flashmix.train.cli import main
 from flashmix.train.folder import RunError, RunFolder, TrainConfig
 from flashmix.train.optimizer import Updates
 from flashmix.train.ranks import Ranks, shard_parameters
@@ -106,6 +107,7 @@ def test_two_ranks_train_the_model_of_one(small: TrainConfig, tmp_path: Path) ->
     assert stopped.checkpoint.exists() and shards.newest(stopped) is None
     model, _ = session.load(data, "cpu")
     assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert main(["convert", str(data.path), str(tmp_path / "exported")]) == 0
 
     newest = shards.newest(data)
     assert newest is not None

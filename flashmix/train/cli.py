@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flashmix
-from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason, write_json
+from flashmix.train.folder import RunError, RunFolder, TrainConfig, reason
 from flashmix.train.options import FLAGS, SETTINGS, add_tokenize, add_train
 
 if TYPE_CHECKING:
@@ -164,14 +164,20 @@ def train_in(folder: RunFolder, arguments: argparse.Namespace, ranks: Ranks) -> 
         print(f"--- a sample of {arguments.sample} tokens")
         show(write_text(model, tokens, "", Options(tokens=arguments.sample)))
         print("---")
-    print(f"all of it is in {folder.path}; more text: flashmix generate {folder.path} --prompt 'def '")
+    print(f"all of it is in {folder.path}; more text: {program()} generate {folder.path} --prompt 'def '")
     return 0
+
+
+def program() -> str:
+    """What a shell finds this program by: its name, or where `make train` has it (.venv/bin/flashmix)."""
+    called = sys.argv[0]
+    return called if Path(called).name == "flashmix" and shutil.which("flashmix") is None else "flashmix"
 
 
 def how_to_go_on(folder: RunFolder) -> str:
     if not folder.checkpoint.exists() and not folder.shards.exists():
         return "there is no checkpoint yet to go on from"
-    return f"go on from the last checkpoint: flashmix train --resume {folder.path}"
+    return f"go on from the last checkpoint: {program()} train --resume {folder.path}"
 
 
 def show(parts: Iterable[str]) -> None:
@@ -264,26 +270,22 @@ def evaluate_in(folder: EvalFolder, arguments: argparse.Namespace) -> int:
     print(evaluate.make_table(evaluation.results))
     if not finished:
         done = total - len(evaluation.left)
-        print(f"stopped with {done} of {total} cells done; go on: flashmix eval --resume {path}")
+        print(f"stopped with {done} of {total} cells done; go on: {program()} eval --resume {path}")
         return 130
     print(f"numbers, table and plots are in {path}")
     return 0
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
-    from flashmix.checkpoints import ConversionError, convert, save
-    from flashmix.train import session
+    from flashmix.checkpoints import ConversionError, convert
+    from flashmix.train.export import export
 
     run = RunFolder(arguments.source)
     try:
-        if run.checkpoint.exists():
+        if run.checkpoint.exists() or run.shards.exists():
             if arguments.to or not arguments.out:
                 raise RunError("a run is written as a model of flashmix first: leave --to away, and name OUT")
-            save(session.load(run, "cpu")[0], arguments.out)
-            if run.tokenizer.exists():
-                place = Path(arguments.out)
-                shutil.copyfile(run.tokenizer, place / run.tokenizer.name)
-                write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+            export(run, Path(arguments.out))
             print(f"{arguments.out}: AutoModelForCausalLM reads it after `from flashmix.hf import FlashmixConfig`")
             return 0
         print(convert(arguments.source, arguments.out, to=arguments.to))
