@@ -94,7 +94,8 @@ def mamba3(
     turned, S, last_k, last_x = initial_state or (None, None, None, None)
     wide = state_dtype(x.dtype)
     theta, turned = _angles(angles, dt, turned, packing, wide)
-    q, k = (_rotated(t.repeat_interleave(H // t.shape[-2], -2), theta) for t in (C, B))
+    cos, sin = theta.cos().unsqueeze(-1), theta.sin().unsqueeze(-1)
+    q, k = (_rotated(_of_heads(t, H), cos, sin) for t in (C, B))
     own = trapezoid_gate.to(wide) * dt.to(wide)
     (k_before, last_k), (x_before, last_x) = shifted(k, last_k, packing), shifted(x, last_x, packing)
     own_before, last_own = shifted(own, None, packing)
@@ -106,8 +107,7 @@ def mamba3(
         y, S = _of_ranks(q, late_k, x_before, log_decay, packing, options)
     else:
         y, S = linear_attention(q, late_k, x_before, log_decay, cu_seqlens=packing, **options)
-    y = y + scale * _read_now(q, _per_head(own, k) * k, x).to(y.dtype)
-    y = y if D is None else (y + D[:, None] * x).to(y.dtype)
+    y = _with_own(y, B, C, x, scale * own, D)
     if S is None or last_k is None or last_x is None:
         return y, None
     written = (_per_head(last_own, last_k) * last_k).unsqueeze(-1) * last_x.unsqueeze(-2)
@@ -138,50 +138,54 @@ def _angles(
     Whole numbers of 2^-62 turns are summed: that is exact, whatever the length and whatever comes before a sequence. The gradient is
     that of a scan.
     """
-    turns = angles.double() * dt.double().unsqueeze(-1)
+    turns = angles.detach().double() * (dt.detach().double() / TURN).unsqueeze(-1)
     theta = _fixed(turns).movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1)
-    before = torch.cat([theta.new_zeros(theta.shape[0], 1, *theta.shape[2:]), theta], 1)
+    none = theta.new_zeros(theta.shape[0], 1, *theta.shape[2:])
     if packing is None:
-        last, row = before[:, -1], None
+        last, row = (theta if theta.shape[1] else none)[:, -1], None
         lengths = torch.full_like(last[:, :1, :1], angles.shape[1])
     else:
         row, lengths = packing.sequence, packing.lengths[:, None, None]
-        bounds = before[0][packing.cu_seqlens.long()]
+        bounds = torch.cat([none, theta], 1)[0][packing.cu_seqlens.long()]
         theta, last = theta - bounds[row], bounds.diff(dim=0)
-    own = None if start is None else _fixed(start.double())
+    own = None if start is None else _fixed(start.detach().double() / TURN)
     if packing is not None and packing.sharded:
         own = torch.zeros_like(last) if own is None else of_sequences(packing, own)
         own = own + sums_before(packing, last)
     if own is not None:
         theta, last = theta + (own.unsqueeze(1) if row is None else own[row]), last + own
-    within, end = _radians(theta).to(wide), _radians(last).to(wide)
+    within = (theta << 2).to(wide) * (TURN / 2.0**64)  # of a turn, from -1/2 to 1/2: two bits more would be whole turns
+    end = ((last & (2**62 - 1)).double() * (TURN / 2**62)).to(wide)
     end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())
     inputs = [t for t in (angles, dt, start) if t is not None]
     if has_tangent(inputs) or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        none = torch.zeros(angles.shape[2], device=angles.device)
-        flow, flow_end = scan_beside(turns.to(wide), none, initial_state=start, packing=packing)
+        steps, constant = (
+            angles.to(wide) * dt.to(wide).unsqueeze(-1),
+            torch.zeros(angles.shape[2], device=angles.device),
+        )
+        flow, flow_end = scan_beside(steps, constant, initial_state=start, packing=packing)
         within, end = within + (flow - flow.detach()), end + (flow_end - flow_end.detach())
     return within, end
 
 
-def _fixed(radians: Tensor) -> Tensor:
-    """Radians as whole numbers of 2^-62 turns, within half a turn; sums beyond 2^63 wrap by four turns."""
-    turns = radians / TURN
-    return ((turns - turns.round()) * 2.0**62).to(torch.int64)
+def _fixed(turns: Tensor) -> Tensor:
+    """Turns as whole numbers of 2^-62 turns, less than one of them; sums beyond 2^63 wrap by four turns."""
+    return (turns.frac() * 2.0**62).to(torch.int64)
 
 
-def _radians(turns: Tensor) -> Tensor:
-    """The inverse of `_fixed`, from 0 to a turn, in float64."""
-    return (turns & (2**62 - 1)).double() * (TURN / 2**62)
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or queries `[..., G, K]` of each head, itself where each head has its own."""
+    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)
 
 
-def _rotated(x: Tensor, theta: Tensor) -> Tensor:
-    """The first pairs of neighbouring channels of `x` `[B, T, H, K]` or `[B, T, R, H, K]` rotated by `theta` `[B, T, H, M]`."""
-    theta = theta if x.dim() == 4 else theta.unsqueeze(2)
-    pairs, rest = x[..., : 2 * theta.shape[-1]], x[..., 2 * theta.shape[-1] :]
-    even, odd, cos, sin = pairs[..., ::2], pairs[..., 1::2], theta.cos(), theta.sin()
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    return torch.cat([turned.to(x.dtype), rest], -1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first pairs of neighbouring channels of `x` `[B, T, H, K]` or `[B, T, R, H, K]` rotated, `cos`, `sin` `[B, T, H, M, 1]`."""
+    cos, sin = (cos, sin) if x.dim() == 4 else (cos.unsqueeze(2), sin.unsqueeze(2))
+    M = cos.shape[-2]
+    pairs = x[..., : 2 * M].unflatten(-1, (M, 2))
+    across = torch.stack([-pairs[..., 1], pairs[..., 0]], -1)
+    turned = torch.addcmul(pairs * cos, across, sin).flatten(-2).to(x.dtype)
+    return torch.cat([turned, x[..., 2 * M :]], -1)
 
 
 def _per_head(weight: Tensor, like: Tensor) -> Tensor:
@@ -189,12 +193,18 @@ def _per_head(weight: Tensor, like: Tensor) -> Tensor:
     return (weight if weight.dim() == like.dim() - 1 else weight.unsqueeze(-2)).unsqueeze(-1)
 
 
-def _read_now(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-    """What the queries of a token read of the token's own write."""
+def _with_own(y: Tensor, B: Tensor, C: Tensor, x: Tensor, own: Tensor, D: Tensor | None) -> Tensor:
+    """`y` and what the queries of a token read of the token's own write, `own` `[B, T, H]` times `C . B`, which one rotation of both leaves
+    as it is; and `D x`.
+    """
+    H, wide = x.shape[-2], own.dtype
     if x.dim() == 4:
-        return (q * k).sum(-1, keepdim=True) * x
-    scores = torch.einsum("btahk,btchk->bthac", q.to(k.dtype), k)
-    return torch.einsum("bthac,btchp->btahp", scores, x.to(k.dtype))
+        weight = _of_heads((C * B.to(wide)).sum(-1, keepdim=True), H) * own.unsqueeze(-1)
+        weight = weight if D is None else weight + D[:, None]
+        return torch.addcmul(y, weight, x).to(y.dtype)
+    scores = torch.einsum("btahk,btchk->bthac", *(_of_heads(t, H).to(wide) for t in (C, B))) * own[..., None, None]
+    read = torch.einsum("bthac,btchp->btahp", scores, x.to(wide))
+    return (y + (read if D is None else read + D[:, None] * x)).to(y.dtype)
 
 
 def _of_ranks(

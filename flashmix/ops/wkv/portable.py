@@ -10,7 +10,6 @@ from flashmix.op.call import Outputs
 from flashmix.ops.scan.op import finite, scan, scan_max
 from flashmix.ops.wkv.call import WkvCall
 
-
 FAR = 60.0  # e^-60 of a token's own weight is less than the rounding of the past's
 
 
