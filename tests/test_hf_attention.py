@@ -30,8 +30,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def tiny(family: str) -> Any:
-    config_class, model_class, options = FAMILIES[family]
+def tiny(family: str, families: dict[str, tuple[str, str, dict[str, Any]]] = FAMILIES) -> Any:
+    config_class, model_class, options = families[family]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**options)
     model = getattr(transformers, model_class)(config).eval()
@@ -155,21 +155,82 @@ def test_padding_between_tokens_agrees_with_eager() -> None:
     assert error(model(**told).logits[real], expected[real]) <= SAME
 
 
-def test_a_cross_attention_sees_all_real_keys() -> None:
-    """A bidirectional encoder and a decoder over it (BART), padded."""
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_cross_attention_sees_all_real_keys(padding: bool) -> None:
+    """A bidirectional encoder and a decoder over it (BART)."""
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     torch.manual_seed(0)
     config = transformers.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads)
     model = transformers.BartForConditionalGeneration(config).eval()
     batch = padded("right")
-    told = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    told["decoder_input_ids"] = tokens(2, 11, seed=5)
+    told = {"input_ids": batch["input_ids"], "decoder_input_ids": tokens(2, 11, seed=5)}
+    told |= {"attention_mask": batch["attention_mask"]} if padding else {}
     with torch.no_grad():
         model.set_attn_implementation("eager")
         expected = model(**told).logits
         model.set_attn_implementation(flashmix.hf.register_attention())
         assert error(model(**told).logits, expected) <= SAME
+
+
+# What a layer does not tell its attention, and the mask alone says: a causal window, boundaries, a window on both sides.
+RETICENT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", TWO | {"sliding_window": 9, "num_local_experts": 4}),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        "GPTBigCodeForCausalLM",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0},
+    ),
+    "t5gemma": (
+        "T5GemmaConfig",
+        "T5GemmaForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "encoder": TWO | WINDOWS, "decoder": TWO | WINDOWS},
+    ),
+    # keys of some layers are another layer's, and the queries of these are the last one alone where no other logits are asked for
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        TWO
+        | {"num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2, "sliding_window": 9, "global_head_dim": 8}
+        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", RETICENT)
+def test_the_mask_is_believed_before_the_layer(family: str) -> None:
+    model, batch = tiny(family, RETICENT), padded("left")
+    batch["attention_mask"] = batch["attention_mask"].bool()
+    decoder = {"decoder_input_ids": tokens(2, 30, seed=5)} if family == "t5gemma" else {}
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    only_last = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def found() -> list[Tensor]:
+        real = batch["attention_mask"][..., None] if not decoder else 1
+        results = [
+            model(tokens(2, 40), use_cache=False, **decoder).logits,
+            model(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, **decoder).logits * real,
+            torch.stack(model.generate(tokens(2, 40), **only_last).logits),
+        ]
+        if not decoder:
+            results.append(model(tokens(1, 70, seed=3), position_ids=positions, use_cache=False).logits)
+        return results
+
+    expected = found()
+    model.set_attn_implementation(flashmix.hf.register_attention())
+    for got, one in zip(found(), expected, strict=True):
+        assert error(got, one) <= SAME
+
+
+@torch.no_grad()
+def test_a_gap_in_the_positions_begins_a_sequence() -> None:
+    """As transformers' masks have it."""
+    model, row = tiny("qwen3"), tokens(1, 40)
+    positions = torch.cat([torch.arange(25), torch.arange(30, 45)])[None]
+    expected = model(row, position_ids=positions, use_cache=False).logits
+    model.set_attn_implementation(flashmix.hf.register_attention())
+    assert error(model(row, position_ids=positions, use_cache=False).logits, expected) <= SAME
 
 
 def test_what_it_cannot_do_raises() -> None:
@@ -179,7 +240,10 @@ def test_what_it_cannot_do_raises() -> None:
     q, module = torch.randn(1, 4, 5, 8), torch.nn.Module()
     with pytest.raises(ValueError, match="output_attentions must not be given to flashmix's attention"):
         attend(module, q, q, q, None, output_attentions=True)
-    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, S\], got \[1, 1, 5, 5\]"):
+    for selected in ("indices", "block_indices", "sinks"):  # of DeepSeek-V3.2, MiniMax-M3 and Inkling-2
+        with pytest.raises(ValueError, match=f"{selected} must not be given to flashmix's attention"):
+            attend(module, q, q, q, None, **{selected: torch.zeros(1, 5, 2, dtype=torch.int)})
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, S\], .* got \[1, 1, 5, 5\] float32"):
         attend(module, q, q, q, torch.ones(1, 1, 5, 5))
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, chunked_causal_mask_function
 

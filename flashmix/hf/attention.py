@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashmix.hf.paged import paged_attention
-from flashmix.hf.rows import BatchRows, Boundaries, Kept
+from flashmix.hf.mask import RealKeys, Said, key_mask, ranges_of, said_of
+from flashmix.hf.paged import is_paged, let_through, paged_attention
+from flashmix.hf.rows import BatchRows, Boundaries
 from flashmix.op.choose import AVOIDED
 from flashmix.op.packing import Packing
 from flashmix.ops.attention import softmax_attention
 
 BOUNDARIES = Boundaries()
-# The parts of masks that options of `softmax_attention` say: causal, windows; packed sequences by their positions.
-SAID = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function",
-}
+# What some models tell their attention that changes its result (weights, biases, selected keys, sinks of each token), and is not served.
+REFUSED = {"output_attentions", "position_bias", "indices", "block_indices", "sinks"}
 
 
 def register_attention(name: str = "fmx") -> str:
-    """Registers flashmix's softmax attention with transformers, its mask function and its form for continuous batching too.
+    """Registers flashmix's softmax attention with transformers, and its mask function.
 
         flashmix.hf.register_attention();    model.set_attn_implementation("fmx")
 
     Serves full and windowed attention, padded batches, packed rows by `cu_seq_lens_q` or by restarting `position_ids`, dynamic and
-    static caches, sinks, softcaps, shared key heads and dropout. `"paged|fmx"` is its form for continuous batching (`generate_batch`).
+    static caches, sinks, softcaps, shared key heads and dropout; continuous batching too (`generate_batch`), whose manager is made
+    to let the name through (`flashmix.hf.paged`). `"paged|fmx"`, which transformers 5.17 knows, is the same attention.
 
     Args:
         name: what models are set to. transformers takes every name with "flash" in it for a kernel of its hub.
@@ -48,9 +43,10 @@ def register_attention(name: str = "fmx") -> str:
         raise ValueError(f'name must not have "flash" in it (transformers takes it for a hub kernel), got {name!r}')
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for registered, function in ((name, attention), (f"paged|{name}", paged_attention)):
-        AttentionInterface.register(registered, function)
-        AttentionMaskInterface.register(registered, attention_mask_2d)
+    for registered in (name, f"paged|{name}"):
+        AttentionInterface.register(registered, attention)
+        AttentionMaskInterface.register(registered, key_mask)
+        let_through(registered)
     return name
 
 
@@ -71,71 +67,59 @@ def attention(
     """An attention as transformers calls it: `[B, H, T, D]` in, `[B, T, H, D]` out.
 
     Args:
-        module: the attention layer; its `is_causal` holds where `is_causal` is None.
+        module: the attention layer; its `is_causal` holds where neither the mask nor `is_causal` says.
         query: `[B, HQ, T, K]`.
         key: `[B, H, Tk, K]`; a static cache's unused keys come last.
         value: `[B, H, Tk, V]`.
-        attention_mask: `[B, S]` with S <= Tk: which of the first S keys are tokens; the others are unused. None: all are.
+        attention_mask: `[B, S]` or `[B, 1, 1, S]` with S <= Tk: which of the first S keys are tokens; the others are unused. None: all
+            are. What its function said of causality, windows and packed sequences (`said_of`) comes before what the layer says.
         dropout: share of the probabilities that is dropped.
         scaling: factor of the scores.
         is_causal: whether a query sees no later keys.
         sliding_window: the number of keys that a query sees, itself included.
         softcap: scores are squashed to below it.
         s_aux: `[HQ]`, a sink per head.
-        told: what else transformers says; boundaries are read (`cu_seq_lens_q`, `cu_seq_lens_k`, `position_ids`).
+        told: what else transformers says; boundaries are read (`cu_seq_lens_q`, `cu_seq_lens_k`, `position_ids`), and with a
+            `PagedAttentionCache` as `cache` what `paged_attention` reads.
 
     Raises:
-        ValueError: attention weights are wanted, or scores are biased, or the mask is not `[B, S]`.
+        ValueError: attention weights are wanted, or scores are biased, or keys selected, or the mask is of other than keys.
     """
-    if told.get("output_attentions") or told.get("position_bias") is not None:
-        asked = "output_attentions" if told.get("output_attentions") else "position_bias"
-        raise ValueError(f"{asked} must not be given to flashmix's attention, which never holds the probabilities")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"attention_mask must have shape [B, S], got {list(attention_mask.shape)}")
-    if query.shape[2] == 1 and query.is_cpu and not (dropout or sliding_window or softcap or s_aux is not None):
+    if not REFUSED.isdisjoint(told):
+        for name in sorted(REFUSED):
+            if told.get(name) is not None and told[name] is not False:
+                raise ValueError(f"{name} must not be given to flashmix's attention")
+    said = said_of(attention_mask)
+    if said is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        said = Said.by_layer(causal, sliding_window)
+    options: dict[str, Any] = {"scale": scaling, "window": said.window, "softcap": softcap, "sink": s_aux}
+    if is_paged(told.get("cache")):
+        if dropout or (attention_mask is not None and any(attention_mask.stride())):
+            raise ValueError(f"{'dropout' if dropout else 'attention_mask'} must not be given with a paged cache")
+        return paged_attention(int(module.layer_idx), query, key, value, told, options), None  # type: ignore[arg-type]
+    if attention_mask is not None and attention_mask.dim() != 2 and not _of_keys(attention_mask):
+        found = f"{list(attention_mask.shape)} {str(attention_mask.dtype).removeprefix('torch.')}"
+        raise ValueError(f"attention_mask must have shape [B, S], or [B, 1, 1, S] and be bool, got {found}")
+    if query.shape[2] == 1 and query.is_cpu and not (dropout or said.window or softcap or s_aux is not None):
         o = _newest_token(query, key, value, attention_mask, scaling)
         if o is not None:
             return o, None
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    options: dict[str, Any] = {"causal": causal, "scale": scaling, "softcap": softcap, "sink": s_aux}
-    options["dropout_p"] = dropout
-    if sliding_window is not None:
-        options["window"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    options |= {"causal": said.causal, "dropout_p": dropout}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms in float32 leave their results so
     if attention_mask is not None:
-        k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
+        k, v = k[:, : attention_mask.shape[-1]], v[:, : attention_mask.shape[-1]]
         ranges = ranges_of(attention_mask)
-        if ranges is None:
-            return softmax_attention(q, k, v, **options)[0], None
-        return _padded(q, k, v, attention_mask.bool(), ranges, options), None
+        if ranges is not None:
+            return _padded(q, k, v, attention_mask.flatten(1).bool(), ranges, options), None
+    if said.sequences is not None:
+        told["seq_idx"] = said.sequences
     return _packed(q, k, v, told, options), None
 
 
-class RealKeys:
-    """Where the real keys of each row of a mask `[B, S]` start and end, `[B]` each.
-
-    Attributes:
-        gaps: whether some row has padding between real keys, which no range says.
-        ends: whether some row ends with padding.
-    """
-
-    def __init__(self, mask: Tensor) -> None:
-        width, places = mask.shape[1], torch.arange(mask.shape[1], device=mask.device)
-        self.starts = torch.where(mask, places, width).amin(1)
-        self.lengths = torch.where(mask, places + 1, 0).amax(1)
-        gaps = (mask.sum(1) < self.lengths - self.starts).any()
-        self.gaps, self.ends = torch.stack([gaps, (self.lengths < width).any()]).tolist()
-
-
-RANGES = Kept(4)  # one for each kind of layer
-
-
-def ranges_of(mask: Tensor) -> RealKeys | None:
-    """None where no token is padding; a mask that is one expanded True (a static cache's length) is not read."""
-    if not any(mask.stride()):
-        return None
-    return RANGES.of((mask,), None, lambda masks, _: None if bool(masks[0].all()) else RealKeys(masks[0].bool()))
+def _of_keys(mask: Tensor) -> bool:
+    return mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool
 
 
 def _newest_token(
@@ -148,11 +132,11 @@ def _newest_token(
     if "sdpa" in AVOIDED:
         return None
     if mask is not None:
-        key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
+        key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
         ranges = ranges_of(mask)
         if ranges is not None and ranges.ends:
             return None
-        mask = None if ranges is None else mask[:, None, None].bool()
+        mask = None if ranges is None else mask.flatten(1)[:, None, None].bool()
     if query.dtype is not value.dtype or key.dtype is not value.dtype:
         query, key = query.to(value.dtype), key.to(value.dtype)
     grouped = query.shape[1] != key.shape[1]
@@ -169,7 +153,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, ranges: RealKeys, opt
     real = mask[:, -tokens:] if causal else mask.new_ones(q.shape[:2])
     if not causal and mask.shape[1] == tokens:
         real = mask
-    if not ranges.gaps and (causal or not ranges.ends or "window" not in options):
+    if not ranges.gaps and (causal or not ranges.ends or options["window"] is None):
         # a query stands where the mask has it, also in a row that ends with padding, which no real query sees then
         lengths = None if causal or not ranges.ends else ranges.lengths
         o, _ = softmax_attention(q, k, v, key_starts=ranges.starts, key_lengths=lengths, **options)
@@ -191,42 +175,3 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, told: dict[str, Any], options: dict
     rows = BatchRows(batch, tokens, packing)
     o, _ = softmax_attention(*(rows.join(x) for x in (q, k, v)), cu_seqlens=packing, **options)
     return rows.part(o)
-
-
-def attention_mask_2d(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    **told: Any,
-) -> Tensor | None:
-    """The mask that `attention` takes: None, or `[B, S]`, where the keys past S of a static cache are unused.
-
-    Raises:
-        ValueError: the mask is more than causal, windowed, packed and padded (chunks, blocks, a function of the user).
-    """
-    for part in _parts(mask_function):
-        if part not in SAID:
-            raise ValueError(f"the mask must be causal, windowed or full for flashmix's attention, got {part}")
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        return None if attention_mask.shape[1] == kv_length and bool(attention_mask.all()) else attention_mask
-    used = int(q_offset) + q_length - int(kv_offset)
-    return None if used >= kv_length else torch.ones((), dtype=torch.bool, device=device).expand(batch_size, used)
-
-
-def _parts(function: Any) -> Iterator[str]:
-    """The names of the functions that transformers made a mask function of."""
-    if function is None:
-        return
-    maker = function.__qualname__.split(".")[0]
-    if maker != "and_masks":
-        yield maker
-        return
-    for cell in function.__closure__ or ():
-        for part in cell.cell_contents if isinstance(cell.cell_contents, tuple) else ():
-            yield from _parts(part)
