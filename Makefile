@@ -1,6 +1,8 @@
 # Each target does its own set-up: a virtual environment in .venv, and in it torch and this package.
 #   make train     trains a small hybrid language model on Python's own standard library and prints a sample
 #   make test      runs the tests
+#   make test-hf   runs the tests that need transformers, with another one in an environment of its own:
+#                  make test-hf TRANSFORMERS="transformers==5.23.0" VENV=.venv-hf
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
 #   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0",
@@ -12,6 +14,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
+# one of those that .github/workflows/ci.yml names
+TRANSFORMERS ?= transformers==5.17.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
@@ -23,7 +27,7 @@ SEED ?= 1
 DEVICE ?= cpu
 WORKERS ?= 2
 
-.PHONY: train test lint counts dist docs fuzz clean
+.PHONY: train test test-hf lint counts dist docs fuzz clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/has-train
@@ -31,6 +35,9 @@ train: $(VENV)/has-train
 
 test: $(VENV)/has-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-hf: $(VENV)/has-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(shell grep -lE "hf_cases|importorskip.*transformers" tests/test_*.py) $(ARGS)
 
 lint: $(VENV)/has-dev
 	$(BIN)/ruff format --check .
@@ -64,7 +71,7 @@ $(VENV)/has-torch: Makefile
 	touch $@
 
 $(VENV)/has-train $(VENV)/has-dev $(VENV)/has-dist $(VENV)/has-docs: $(VENV)/has-%: $(VENV)/has-torch pyproject.toml setup.py $(wildcard flashmix/*/native/*.[ch] flashmix/ops/*/native/*.[ch])
-	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)")
+	$(BIN)/python -m pip install --quiet --editable ".[$*]" $(if $(filter dev,$*),"$(TRITON)" "$(TRANSFORMERS)")
 	touch $@
 
 clean:

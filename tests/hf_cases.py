@@ -235,6 +235,63 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], int]] = {
 }
 
 
+# what newer versions of transformers have
+NEWER: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        TYPES
+        | MLA
+        | EXPERTS
+        | {
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+        },
+        2,
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        "Lfm3ForCausalLM",
+        ATTENTION
+        | {
+            "num_hidden_layers": 4,
+            "conv_L_cache": 5,
+            "conv_bias": True,
+            "sliding_window": 20,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        },
+        2,
+    ),
+    "inkling2": (
+        "Inkling2TextConfig",
+        "Inkling2ForCausalLM",
+        ATTENTION
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["hybrid_sliding", "hybrid_sliding"],
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+            "sliding_window_size": 20,
+            "d_rel": 4,
+            "rel_extent": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "unpadded_vocab_size": VOCABULARY,
+        },
+        8,
+    ),
+}
+FAMILIES |= {name: case for name, case in NEWER.items() if hasattr(transformers, case[0])}
+
+
 def tiny(family: str, seed: int = 0) -> Any:
     """A model of the family in float32 with random weights, in evaluation mode."""
     config_class, model_class, options, _ = FAMILIES[family]

@@ -276,12 +276,17 @@ def test_other_signatures_activations_and_replacements_are_left_alone() -> None:
 
     model = tiny("qwen3_5")
     first, _, last = model.model.layers
+
+    class DynamicShortConvolution(nn.Module):
+        pass
+
     first.linear_attn.activation = "gelu"
     last.linear_attn.forward = MethodType(lambda self, hidden_states, **options: hidden_states, last.linear_attn)
-    left = flashmix.accelerate(nn.ModuleList([BambaMixer(), Scan(), model]), quiet=True).left
+    left = flashmix.accelerate(nn.ModuleList([BambaMixer(), Scan(), DynamicShortConvolution(), model]), quiet=True).left
     assert list(left.values()) == [
         "its forward takes hidden_states, known is hidden_states, cache_params, attention_mask, kwargs",
         "Scan is no class that flashmix knows",
+        "DynamicShortConvolution is no class that flashmix knows",
         "the activation of its convolution is gelu, known is silu",
         "something else replaced its forward",
     ]

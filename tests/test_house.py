@@ -220,6 +220,21 @@ def test_code_in_documents_runs(path: Path) -> None:
             exec(compile(block, label, "exec"), names)
 
 
+def test_the_versions_of_transformers_that_an_installation_may_have_are_tested() -> None:
+    """The oldest and the newest that the extra allows are in the matrix of CI, and the one of development is too."""
+    allowed = re.search(r'"transformers>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    matrix = re.search(r"transformers: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    ours = re.search(r"^TRANSFORMERS \?= transformers==(\S+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert allowed and matrix and ours
+    tested = re.findall(r'"([\d.]+)"', matrix[1])
+    major, oldest, same, beyond = map(int, allowed.groups())
+    minors = {(int(version.split(".")[0]), int(version.split(".")[1])) for version in tested}
+    assert major == same and {(major, oldest), (major, beyond - 1)} <= minors and max(minors) == (major, beyond - 1)
+    assert ours[1] in tested
+    document = (ROOT / "docs/transformers.md").read_text()
+    assert all(f"{major}.{minor}" in document for minor in (oldest, beyond - 1))
+
+
 def test_commands_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text()):

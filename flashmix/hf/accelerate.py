@@ -115,8 +115,8 @@ def accelerate(model: nn.Module, *, strict: bool = False, quiet: bool = False) -
     apart; transformers' own torch path mixes them.
 
     A mixer is known by the name of its class and by its signature, attributes and shapes: Qwen3-Next, Qwen3.5, Qwen3.5-MoE,
-    Qwen4, OLMo-hybrid, Kimi-Linear, GLM-5-Next, Mamba, Falcon-Mamba, Jamba, Zamba, Mamba-2, Bamba, Falcon-H1,
-    Granite-MoE-hybrid, Nemotron-H, Zamba-2, LFM-2, MiniMax, Inkling.
+    Qwen4, OLMo-hybrid, Kimi-Linear, GLM-5-Next, Ling-3, Mamba, Falcon-Mamba, Jamba, Zamba, Mamba-2, Bamba, Falcon-H1,
+    Granite-MoE-hybrid, Nemotron-H, Zamba-2, LFM-2, LFM-3, MiniMax, Inkling, Inkling-2.
 
     Args:
         model: a transformers model, or any module with such mixers in it. Changed in place.

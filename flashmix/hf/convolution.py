@@ -1,4 +1,4 @@
-"""The short convolutions of LFM-2 models, from their input to their output projection, and those of Inkling."""
+"""The short convolutions of LFM-2 and LFM-3 models, from their input to their output projection, and those of Inkling."""
 
 from __future__ import annotations
 
@@ -30,11 +30,23 @@ def inkling(
     self: Any, hidden_states: Tensor, past_key_values: Any = None, conv_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The input `[B, T, D]` and its convolution added, in float32; the inputs in `past_key_values` go on in place."""
-    x = hidden_states.float()
-    with hooks_of(self, "conv1d"):
-        cached = Cached(past_key_values, self.layer_idx, self.conv_kernel_size, self.conv_idx)
-        y = convolved(self, self.conv1d, masked(x, conv_mask), cached, conv_mask, options)
-        return (x + y).to(hidden_states.dtype)
+    return added(self, hidden_states, past_key_values, conv_mask, options).to(hidden_states.dtype)
+
+
+def inkling2(
+    self: Any, hidden_states: Tensor, past_key_values: Any = None, conv_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The same, divided by the root of the number of terms."""
+    y = added(self, hidden_states, past_key_values, conv_mask, options)
+    return (y / (self.conv_kernel_size + 1) ** 0.5).to(hidden_states.dtype)
+
+
+def added(mixer: Any, x: Tensor, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """The input and its convolution added, in float32."""
+    x = x.float()
+    with hooks_of(mixer, "conv1d"):
+        cached = Cached(cache, mixer.layer_idx, mixer.conv_kernel_size, mixer.conv_idx)
+        return x + convolved(mixer, mixer.conv1d, masked(x, mask), cached, mask, options)
 
 
 def convolved(mixer: Any, conv: Any, x: Tensor, cached: Cached, mask: Tensor | None, options: dict[str, Any]) -> Tensor:

@@ -86,9 +86,24 @@ def olmo_hybrid(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
 
 def kimi_linear(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
     """Kimi-Linear and GLM-5-Next: a per-channel decay and an output gate from low-rank projections."""
+    return kda(m, x, m.forget_gate.f_b_proj(m.forget_gate.f_a_proj(x)), m.g_b_proj(m.g_a_proj(x)))
+
+
+def bailing_hybrid(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
+    """Ling-3 (Bailing hybrid): a per-channel decay and an output gate from one projection each."""
+    return kda(m, x, m.forget_gate.f_proj(x), m.g_proj(x))
+
+
+def floor_of(forget: Any) -> float | None:
+    """The floor of the decay of a forget gate, or None: a value in GLM-5-Next, a flag and a value in Ling-3."""
+    if hasattr(forget, "safe_gate"):
+        return forget.lower_bound if forget.safe_gate else None
+    return getattr(forget, "safe_gate_lower_bound", None)
+
+
+def kda(m: Any, x: Tensor, decay: Tensor, gate: Tensor) -> tuple[NetParameters, Projected]:
+    """Kimi Delta Attention with the decay's logits and the output gate, `[B, T, H K]` each."""
     shape, forget = (m.num_heads, m.head_dim), m.forget_gate
-    decay = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, shape)
-    gate = m.g_b_proj(m.g_a_proj(x)).unflatten(-1, shape)
     net = NetParameters(
         heads=m.num_heads,
         value_heads=m.num_heads,
@@ -96,12 +111,13 @@ def kimi_linear(m: Any, x: Tensor) -> tuple[NetParameters, Projected]:
         value_dim=m.head_dim,
         A_log=forget.A_log.view(-1),
         dt_bias=forget.dt_bias.view(shape),
-        lower=getattr(forget, "safe_gate_lower_bound", None),
+        lower=floor_of(forget),
         negative_eigenvalues=False,
         norm=m.o_norm,
         output=m.o_proj,
     )
-    return net, Projected((m.q_proj(x), m.k_proj(x), m.v_proj(x)), m.b_proj(x), decay, gate)
+    parts = (m.q_proj(x), m.k_proj(x), m.v_proj(x))
+    return net, Projected(parts, m.b_proj(x), decay.unflatten(-1, shape), gate.unflatten(-1, shape))
 
 
 def gated(m: Any, negative_eigenvalues: bool, norm: nn.Module, output: nn.Module) -> NetParameters:

@@ -124,21 +124,29 @@ def sizes_of_olmo_hybrid(m: Any) -> Shapes:
     }
 
 
-def sizes_of_kimi(m: Any) -> Shapes:
-    inner = m.num_heads * m.head_dim
-    outputs = {"q_proj": inner, "k_proj": inner, "v_proj": inner, "b_proj": m.num_heads, "g_a_proj": m.head_dim}
-    heads = m.forget_gate.A_log.numel()
+def sizes_of_kda(m: Any) -> Shapes:
+    """What every Kimi Delta Attention of transformers has in common."""
+    inner, heads = m.num_heads * m.head_dim, m.forget_gate.A_log.numel()
     return {
-        **{name: (size, m.hidden_size) for name, size in outputs.items()},
-        "g_b_proj": (inner, m.head_dim),
-        "forget_gate.f_a_proj": (m.head_dim, m.hidden_size),
-        "forget_gate.f_b_proj": (inner, m.head_dim),
+        **{f"{name}_proj": (inner, m.hidden_size) for name in ("q", "k", "v")},
+        "b_proj": (m.num_heads, m.hidden_size),
         "forget_gate.dt_bias": (inner,),
         "forget_gate.A_log": (1, 1, m.num_heads, 1) if m.forget_gate.A_log.dim() == 4 else (m.num_heads,),
         "conv1d.weight": (3 * inner, 1, m.conv_kernel_size),
         "o_norm.weight": (m.head_dim,),
         "o_proj": (m.hidden_size, heads * m.head_dim),
     }
+
+
+def sizes_of_kimi(m: Any) -> Shapes:
+    down, up = (m.head_dim, m.hidden_size), (m.num_heads * m.head_dim, m.head_dim)
+    low_rank = {"g_a_proj": down, "g_b_proj": up, "forget_gate.f_a_proj": down, "forget_gate.f_b_proj": up}
+    return sizes_of_kda(m) | low_rank
+
+
+def sizes_of_bailing(m: Any) -> Shapes:
+    whole = (m.num_heads * m.head_dim, m.hidden_size)
+    return sizes_of_kda(m) | {"g_proj": whole, "forget_gate.f_proj": whole}
 
 
 def sizes_of_scan(m: Any) -> Shapes:
@@ -211,8 +219,8 @@ def limits_of_gated(m: Any) -> str | None:
     return "its head dimensions are over 256" if max(m.head_k_dim, m.head_v_dim) > 256 else None
 
 
-def limits_of_kimi(m: Any) -> str | None:
-    lower = getattr(m.forget_gate, "safe_gate_lower_bound", None)
+def limits_of_kda(m: Any) -> str | None:
+    lower = delta_net.floor_of(m.forget_gate)
     if lower is not None and not -5.0 <= lower <= -1e-6:
         return f"the floor of its decay is {lower}, known are -5 to 0"
     return "its head dimension is over 256" if m.head_dim > 256 else None
@@ -251,7 +259,14 @@ FAMILIES = (
         partial(delta_net.forward, delta_net.kimi_linear),
         sizes_of_kimi,
         norm="o_norm",
-        limits=limits_of_kimi,
+        limits=limits_of_kda,
+    ),
+    Family(
+        ("BailingHybridDeltaAttention",),
+        partial(delta_net.forward, delta_net.bailing_hybrid),
+        sizes_of_bailing,
+        norm="o_norm",
+        limits=limits_of_kda,
     ),
     Family(
         (
@@ -275,18 +290,24 @@ FAMILIES = (
     ),
     Family(("ZambaMambaMixer",), selective.forward, sizes_of_zamba, needs=("layer_idx", "conv_kernel_size")),
     Family(
-        ("Lfm2ShortConv", "Lfm2MoeShortConv"),
+        ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
         convolution.forward,
         sizes_of_convolution,
         arguments=tuple(("hidden_states", "past_key_values", "attention_mask", last) for last in ("seq_idx", "kwargs")),
         convolution="conv",
     ),
-    Family(
-        ("InklingShortConvolution",),
-        convolution.inkling,
-        lambda m: {},
-        arguments=(("hidden_states", "past_key_values", "conv_mask", "kwargs"),),
-        needs=("layer_idx", "conv_idx", "conv_kernel_size"),
+    *(
+        Family(
+            (name,),
+            forward,
+            lambda m: {},
+            arguments=(("hidden_states", "past_key_values", "conv_mask", "kwargs"),),
+            needs=("layer_idx", "conv_idx", "conv_kernel_size"),
+        )
+        for name, forward in (
+            ("InklingShortConvolution", convolution.inkling),
+            ("Inkling2ShortConvolution", convolution.inkling2),
+        )
     ),
     Family(
         ("MiniMaxLightningAttention",),
@@ -305,9 +326,10 @@ KNOWN = {name: family for family in FAMILIES for name in family.classes}
 def looks_like_a_mixer(module: nn.Module) -> bool:
     """Whether an unknown module mixes tokens by a recurrence or a short convolution, as far as its parts tell.
 
-    It owns a parameter `A_log`, or a depthwise convolution, or its name says lightning attention.
+    It owns a parameter `A_log`, or a depthwise convolution, or its name says lightning attention or short convolution.
     """
-    if "A_log" in module._parameters or type(module).__name__.endswith("LightningAttention"):
+    named = type(module).__name__.endswith(("LightningAttention", "ShortConvolution"))
+    if "A_log" in module._parameters or named:
         return True
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     return any(c.groups == c.in_channels > 1 for c in convolutions)
