@@ -5,11 +5,11 @@
 #                  make test-hf TRANSFORMERS="transformers==5.23.0" VENV=.venv-hf
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
-#   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.13.0",
-#                  DIST_PYTHON="python3.10 python3.13"
+#   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.15.0",
+#                  DIST_PYTHON="python3.12 python3.13"
 #   make docs      builds the documentation site into build/site, plots and all; a warning is an error
 #   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
-# For another torch: make train TORCH="torch==2.9.1"
+# For another torch: make train TORCH="torch==2.9.1"; make test TORCH="torch==2.15.0" TRITON="triton==3.9.0"
 # Triton is for the tests: they compile every kernel for every kind of GPU, and run some in its interpreter, on the CPU.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

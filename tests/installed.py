@@ -1,6 +1,6 @@
 """Whether built wheels work where nothing else is: each in a new virtual environment, in an empty folder.
 
-    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.13.0] [--python python3.10 python3.13]
+    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.15.0] [--python python3.12 python3.13]
 
 Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`: each wheel
 with each torch by each Python. Before that, no library in a wheel may name folders of the machine that built it (takes pyelftools, which

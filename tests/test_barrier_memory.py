@@ -7,7 +7,7 @@ from compilers.barrier_memory import short_barriers
 
 pytest.importorskip("triton")
 
-from flashmix.gpu.hopper import allocate_barriers, gl, gluon, plain, retire, signal, wait_full
+from flashmix.gpu.hopper import allocate_barriers, gl, gluon, plain, retire, signal, thread_barrier, wait_full
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -22,7 +22,7 @@ def barrier_kernel(out, USED: gl.constexpr, RETIRED: gl.constexpr):
     row = gl.allocate_shared_memory(gl.float32, [128], plain())
     i = gl.arange(0, 128, LANES)
     row.store(gl.load(out + i))
-    gl.thread_barrier()
+    thread_barrier()
     gl.store(out + 127 - i, row.load(LANES))
     if RETIRED:
         retire(barriers)

@@ -42,7 +42,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         profile_scratch_size=0,
         launch_cooperative_grid=False,
         launch_pdl=False,
-        launch=lambda grid, y, z, stream, *arguments: seen.append((grid, arguments[9:])),
+        arg_annotations=[],
+        kernel_signature=b"",
+        launch=lambda grid, y, z, stream, *given: seen.append((grid, given[9:] if launch.FLAT else given[-1])),
     )
     made = SimpleNamespace(
         run=run,

@@ -15,9 +15,8 @@ def kernels():
     """A kernel of Triton and one of Gluon; both copy tiles of x into y."""
     import triton
     import triton.language as tl
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+    from flashmix.gpu.hopper import copy_to_global, copy_to_shared, fence_async_shared, gl, gluon, mbarrier, stores_done
 
     @triton.jit
     def copy(x, y, S):
@@ -32,10 +31,10 @@ def kernels():
         mbarrier.init(arrived, count=1)
         fence_async_shared()
         mbarrier.expect(arrived, x.block_type.nbytes)
-        tma.async_copy_global_to_shared(x, [row, 0], arrived, tile)
+        copy_to_shared(x, [row, 0], arrived, tile)
         mbarrier.wait(arrived, 0)
-        tma.async_copy_shared_to_global(y, [row, 0], tile)
-        tma.store_wait(0)
+        copy_to_global(y, [row, 0], tile)
+        stores_done(0)
 
     return copy, gluon_copy
 

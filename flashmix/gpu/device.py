@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,9 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB, triton_version
 Answer = TypeVar("Answer", bound=Callable[..., object])
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
-TRITON_OF_GLUON = ((3, 6),)  # releases whose experimental language `gpu/hopper.py` knows
+TRITON_OF_GLUON = ((3, 6), (3, 7), (3, 8), (3, 9))  # releases whose experimental language `gpu/hopper.py` knows
+TRITON_ON_CARDS = ((3, 6),)  # those of them that its kernels have run with
+TRY_GLUON = os.environ.get("FLASHMIX_GLUON") == "1"  # takes the others too
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,10 +79,17 @@ def _hopper_refusal(device: torch.device, dtype: torch.dtype, dtypes: tuple[torc
         return f"it needs tensors on a CUDA device, got {device}"
     if target(device).capability != (9, 0):
         return f"it needs a Hopper GPU (compute capability 9.0), got {target(device).capability}"
-    if _triton() not in TRITON_OF_GLUON:
-        wanted = " or ".join(f"{major}.{minor}" for major, minor in TRITON_OF_GLUON)
-        return f"it needs triton {wanted}, whose Gluon it is written for, got {_triton() or 'none'}"
+    version = _triton()
+    if version not in TRITON_OF_GLUON:
+        return f"it needs triton {_spoken(TRITON_OF_GLUON)}, whose Gluon it is written for, got {version or 'none'}"
+    if version not in TRITON_ON_CARDS and not TRY_GLUON:
+        run = f"it has run on a card with triton {_spoken(TRITON_ON_CARDS)} alone, got {_spoken([version])}"
+        return f"{run}, for which it compiles: FLASHMIX_GLUON=1 in the environment takes it"
     return None
+
+
+def _spoken(releases: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(".".join(map(str, release)) for release in releases)
 
 
 @constant_when_compiled

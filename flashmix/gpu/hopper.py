@@ -1,7 +1,8 @@
 """Hopper's own instructions for kernels in Gluon: layouts, barriers, named barriers, TMA copies, the unit for 2^x.
 
-Gluon is Triton's language below its tiles and calls itself experimental; this file is the only one that knows where in Triton it lies. It
-holds for the releases that `device.hopper_refuses` lets through: import it from an implementation, never from what `supports` reads.
+Gluon is Triton's language below its tiles and calls itself experimental; this file is the only one that knows where in Triton it lies, and
+under which name in which release. It holds for the releases that `device.hopper_refuses` lets through: import it from an implementation,
+never from what `supports` reads.
 
 A ring is a row of buffers in shared memory with two barriers a buffer: `full` (its bytes have come) and `empty` (every reader has left it).
 Use `i` of a ring takes buffer `i % stages`, and the parity of a wait is that of `i // stages`.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,15 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashmix.gpu.tma import renamed
+
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
-    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "release", "retire", "row_pieces",
-    "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "wait_empty", "wait_full", "warpgroup_mma",
+    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release", "retire",
+    "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty", "wait_full",
+    "warpgroup_mma",
 ]  # fmt: skip
 
-copy_to_shared = tma.async_copy_global_to_shared
-copy_to_global = tma.async_copy_shared_to_global
+copy_to_shared = renamed(tma, "async_copy_global_to_shared", "async_load")  # 3.8
+copy_to_global = renamed(tma, "async_copy_shared_to_global", "async_store")  # 3.8
+thread_barrier = renamed(gl, "thread_barrier", "barrier")  # 3.7
 stores_done = tma.store_wait
 products_done = warpgroup_mma_wait
 expect = mbarrier.expect
@@ -87,6 +92,13 @@ def add_to_global(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
     )
+
+
+@builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """The bytes of a tile in shared memory as another dtype, shape and layout; Triton 3.9 renamed the tile's own method."""
+    shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
+    return _semantic.memdesc_reinterpret(tile, _unwrap_if_constexpr(dtype), shape, _unwrap_if_constexpr(layout))
 
 
 @gluon.jit

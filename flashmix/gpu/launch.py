@@ -27,7 +27,9 @@ from torch.nn import Parameter
 
 from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
-DIRECT = tuple(triton.__version__.split(".")[:2]) == ("3", "6")  # the releases whose launcher this file knows
+RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
+DIRECT = (3, 6) <= RELEASE <= (3, 9)  # the releases whose launcher this file knows
+FLAT = RELEASE < (3, 7)  # whose launch function takes a kernel's arguments one by one; later ones take them in a tuple
 ORDINARY = 3  # an integer for which Triton does not specialise
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
 
@@ -50,7 +52,11 @@ class Kernel:
     """
 
     def __init__(self, kernel: Any, spec: Any, **options: Any) -> None:
-        self.kernel, self.spec, self.options = kernel, spec, options
+        self.kernel, self.spec = kernel, spec
+        self.options = {
+            "enable_fp_fusion": True,
+            **options,
+        }  # Triton's default until 3.9, which warns where it is not given
         parameters = getattr(kernel, "params", ())  # the interpreter specialises nothing and has none
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}
@@ -62,7 +68,8 @@ class Kernel:
         if not DIRECT or not self._loose:
             if gathering.wanted is not None:
                 return None
-            described = [x.described() if type(x) is Tiles else x for x in structs]
+            gluon = bool(self._loose) and self.kernel.is_gluon()
+            described = [x.described(gluon) if type(x) is Tiles else x for x in structs]
             _noted(None)
             self.kernel[(grid,)](*described, self.spec, **self.options)
             return None
@@ -86,7 +93,7 @@ class Kernel:
             launch, code = made.direct
             if made.maps is not None:
                 values = made.maps.place(values)
-            arguments = (*code, *values, None)
+            arguments = all_arguments(code, values)
             launch(grid, 1, 1, stream, *arguments)
             if noting.launches is not None:
                 noting.launches.append(Launched(made, grid, structs, arguments))
@@ -115,10 +122,16 @@ class Code:
         self.direct: tuple[Any, tuple[Any, ...]] | None = None
         described = any(str(kind).startswith("tensordesc") for kind in made.src.signature.values())
         self.maps = Maps(made.metadata.tensordesc_meta) if described else None
-        if not launcher.global_scratch_size and not launcher.profile_scratch_size:
+        ordinary = not launcher.global_scratch_size and not launcher.profile_scratch_size
+        if ordinary and not getattr(launcher, "gsan_enabled", False):  # Triton's sanitizer adds arguments
             launch = without_descriptors(launcher.launch) if described else launcher.launch
             flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-            self.direct = launch, (made.function, *flags, None, None, made.packed_metadata, None, None, None)
+            scratch, hooks = (None, None), (None, None, None)  # the first hook is what it would be told
+            if FLAT:
+                last: tuple[Any, ...] = *scratch, made.packed_metadata, *hooks
+            else:
+                last = made.packed_metadata, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature
+            self.direct = launch, (made.function, *flags, *last)
 
     def launch(self, grid: int, stream: int, structs: Sequence[Any], values: Sequence[Any]) -> None:
         """A launch through Triton's own launcher: it takes memory of its own, or a profiler looks."""
@@ -127,6 +140,11 @@ class Code:
         hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if hooked() else (None, None)
         values = [x.described(self.gluon) if type(x) is Tiles else x for x in values]
         made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
+
+
+def all_arguments(code: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:
+    """What the driver's launch function takes behind grid and stream: what `Code.direct` has, the kernel's arguments, None for its spec."""
+    return (*code, *values, None) if FLAT else (*code, (*values, None))
 
 
 class Launched(NamedTuple):

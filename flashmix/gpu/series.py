@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.gpu.launch import Launched, compile_ahead, hooked, noting
+from flashmix.gpu.launch import Launched, all_arguments, compile_ahead, hooked, noting
 from flashmix.gpu.tma import Tiles
 
 MOST = 256  # sets of addresses that a series keeps; some kilobytes each
@@ -145,15 +145,16 @@ class Movable:
 
     def to(self, addresses: Sequence[int]) -> tuple[Any, int, tuple[Any, ...]]:
         """The launch with tensors at these addresses."""
-        arguments, number = list(self.first), 0
+        values: list[Any] = []
+        number = 0
         for x in self.structs:
             if type(x) is MovedTiles and self.maps is not None:
                 at = addresses[x.place.number] + x.place.offset
-                arguments.extend(self.maps.at(number, at, x.shape, x.strides))
+                values.extend(self.maps.at(number, at, x.shape, x.strides))
                 number += 1
             else:
-                arguments.append(moved(x, addresses))
-        return self.launch, self.grid, (*arguments, None)
+                values.append(moved(x, addresses))
+        return self.launch, self.grid, all_arguments(self.first, values)
 
 
 class MovedTiles:

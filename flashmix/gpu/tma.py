@@ -14,6 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 KEPT = 1024  # descriptors a kernel keeps; 128 bytes each
 
 
+def renamed(owner: Any, before: str, now: str) -> Any:
+    """What a part of Triton calls `now`, and called `before` up to the release before the one that is named where this is called."""
+    return getattr(owner, now if hasattr(owner, now) else before)
+
+
 class Tiles:
     """A tensor whose `block` of elements is moved at once: an argument of a kernel, not a member of a struct; a tensor descriptor there.
 
@@ -68,7 +73,8 @@ class Maps:
     def __init__(self, metadata: Sequence[Any] | None) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-        self._fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+        utils = triton.runtime.driver.active.utils
+        self._fill = renamed(utils, "fill_tma_descriptor", "fill_tma_descriptor_tiled")  # 3.7
         self._facts = [
             (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"])
             for m in metadata or ()

@@ -72,7 +72,7 @@ class Shared:
     def reshape(self, shape: Sequence[Any]) -> Shared:
         return Shared(self.memory, self.dtype, self.where.reshape([plain(n) for n in shape]), self.lines)
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[Any], layout: Any) -> Shared:
         shape = [plain(n) for n in shape]
         assert math.prod(shape) * dtype.itemsize <= self.where.numel() * self.dtype.itemsize, (
             "a view is larger than its tile"

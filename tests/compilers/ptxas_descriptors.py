@@ -13,6 +13,7 @@ import operator
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ NEVER_WRITTEN = 0xBAD000  # no sum of it is a descriptor
 LOW = (1 << 32) - 1
 REGISTER = re.compile(r"(U?R)(\d+)$")
 FLAG = re.compile(r"!?U?P(\d+|T)$")
+WRITES = re.compile(r"(?:@\S+\s+)?(\S+)\s+(%[a-z]+\d+), (.*);$")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(@\S+ )?\s*([A-Z][\w.]*) ?(.*?) ?;")
 Known = int | None
 Halves = tuple[Known, Known]  # of 64 bits, the lower first
@@ -61,7 +63,7 @@ def lost_descriptors(ptx: str, cubin: bytes) -> list[str]:
     """The products, as code, that read what no product in PTX does, as far as PTX tells all of its own: whole descriptors, or their
     upper halves alone.
     """
-    wanted = list(in_ptx(ptx)) if "wgmma" in ptx else []
+    wanted = in_ptx(ptx) if "wgmma" in ptx else []
     whole = set(wanted) if all(None not in one for one in wanted) else None
     upper = {high for _, high in wanted} if all(high is not None for _, high in wanted) else None
     return [
@@ -77,20 +79,36 @@ def lost(one: Halves, whole: set[Halves] | None, upper: set[Known] | None) -> bo
     return upper is not None and one[1] is not None and one[1] not in upper
 
 
-def in_ptx(ptx: str) -> Iterator[Halves]:
-    """The descriptors of all `wgmma`, in their order."""
+def in_ptx(ptx: str) -> list[Halves]:
+    """The descriptors of all `wgmma`, in their order.
+
+    A register that is written in several places, a loop's counter, has what all of them agree on: so the text is run until nothing changes.
+    """
+    lines = [line.strip() for line in ptx.splitlines()]
+    written = Counter(found[2] for line in lines if (found := WRITES.match(line)))
     values: dict[str, Halves] = {"global_smem": (BASE, 0), "%tid.x": (0, 0)}
+    while True:
+        before = dict(values)
+        found = list(_run_ptx(lines, values, {name for name, times in written.items() if times > 1}))
+        if values == before:
+            return found
+
+
+def _run_ptx(lines: list[str], values: dict[str, Halves], several: set[str]) -> Iterator[Halves]:
+    """Runs the text once; what `several` are is joined with what they were."""
 
     def value(text: str) -> Halves:
         known = number(text)
         return halves(known) if known is not None else values.get(text, (None, None))
 
-    for line in map(str.strip, ptx.splitlines()):
+    for line in lines:
         if "wgmma.mma_async" in line:
             operands = re.sub(r"\{[^}]*\}", "", line.split(None, 1)[1]).split(",")
             yield from (value(text.strip()) for text in operands[1:3] if text.strip())
-        elif found := re.match(r"(\S+)\s+(%[a-z]+\d+), (.*);$", line):
-            values[found[2]] = _ptx_result(found[1], [value(text.strip()) for text in found[3].split(",")])
+        elif found := WRITES.match(line):
+            name, made = found[2], _ptx_result(found[1], [value(text.strip()) for text in found[3].split(",")])
+            before = values.get(name, made) if name in several else made
+            values[name] = tuple(x if x == y else None for x, y in zip(before, made, strict=True))
 
 
 def _ptx_result(name: str, x: list[Halves]) -> Halves:

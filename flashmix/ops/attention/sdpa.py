@@ -31,12 +31,11 @@ def formula(call: AttentionCall) -> Outputs:
             k,
             v,
             attn_mask=seen,
-            # torch aligns causal masks to the first key; one query is the newest and sees everything
-            is_causal=not (call.right != 0 or call.tokens_q <= 1),
             scale=float(call.scale),
-            **(
-                {"enable_gqa": True} if call.heads_q != call.heads else {}
-            ),  # where sizes are symbols, torch takes no comparison
+            # where sizes are symbols, torch takes no comparison, and since 2.15 no negation of one
+            **({"enable_gqa": True} if call.heads_q != call.heads else {}),
+            # torch aligns causal masks to the first key; one query is the newest and sees everything
+            **({"is_causal": True} if call.right == 0 and call.tokens_q > 1 else {}),
         )
     if seen is not None:  # torch has NaN or a mean where nothing is seen
         o = o.masked_fill(~seen.any(-1, keepdim=True), 0)

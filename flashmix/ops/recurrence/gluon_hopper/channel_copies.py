@@ -5,7 +5,7 @@ Every tile of an item has a slot of 16 KiB, which is filled anew when its reader
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import gl, gluon, mbarrier, signal, stores_done, wait_full
+from flashmix.gpu.hopper import gl, gluon, mbarrier, reinterpret, signal, stores_done, wait_full
 from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, TILE_32
 from flashmix.ops.recurrence.gluon_hopper.output_sums import LANES_2
 from flashmix.ops.recurrence.gluon_hopper.place import chunk_of_item, fetch_tile, fetch_tokens, store_tokens, vector
@@ -66,7 +66,7 @@ def channel_producer(keys_d, values_d, states_d, x, numbers, tiles, bars, S: gl.
     q_d, k_d, G_d = keys_d
     nu_d, do_d, dr_d = values_d
     s_d, ds_d = states_d
-    sums = tiles.slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+    sums = reinterpret(tiles.slots, gl.float32, [SLOTS, 64, 64], TILE_32)
     for i in range(channel_item_count(numbers, S)):
         item, head, at = channel_item(x, numbers, i, S)
         fetch_tokens(nu_d, at.span, at.t, head, 0, fill_slot(bars.slots, NU, i), tiles.slots.index(NU), S)
@@ -113,10 +113,10 @@ def channel_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
         store_tokens(dk_d, at.span, at.t, head, 0, slots.index(K), S)
         for w in gl.static_range(2):
             if dg_d.dtype == gl.float32:
-                sums = slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+                sums = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
                 store_tokens(dg_d, at.span, at.t, head, w * 64, sums.index(STATE + w), S)
             else:
-                narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
+                narrow = reinterpret(slots, dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
                 store_tokens(dg_d, at.span, at.t, head, w * 64, narrow.index(2 * (STATE + w)), S)
         if S.CORRECTED:
             dbeta = vector(tiles.sums, 0, LANES_2)  # [C]

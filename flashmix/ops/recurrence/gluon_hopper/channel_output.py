@@ -29,6 +29,7 @@ from flashmix.gpu.hopper import (
     opaque_zero,
     product,
     products_done,
+    reinterpret,
     signal,
     wait_empty,
     wait_full,
@@ -136,7 +137,7 @@ def written_keys(half, beta, S: gl.constexpr):
 def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
     """w and -beta k w, [K, C], and of the latter's negative the sum over tokens and e^{G_C}, [K]."""
     z = opaque_zero()
-    dstate = slots._reinterpret(slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
+    dstate = reinterpret(slots, slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
     await_slot(bars.slots, NU, i)
     await_slot(bars.slots, DSTATE + w, i)
     d = product(dstate.permute((1, 0)), slots.index(NU + z).permute((1, 0)), ACC_64, 64, 64)  # (6.2)
@@ -189,7 +190,7 @@ def store_sums(own, w: gl.constexpr, sums):
     """Leaves the sums of a consumer over each warp's channels, [C], to the finisher."""
     parts = gl.sum(own.reshape([4, 2, 8, 64]), 1)
     parts = gl.sum(parts, 1)  # [4, C]
-    sums._reinterpret(gl.float32, [2, 4, 64], VECTORS).index(w).store(parts)
+    reinterpret(sums, gl.float32, [2, 4, 64], VECTORS).index(w).store(parts)
 
 
 @gluon.jit
@@ -198,9 +199,9 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
     DT: gl.constexpr = tiles.slots.dtype
     scale = numbers.scale
     slots = tiles.slots
-    halves = slots._reinterpret(DT, [2 * SLOTS, 64, 64], TILE)
-    states = slots._reinterpret(DT, [SLOTS, 128, 64], TILE)
-    decays = slots._reinterpret(gl.float32, [SLOTS, 64, 64], TILE_32)
+    halves = reinterpret(slots, DT, [2 * SLOTS, 64, 64], TILE)
+    states = reinterpret(slots, DT, [SLOTS, 128, 64], TILE)
+    decays = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
     for i in range(channel_item_count(numbers, S)):
         zero = opaque_zero()  # lest addresses of slots be hoisted into registers
         q = halves.index(2 * Q + w + zero)  # [C, K]
@@ -262,7 +263,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         if dg_d.dtype == gl.float32:
             decays.index(STATE + w + zero).permute((1, 0)).store(dg)
         else:
-            narrow = slots._reinterpret(dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
+            narrow = reinterpret(slots, dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
             narrow.index(2 * (STATE + w) + zero).permute((1, 0)).store(dg.to(dg_d.dtype))
         fence_async_shared()
         signal(bars.gradients, i)

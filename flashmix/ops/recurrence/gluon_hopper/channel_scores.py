@@ -21,8 +21,10 @@ from flashmix.gpu.hopper import (
     plus,
     product,
     products_done,
+    reinterpret,
     retire,
     stores_done,
+    thread_barrier,
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -90,7 +92,7 @@ def store_pairs(qb, ab, pairs, A_d, index):
     i = gl.arange(0, 64, ROWS_64)[:, None]
     j = gl.arange(0, 64, COLUMNS_64)[None, :]
     pairs.index(0).store(gl.where(i >= j, qb, 0.0).to(pairs.dtype))
-    pairs._reinterpret(gl.float16, [2, 64, 64], TILE).index(1).store(gl.where(i > j, ab, 0.0).to(gl.float16))
+    reinterpret(pairs, gl.float16, [2, 64, 64], TILE).index(1).store(gl.where(i > j, ab, 0.0).to(gl.float16))
     fence_async_shared()
     copy_to_global(A_d, [index * 128, 0], block_of(A_d, pairs))
 
@@ -126,7 +128,7 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     others.index(0).store((k * ex2(0.0 - G)).to(DT))
     others.index(1).store((k * ex2(last[None, :] - G)).to(DT))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     span = at.span
     store_tokens(keys_d, span, at.t, head, 0, keys.index(0), S)
     if S.CORRECTED:
@@ -141,8 +143,8 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
         qb, ab = products_done(0, deps=[qb, ab])
     else:
         qb = products_done(0, deps=[qb])
-    gl.thread_barrier()  # all have read e^{-G} b
-    pairs = others.index(0)._reinterpret(DT, [2, 64, 64], TILE)
+    thread_barrier()  # all have read e^{-G} b
+    pairs = reinterpret(others.index(0), DT, [2, 64, 64], TILE)
     if S.CORRECTED:
         store_pairs(qb, ab, pairs, A_d, gl.program_id(0))
     else:

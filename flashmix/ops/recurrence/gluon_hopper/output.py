@@ -32,6 +32,7 @@ from flashmix.gpu.hopper import (
     opaque_zero,
     product,
     products_done,
+    reinterpret,
     release,
     signal,
     wait_empty,
@@ -106,9 +107,9 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
     """The channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
-    states = tiles.slots._reinterpret(DT, [S.SLOTS, 128, 64], TILE)
-    q_halves = tiles.q._reinterpret(DT, [4, 64, 64], TILE)
-    k_halves = tiles.k._reinterpret(DT, [4, 64, 64], TILE)
+    states = reinterpret(tiles.slots, DT, [S.SLOTS, 128, 64], TILE)
+    q_halves = reinterpret(tiles.q, DT, [4, 64, 64], TILE)
+    k_halves = reinterpret(tiles.k, DT, [4, 64, 64], TILE)
     here = gl.arange(0, 64, ROWS_64)
     there = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):

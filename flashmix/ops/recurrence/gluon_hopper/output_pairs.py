@@ -14,6 +14,7 @@ from flashmix.gpu.hopper import (
     opaque_zero,
     product,
     products_done,
+    reinterpret,
     release,
     signal,
     wait_empty,
@@ -98,7 +99,7 @@ def put_pair_sums(rows, columns, diagonal, it, tiles, bars, S: gl.constexpr):
     """Leaves the sums of a value head to the finisher."""
     columns = gl.sum(columns, 1)  # of each warp's rows
     wait_empty(bars.sums.empty, it)
-    tiles.sums._reinterpret(gl.float32, [6, 4, 64], VECTORS).index((it % 2) * 3).store(columns)
+    reinterpret(tiles.sums, gl.float32, [6, 4, 64], VECTORS).index((it % 2) * 3).store(columns)
     tiles.sums.index((it % 2) * SUM_STAGE + PAIR_ROWS).store(rows)
     if S.DECAY:
         tiles.sums.index((it % 2) * SUM_STAGE + DIAGONAL).store(diagonal)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon
+from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon, reinterpret
 from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment, Span
 
 RAGGED = gl.constexpr(1 << 30)
@@ -104,7 +104,7 @@ def same_size(block, shape):
 def block_of(d, tile):
     """A shared tile as the block of elements that a copy of the descriptor moves."""
     gl.static_assert(same_size(d.block_type.shape, tile.shape), "a copy is as large as the tile that it fills")
-    return tile._reinterpret(d.dtype, d.block_type.shape, d.layout)
+    return reinterpret(tile, d.dtype, d.block_type.shape, d.layout)
 
 
 @gluon.jit

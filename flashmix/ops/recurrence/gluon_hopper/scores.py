@@ -20,8 +20,10 @@ from flashmix.gpu.hopper import (
     gluon,
     mma_v2,
     plus,
+    reinterpret,
     retire,
     stores_done,
+    thread_barrier,
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
@@ -102,7 +104,7 @@ def key_products(k_d, at, landed, k, S: gl.constexpr):
             for j in gl.static_range(i + 1):
                 column = k.slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
                 kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(row, column, kk[i * (i + 1) // 2 + j]))
-        gl.thread_barrier()  # before the next half is written here
+        thread_barrier()  # before the next half is written here
     return kk
 
 
@@ -255,7 +257,7 @@ def kept_blocks(kept):
 def store_tile(d, row, out):
     """Copies a tile of pairs to memory."""
     fence_async_shared()
-    copy_to_global(d, [row, 0], out._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_global(d, [row, 0], reinterpret(out, d.dtype, d.block_type.shape, d.layout))
 
 
 @gluon.jit

@@ -22,6 +22,7 @@ from flashmix.gpu.hopper import (
     opaque_zero,
     product,
     products_done,
+    reinterpret,
     release,
     signal,
     stores_done,
@@ -101,7 +102,7 @@ def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: g
 def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
     """Copies the vectors of a chunk and value head into a stage."""
     WIDTH: gl.constexpr = d.block_type.shape[1]
-    view = vectors._reinterpret(gl.float32, [STAGES, 1, WIDTH], d.layout)
+    view = reinterpret(vectors, gl.float32, [STAGES, 1, WIDTH], d.layout)
     copy_to_shared(d, [row, 0], bar, view.index(n % STAGES))
 
 
@@ -217,9 +218,9 @@ def inverse_tile(tiles, n, S: gl.constexpr):
 def total_decay(vectors, n, S: gl.constexpr):
     """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
     if S.CHANNEL:
-        return vectors._reinterpret(gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
+        return reinterpret(vectors, gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
     else:
-        view = vectors._reinterpret(gl.float32, [S.VALUES * 256, 1], VECTOR)
+        view = reinterpret(vectors, gl.float32, [S.VALUES * 256, 1], VECTOR)
         return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
 
 
@@ -285,7 +286,7 @@ def put_state(state, d, row, channel, tile, BEFORE: gl.constexpr):
     stores_done(BEFORE)
     tile.store(state)
     fence_async_shared()
-    copy_to_global(d, [row, channel, 0], tile._reinterpret(d.dtype, d.block_type.shape, d.layout))
+    copy_to_global(d, [row, channel, 0], reinterpret(tile, d.dtype, d.block_type.shape, d.layout))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import ex2, gl, gluon
+from flashmix.gpu.hopper import ex2, gl, gluon, reinterpret
 from flashmix.gpu.rows import activation
 from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.recurrence.triton_gpu.tiles import append
@@ -197,7 +197,7 @@ def many(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def all_of(shared):
-    return shared._reinterpret(gl.float32, shared.shape, rows())
+    return reinterpret(shared, gl.float32, shared.shape, rows())
 
 
 @gluon.jit
