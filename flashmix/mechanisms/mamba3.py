@@ -199,10 +199,14 @@ def _with_own(y: Tensor, B: Tensor, C: Tensor, x: Tensor, own: Tensor, D: Tensor
     """
     H, wide = x.shape[-2], own.dtype
     if x.dim() == 4:
-        weight = _of_heads((C * B.to(wide)).sum(-1, keepdim=True), H) * own.unsqueeze(-1)
+        # contiguous: the order of a sum is that of memory
+        weight = _of_heads((C * B.to(wide)).contiguous().sum(-1, keepdim=True), H) * own.unsqueeze(-1)
         weight = weight if D is None else weight + D[:, None]
         return torch.addcmul(y, weight, x).to(y.dtype)
-    scores = torch.einsum("btahk,btchk->bthac", *(_of_heads(t, H).to(wide) for t in (C, B))) * own[..., None, None]
+    scores = (
+        torch.einsum("btahk,btchk->bthac", *(_of_heads(t, H).to(wide).contiguous() for t in (C, B)))
+        * own[..., None, None]
+    )
     read = torch.einsum("bthac,btchp->btahp", scores, x.to(wide))
     return (y + (read if D is None else read + D[:, None] * x)).to(y.dtype)
 
