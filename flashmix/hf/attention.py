@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashmix.hf.mask import RealKeys, Said, key_mask, ranges_of, said_of
+from flashmix.hf.mask import RealKeys, key_mask, ranges_of, said_of, window_of_layer
 from flashmix.hf.paged import is_paged, let_through, paged_attention
 from flashmix.hf.rows import BatchRows, Boundaries
 from flashmix.op.choose import AVOIDED
@@ -90,22 +90,25 @@ def attention(
             if told.get(name) is not None and told[name] is not False:
                 raise ValueError(f"{name} must not be given to flashmix's attention")
     said = said_of(attention_mask)
-    if said is None:
+    if said is not None:
+        causal, window = said.causal, said.window
+    else:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        said = Said.by_layer(causal, sliding_window)
-    options: dict[str, Any] = {"scale": scaling, "window": said.window, "softcap": softcap, "sink": s_aux}
-    if is_paged(told.get("cache")):
+        window = window_of_layer(sliding_window, causal)
+    if "cache" in told and is_paged(told["cache"]):
         if dropout or (attention_mask is not None and any(attention_mask.stride())):
             raise ValueError(f"{'dropout' if dropout else 'attention_mask'} must not be given with a paged cache")
+        options: dict[str, Any] = {"scale": scaling, "window": window, "softcap": softcap, "sink": s_aux}
         return paged_attention(int(module.layer_idx), query, key, value, told, options), None  # type: ignore[arg-type]
     if attention_mask is not None and attention_mask.dim() != 2 and not _of_keys(attention_mask):
         found = f"{list(attention_mask.shape)} {str(attention_mask.dtype).removeprefix('torch.')}"
         raise ValueError(f"attention_mask must have shape [B, S], or [B, 1, 1, S] and be bool, got {found}")
-    if query.shape[2] == 1 and query.is_cpu and not (dropout or said.window or softcap or s_aux is not None):
+    if query.shape[2] == 1 and query.is_cpu and not (dropout or window or softcap or s_aux is not None):
         o = _newest_token(query, key, value, attention_mask, scaling)
         if o is not None:
             return o, None
-    options |= {"causal": said.causal, "dropout_p": dropout}
+    options = {"scale": scaling, "window": window, "softcap": softcap, "sink": s_aux}
+    options |= {"causal": causal, "dropout_p": dropout}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms in float32 leave their results so
     if attention_mask is not None:
@@ -113,7 +116,7 @@ def attention(
         ranges = ranges_of(attention_mask)
         if ranges is not None:
             return _padded(q, k, v, attention_mask.flatten(1).bool(), ranges, options), None
-    if said.sequences is not None:
+    if said is not None and said.sequences is not None:
         told["seq_idx"] = said.sequences
     return _packed(q, k, v, told, options), None
 

@@ -16,7 +16,7 @@ from flashmix.hf.rows import Kept
 AROUND = {"and_masks": "mask_functions", "remap_positions_for_packed_sequence": "mask_function"}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Said:
     """What a mask function says; kept on the mask that was made of it, since not every model tells its attention as much.
 
@@ -31,30 +31,41 @@ class Said:
     sequences: Tensor | None = None
 
     @classmethod
-    def by_layer(cls, causal: bool, sliding_window: int | None) -> Said:
-        """What an attention layer says: a window counts the query itself, and has two equal sides where it is not causal."""
-        left = None if sliding_window is None else sliding_window - 1
-        return cls(causal, None if left is None else (left, 0 if causal else left))
-
-    @classmethod
     def by(cls, mask_function: Any) -> Said:
         """Reads transformers' mask function.
 
         Raises ValueError: it is more than causal, windowed and packed (chunks, blocks, a function of the user).
         """
-        causal, window, sequences = mask_function is None, None, None
+        said = cls(causal=mask_function is None)
         for part, made_of in _parts(mask_function):
             if part == "causal_mask_function":
-                causal = True
+                said.causal = True
             elif part == "sliding_window_overlay":
-                window = _narrower(window, made_of["sliding_window"] - 1, None)
+                said.narrow(made_of["sliding_window"] - 1, None)
             elif part == "sliding_window_bidirectional_overlay":
-                window = _narrower(window, made_of["sliding_window"], made_of["sliding_window"])
+                said.narrow(made_of["sliding_window"], made_of["sliding_window"])
             elif part == "packed_sequence_mask_function":
-                sequences = made_of["packed_sequence_mask"]
+                said.sequences = made_of["packed_sequence_mask"]
             elif part != "bidirectional_mask_function":
                 raise ValueError(f"the mask must be causal, windowed or full for flashmix's attention, got {part}")
-        return cls(causal, _narrower(window, None, 0) if causal and window is not None else window, sequences)
+        if said.causal and said.window is not None:
+            said.window = (said.window[0], 0)
+        return said
+
+    def narrow(self, left: int, right: int | None) -> None:
+        """Leaves of the window the part that is in another one too."""
+        if self.window is not None:
+            known_left, known_right = self.window
+            left = left if known_left is None else min(left, known_left)
+            right = min((n for n in (right, known_right) if n is not None), default=None)
+        self.window = (left, right)
+
+
+def window_of_layer(sliding_window: int | None, causal: bool) -> tuple[int | None, int | None] | None:
+    """The window by what an attention layer says: it counts the query itself, and has two equal sides where it is not causal."""
+    if sliding_window is None:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1
 
 
 def said_of(mask: Tensor | None) -> Said | None:
@@ -96,20 +107,17 @@ def key_mask(
     return mask
 
 
-def _narrower(window: Any, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """The part of a window that another one leaves."""
-    sides = zip(window or (None, None), (left, right), strict=True)
-    left, right = (min((n for n in side if n is not None), default=None) for side in sides)
-    return left, right
-
-
 def _parts(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The functions that transformers made a mask function of: the name of each one's maker, and what that was given."""
     if function is None:
         return
-    maker = function.__qualname__.split(".")[0]
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    made_of = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    maker = function.__qualname__.split(".", 1)[0]
+    made_of = {}
+    if function.__closure__ is not None:
+        made_of = {
+            name: cell.cell_contents
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+        }
     if maker not in AROUND:
         yield maker, made_of
         return
