@@ -27,6 +27,13 @@ STAGES = 4  # scores, transform, state, output: a chunked implementation rounds 
 IMPLS = ["native", "portable"]  # what runs on a CPU; the kernels run all of the cases in test_recurrence_gpu.py
 BASE = [case for case in CASES if case.name in {f"{rule}-{gate}" for rule, gate in PAIRS}]
 
+BEGIN_CORRELATED = [case for case in CASES if case.keys == "nearly_parallel" and case.beta == 2]
+BEGIN_CORRELATED += [
+    replace(case, name=f"{case.rule}-token-K64", gate="token", decay="-1e-3", K=64, V=32)
+    for case in BEGIN_CORRELATED
+    if case.gate == "none"
+]
+
 
 def named(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
@@ -82,20 +89,8 @@ def test_float32_is_within_budget(case, impl):
         within_budget(f"{case.name} {name}", got, exact[name], plain[name], **budget)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@named([case for case in CASES if case.name.endswith("-channel-nearly_parallel-beta2")])
-def test_correlated_keys_with_a_decay_of_tokens(case, impl):
-    """But for the gradient of the decay: its pairs cancel, at up to 15 times a token loop's error."""
-    case = replace(case, gate="token")
-    inputs = make_inputs(case, torch.float32)
-    exact, plain = references(case, inputs)
-    for name, got in evaluate(run_op, case, inputs, impl).items():
-        if name != "dlog_decay":
-            within_budget(f"{case.name} {name}", got, exact[name], plain[name], steps=0, times=CORRELATED)
-
-
 @each_implementation
-@named([case for case in CASES if case.keys == "nearly_parallel" and case.beta == 2])
+@named(BEGIN_CORRELATED)
 def test_laws_hold_where_correlated_keys_begin(case):
     """Only later tokens, and only one sequence, have keys that are correlated: the others keep their bits, gradients too."""
     inputs = make_inputs(replace(case, B=2, T=60, keys="random"), torch.float32)

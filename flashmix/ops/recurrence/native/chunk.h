@@ -11,7 +11,7 @@ static void NAME(prefetch)(const Problem *p, const float *tensor, long stride, i
 
 /* Keys, decays and pairs of the chunk that begins at token `first`; the next one begins at `next`. */
 static void NAME(load_chunk)(const Problem *p, NAME(Chunk) * c, long first, long next) {
-    c->n = p->tokens - first < CHUNK ? (int)(p->tokens - first) : CHUNK;
+    c->n = c->begin = p->tokens - first < CHUNK ? (int)(p->tokens - first) : CHUNK;
     for (int r = 0; r < p->rows; r++) NAME(prefetch)(p, p->row[r].from, p->row[r].stride, p->K, next);
     for (int s = 0; s < p->columns; s++) NAME(prefetch)(p, p->column[s].from, p->column[s].stride, p->K, next);
     if (p->decay == CHANNEL_DECAY) NAME(prefetch)(p, p->g, p->HV * p->K, p->K, next);
@@ -132,6 +132,7 @@ static void NAME(backward)(const void *given, int64_t sequence, int64_t head, fl
             NAME(channel_gradients)(p, c, dA, dX, dY, total, first);
         else
             NAME(token_gradients)(p, c, dA, dX, dY, total, first);
+        if (p->decay == TOKEN_DECAY && p->dg && c->begin < n) NAME(long_decays)(p, c, first, S, dS, dZ[1], Wt, total);
         NAME(advance)(p, c, c->rows, dZ, p->rows, dS); /* [5.7] */
         NAME(store_keys)(p, c, dX, dY, first);
     }

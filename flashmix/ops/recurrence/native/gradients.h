@@ -93,26 +93,26 @@ static void NAME(channel_gradients)(const Problem *p, const NAME(Chunk) * c, flo
 }
 
 /* Gradients of keys and decays, one decay per token, from those of pairs (`dA`), of keys as they meet the state (`dX`, `dY`, which
- * become those of the keys) and of the state's own factor, by channel.
+ * become those of the keys) and of the state's own factor, by channel. Long rows are left to `long_decays`, the state's factor with them.
  */
 static void NAME(token_gradients)(const Problem *p, const NAME(Chunk) * c, float *const (*dA)[2], float *const *dX,
                                   float *const *dY, const float *total, long first) {
-    int Kp = p->Kp, n = c->n;
+    int Kp = p->Kp, n = c->n, last = p->columns - 1;
     const float *to_end = c->E + (n - 1) * CHUNK;
     float P[CHUNK * CHUNK], of_rows[CHUNK] = {0}, later[CHUNK] = {0}; /* of log e^{G_i - G_j}, e^{G_i} [2.5] */
     memset(P, 0, sizeof P);
     for (int r = 0; r < p->rows; r++) /* row_i */
-        for (int i = p->row[r].exclusive; i < n; i++)
+        for (int i = p->row[r].exclusive; i < (r ? c->begin : n); i++)
             of_rows[i - p->row[r].exclusive] += NAME(dot)(Kp, c->rows[r] + i * Kp, dX[r] + i * Kp);
     for (int s = 0; s < p->columns; s++) /* column_j, as pairs with the last token */
-        for (int j = 0; j < n; j++) P[(n - 1) * CHUNK + j] += NAME(dot)(Kp, c->columns[s] + j * Kp, dY[s] + j * Kp);
-    for (int i = 0; i < p->K; i++) of_rows[n - 1] += total[i]; /* total */
+        for (int j = 0; j < (s == last ? c->begin : n); j++) P[(n - 1) * CHUNK + j] += NAME(dot)(Kp, c->columns[s] + j * Kp, dY[s] + j * Kp);
+    for (int i = 0; i < p->K && c->begin == n; i++) of_rows[n - 1] += total[i]; /* total */
     for (int r = 0; r < p->rows; r++) NAME(scale_rows)(n, Kp, c->prefix, p->row[r].exclusive, dX[r], dX[r]); /* [6.4] */
     for (int s = 0; s < p->columns; s++) NAME(scale_rows)(n, Kp, to_end, 0, dY[s], dY[s]); /* [6.4] */
     for (int s = 0; s < p->columns; s++)
         for (int r = 0; r < p->rows; r++) {
             int exclusive = p->row[r].exclusive;
-            for (int i = exclusive; i < n; i++) /* P_ij = A_ij dA_ij */
+            for (int i = exclusive; i < (r && s == last ? c->begin : n); i++) /* P_ij = A_ij dA_ij */
                 for (int j = 0; j < (i / LANES + 1) * LANES; j++)
                     P[(i - exclusive) * CHUNK + j] += c->A[r][s][i * CHUNK + j] * dA[r][s][i * CHUNK + j];
             NAME(decay_pairs)(&p->row[r], c->E, n, dA[r][s]); /* [3.3] */

@@ -2,7 +2,7 @@
 
 /* The tiles of a chunk that both directions need. */
 typedef struct {
-    int n;                                     /* tokens */
+    int n, begin;                              /* tokens; the first long row of A_ab, or n: see correlated.h */
     float *X[2], *Y[2], *rows[2], *columns[2]; /* keys, and as they meet the state: ~x and ^y of [1.6] */
     float *Yt[2], *A[2][2], *W[2];
     float *total;                              /* [K]: e^{G_C} */

@@ -15,7 +15,12 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.scratch import scratch
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
-from flashmix.ops.recurrence.portable.correlated import long_rows, long_rows_of_transform, rows_left_out
+from flashmix.ops.recurrence.portable.correlated import (
+    long_logarithms,
+    long_rows,
+    long_rows_of_transform,
+    rows_left_out,
+)
 from flashmix.ops.recurrence.portable.decay.base import NoDecay, SlabDecay, matmul
 from flashmix.ops.recurrence.portable.decay.channel import ChannelDecay
 from flashmix.ops.recurrence.portable.decay.token import TokenDecay, token_factors
@@ -85,17 +90,18 @@ def _forward_slab(
     decay = _decay(call, tiles.g, kept)
     X, Y = tiles.X, tiles.Y
     decay.pairs(X, Y, A)
+    long = None if T is None else long_rows(A[:, C:, -C:], X[:, -1], Y[:, -1])
     rows, columns = decay.rows(X, out=X).flatten(1, 2), decay.columns(Y, out=Y).flatten(1, 2)
     W = kept["W"] if "W" in kept else scratch.tile(S, slab.count, C, V)
     if rule.raw:
         layout.load(call.v, slab, W[:, :C])
-    R = T_long = None  # (4.1): the target, or with raw writes A_ak V
+    R = exact = None  # (4.1): the target, or with raw writes A_ak V
     if T is not None:
         transform_forward(A[:, C:, -C:], T)
-        T_long = long_rows_of_transform(call, layout, slab, T, long_rows(A[:, C:, -C:]))
+        exact = long_rows_of_transform(call, layout, slab, T, long)
         R = matmul(A[:, C:, :C], W[:, :C]) if rule.raw else layout.load(call.v, slab, scratch.tile(S, slab.count, C, V))
     Z = state_forward(
-        layout, slab, S, decay.total, rows, columns, T=T, T_long=T_long, R=R, W=decay.written(W), states=states
+        layout, slab, S, decay.total, rows, columns, T=T, long=exact, R=R, W=decay.written(W), states=states
     )
     layout.store(decay.output(Z[:, :C], A[:, :C], W, call.scale), slab, o)
 
@@ -136,10 +142,12 @@ def _backward_slab(
     W = kept["W"] if "W" in kept else layout.load(call.v, slab, scratch.tile(A, slab.count, C, call.V))
     dW = decay.within_backward(A[:, :C], W, dZ[:, :C])
     dread = decay.read_backward(dZ, rows, states)
-    T_long = None if T is None else long_rows_of_transform(call, layout, slab, T, rows_left_out(T))
-    drows, dcolumns = state_backward(
-        layout, slab, dS, decay, rows, columns, T=T, T_long=T_long, states=states, W=decay.written(W), dZ=dread, dW=dW
+    exact = None if T is None else long_rows_of_transform(call, layout, slab, T, rows_left_out(T))
+    drows, dcolumns, of_columns = state_backward(
+        layout, slab, dS, decay, rows, columns, T=T, long=exact, states=states, W=decay.written(W), dZ=dread, dW=dW
     )
+    if exact is not None and of_columns is not None and "factors" in kept and grads.log_decay is not None:
+        decay.long = long_logarithms(exact, rows[:, -C:], states, W[:, -C:], dZ[:, -C:], of_columns)
     X, Y = tiles.X, tiles.Y
     dX, dY = decay.keys_backward(rows.view_as(X), drows.view_as(X), columns.view_as(Y), dcolumns.view_as(Y))
     decay.pairs_backward(X, Y, A, decay.scores_backward(dZ, W), dX, dY)

@@ -32,10 +32,21 @@ class Row:
     diagonal: bool
 
 
+@dataclass(frozen=True)
+class LongLogarithms:
+    """What the long rows of the correction give the logarithms of factors, in float64; 0 in other rows."""
+
+    rows: Tensor  # which rows are long, [chunks, C]
+    of_pairs: Tensor  # P_ij [chunks, C, C]
+    of_rows: Tensor  # [chunks, C]
+    of_columns: Tensor  # [chunks, C]
+
+
 class SlabDecay:
     """The decay of a slab. The defaults are those of a decay that leaves the keys, or the values, as they are."""
 
     total: Tensor | None = None
+    long: LongLogarithms | None = None  # with one decay per token, of chunks that have long rows
     shared = 2  # the axis of the state whose channels have one decay
 
     def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from flashmix.op.scratch import scratch
-from flashmix.ops.recurrence.portable.decay.base import Row, SlabDecay, add_rows, product_backward, row_factor, times
+from flashmix.ops.recurrence.portable.decay.base import (
+    LongLogarithms,
+    Row,
+    SlabDecay,
+    add_rows,
+    product_backward,
+    row_factor,
+    times,
+)
 
 
 def token_factors(g: Tensor, out: Tensor) -> None:
@@ -82,13 +90,20 @@ class TokenDecay(SlabDecay):
 
     def keys_backward(self, rows: Tensor, drows: Tensor, columns: Tensor, dcolumns: Tensor) -> tuple[Tensor, Tensor]:
         from_rows = rows.mul_(drows).sum(3, keepdim=True)
+        from_columns = columns.mul_(dcolumns).sum(3)
+        if self.long is not None:
+            from_rows[:, -1].masked_fill_(self.long.rows.unsqueeze(2), 0)
+            from_columns[:, -1].masked_fill_(self.long.rows, 0)
         for r, kind in enumerate(self._kinds):
             add_rows(self._dprefix, from_rows[:, r], kind)
-        self._dsuffix = columns.mul_(dcolumns).sum(3).sum(1)  # of log e^{G_C - G_j}
+        self._dsuffix = from_columns.sum(1)  # of log e^{G_C - G_j}
         return drows.mul_(self._row), dcolumns.mul_(self._column)
 
     def pairs_backward(self, X: Tensor, Y: Tensor, A: Tensor, dA: Tensor, dX: Tensor, dY: Tensor) -> None:
         C = X.shape[2]
+        if self.long is not None:
+            A = A.clone()
+            A[:, -C:, -C:].masked_fill_(self.long.rows.unsqueeze(2), 0)
         self._dbetween = scratch.tile(A, A.shape[0], C, C).zero_()  # of log e^{G_i - G_j}
         for rows, drows, kind in zip(A.split(C, 1), dA.split(C, 1), self._kinds, strict=True):
             for pairs, dpairs in zip(rows.split(C, 2), drows.split(C, 2), strict=True):
@@ -105,6 +120,22 @@ class TokenDecay(SlabDecay):
         """
         P = self._dbetween
         P[:, -1] += self._dsuffix
-        later = _triangles(P.shape[-1], P.dtype, P.device).above  # [j, t]: 1 where j < t
-        before = torch.mm(P.flatten(0, 1), later).view_as(P).add_(self._dprefix)
-        return before.tril_().sum(1).unsqueeze(2)
+        dg = _between_tokens(P, self._dprefix)
+        if self.long is not None:
+            dg += self._finish_long(self.long)
+        return dg
+
+    def _finish_long(self, long: LongLogarithms) -> Tensor:
+        """The same sums of what is in float64."""
+        P, of_rows = long.of_pairs, long.of_rows
+        if self._kinds[-1].exclusive:  # an exclusive row has the factor of the row above
+            P, of_rows = (torch.cat((t[:, 1:], torch.zeros_like(t[:, :1])), 1) for t in (P, of_rows))
+        P[:, -1] += long.of_columns
+        return _between_tokens(P, of_rows.unsqueeze(2))
+
+
+def _between_tokens(P: Tensor, of_rows: Tensor) -> Tensor:
+    """Of each token t the sum of `P` `[chunks, C, C]` over pairs with `j < t <= i` and of rows `i >= t`, `[chunks, C, 1]`."""
+    later = _triangles(P.shape[-1], P.dtype, P.device).above  # [j, t]: 1 where j < t
+    before = torch.mm(P.flatten(0, 1), later).view_as(P).add_(of_rows)
+    return before.tril_().sum(1).unsqueeze(2)
