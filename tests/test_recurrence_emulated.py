@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES
+from test_recurrence_gpu import HOPPER_CASES, heads_of_64
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,16 +23,22 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
+__all__ = ["heads_of_64"]  # a fixture
+
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
     Case("lone-token", "delta", "token", B=1, T=134, H=2, HV=2, K=128, V=128),
     Case("head-K96V80", "delta", "head", B=1, T=66, H=1, HV=1, K=96, V=80),
     Case("linear", "linear", "token", B=1, T=70, H=1, HV=1, K=128, V=128),
+    Case("64-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=64, V=64),
+    Case("64-lone-token", "delta", "token", B=1, T=262, H=1, HV=1, K=64, V=64),
+    Case("64-linear", "linear", "token", B=1, T=70, H=1, HV=1, K=64, V=64),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
+@pytest.mark.usefixtures("heads_of_64")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -66,10 +72,13 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.parametrize("rule", ["delta", "linear"])
-def test_emulated_states_that_are_kept_change_no_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.parametrize(
+    "rule, D", [("delta", 128), ("linear", 128), pytest.param("delta", 64, marks=pytest.mark.whole)]
+)
+def test_emulated_states_that_are_kept_change_no_bit(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`FLASHMIX_KEEP_STATES=1`: the forward writes what the backward would have made again."""
-    case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=128, V=128)
+    case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=D, V=D)
     wanted, launched = emulated(case)
     assert launched.count("state_forward_kernel") == 2
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
@@ -88,12 +97,14 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str) -> None:
         same_bits(found[name], t, name)
 
 
+@pytest.mark.usefixtures("heads_of_64")
 @pytest.mark.whole
-def test_emulated_segments_are_within_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule, D", [("delta", 128), ("delta", 64), ("linear", 64)])
+def test_emulated_segments_are_within_budget(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence cut into segments, which Triton's kernels join."""
     cut_into(2, monkeypatch)
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    case = Case("segments", "delta", "token", B=1, T=140, H=1, HV=1, K=128, V=128)
+    case = Case("segments", rule, "token", B=1, T=140, H=1, HV=1, K=D, V=D)
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert {"segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
@@ -121,13 +132,18 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 ("linear", "channel", 3, "uneven", 300, 1),
             )
         ),
+        pytest.param(("tied", "token", 2, "zigzag", 264, 2, 64), marks=pytest.mark.whole),
+        pytest.param(("tied", "token", 2, "contiguous", 140, 1, 64), marks=pytest.mark.whole),
+        pytest.param(("linear", "token", 2, "contiguous", 264, 2, 64), marks=pytest.mark.whole),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("heads_of_64")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule, decay, ranks, layout, tokens and segments of a piece: both halves of a call, with the exchange between them."""
-    rule, decay, ranks, order, tokens, segments = job
-    for name, size in (("K", 128), ("V", 128), ("H", 1), ("HV", 1)):
+    """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
+    rule, decay, ranks, order, tokens, segments, *channels = job
+    D = channels[0] if channels else 128
+    for name, size in (("K", D), ("V", D), ("H", 1), ("HV", 1)):
         monkeypatch.setattr(shard_cases, name, size)
     monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
     cut_into(segments, monkeypatch)

@@ -60,6 +60,19 @@ HOPPER_CASES = [
         if (gate, d) != ("channel", "-20")
     ),
     *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
+    *(
+        Case(f"hopper-64-{rule}-{gate}{n}", rule, gate, **{"K": 64, "V": 64} | more)
+        for rule in ("delta", "linear")
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+        if "K" not in more and (rule == "delta" or gate == "token" or n in ("-T129", "-packed"))
+    ),
+    *(
+        Case(f"hopper-64-{rule}-decay{d}", rule, "token", K=64, V=64, decay=d)
+        for rule in ("delta", "linear")
+        for d in DECAYS
+    ),
+    *(Case(f"hopper-64-beta{beta:g}", "delta", "token", K=64, V=64, beta=beta) for beta in (0.0, 2.0)),
 ]
 INTERPRETED = (
     *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
@@ -100,7 +113,14 @@ def test_half_precision_is_within_budget(case, dtype):
     assert_kernels_within_budget(case, dtype)
 
 
+@pytest.fixture
+def heads_of_64(monkeypatch):
+    """As with `FLASHMIX_TRY_HEADS_OF_64=1`: the Hopper kernels take heads of 64 channels."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_64", True)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("heads_of_64")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

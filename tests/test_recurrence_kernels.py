@@ -183,6 +183,7 @@ HOPPER_STACK = {
     "state_backward_kernel": 8,
     "output_backward_kernel": 208,
 }
+HEADS_OF_64_STACK = {"output_backward_kernel": 16}
 WIDE = Case("", "delta", "token", B=1, T=130, H=1, HV=2, K=128, V=128)
 HOPPER = {
     "token": WIDE,
@@ -202,6 +203,38 @@ HOPPER = {
     "linear, segments": replace(WIDE, rule="linear", T=8192, states=False),
     "linear, a decay per channel": replace(WIDE, rule="linear", gate="channel"),
 }
+
+
+NARROW = replace(WIDE, K=64, V=64)
+HEADS_OF_64 = {
+    "one value head": replace(NARROW, HV=1),
+    "two value heads": NARROW,
+    "many heads": replace(NARROW, H=20, HV=80),
+    "no decay": replace(NARROW, gate="none"),
+    "packed": replace(NARROW, lengths=(60, 0, 70)),
+    "segments": replace(NARROW, T=8192, states=False),
+    "linear": replace(NARROW, rule="linear"),
+    "linear, segments": replace(NARROW, rule="linear", T=8192, states=False),
+}
+
+
+def test_hopper_kernels_of_64_channels_are_asked_for():
+    """They have not run on a card: see `TRY_HEADS_OF_64`."""
+    with pytest.raises(ValueError, match="head dimensions above 64"):
+        launches(NARROW, torch.bfloat16, (9, 0), "gluon")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", HEADS_OF_64.values(), ids=HEADS_OF_64)
+def test_hopper_kernels_of_64_channels_compile(case, monkeypatch):
+    """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_64", True)
+    for launch in launches(case, torch.bfloat16, (9, 0), "gluon"):
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        if launch.kernel.is_gluon():
+            assert made.stack <= HEADS_OF_64_STACK.get(launch.name, 0), (launch.name, made.stack)
+            assert not made.advice, (launch.name, made.advice)
 
 
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)

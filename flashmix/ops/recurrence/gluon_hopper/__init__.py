@@ -64,7 +64,7 @@ class HopperRun:
     @property
     def state_programs(self) -> int:
         """Programs of a state pass in which each segment has one state."""
-        return self.base.rows * self.segmented.segments * (2 // self.plan.warpgroups)
+        return self.base.rows * self.segmented.segments * (self.plan.width // 64 // self.plan.warpgroups)
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -94,10 +94,10 @@ class ChunkReads(NamedTuple):
 
 def reads_of(run: HopperRun, inverses: Tensor, vectors: Tensor) -> ChunkReads:
     """The same with at most one decay per token, of T, `[chunks, HV, 1, 64, 64]` (without corrections empty), and the vectors."""
-    q, k = run.call.q, run.call.k
-    assert k is not None
+    assert run.call.k is not None
+    q, k = (run.tokens(x, run.plan.width) for x in (run.call.q, run.call.k))
     T = descriptors.pairs(inverses, 1) if run.call.rule.corrected else None
-    return ChunkReads(run.tokens(q, 128), run.tokens(k, 128), T, T, descriptors.vectors(vectors))
+    return ChunkReads(q, k, T, T, descriptors.vectors(vectors))
 
 
 def channel_reads(run: HopperRun, keys: Tensor, A: Tensor, total: Tensor) -> ChunkReads:
@@ -236,7 +236,9 @@ def results(call: RecurrenceCall) -> Gradients:
 
 def saved_tiles(run: HopperRun, states: Sequence[Tensor]) -> tuple[Tiles, Tiles | None]:
     """The states that chunks start from and nu, as the state pass writes them."""
-    return descriptors.states(states[0], 64, 128), run.tokens(states[1], 64) if run.call.rule.corrected else None
+    return descriptors.states(states[0], 64, run.plan.width), run.tokens(
+        states[1], 64
+    ) if run.call.rule.corrected else None
 
 
 def save_states(run: HopperRun, scored: tuple[ChunkReads, Sequence[Tensor], Any], states: Sequence[Tensor]) -> None:
@@ -262,7 +264,7 @@ def gradients(
     nu = others[0] if call.rule.corrected else call.v
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None)
-    sent = descriptors.states(dstates, 64, 128), run.tokens(found["v"], 64)
+    sent = descriptors.states(dstates, 64, run.plan.width), run.tokens(found["v"], 64)
     run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     values = do, found["v"], nu, states, dstates
     if decayed is None:
@@ -335,8 +337,14 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkRead
     """Makes the gradients of keys, of beta and of the decay."""
     do, dr, nu, states, dstates = values
     programs = min(run.n.items, gpu.target(run.call.device).multiprocessors)
-    sent = run.tokens(dr, 128) if run.call.rule.corrected else None
-    read = run.tokens(do, 128), sent, run.tokens(nu, 128), *[descriptors.states(x, 128, 64) for x in (states, dstates)]
-    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], 128), run.tokens(found["k"], 128))
+    width = run.plan.width
+    sent = run.tokens(dr, width) if run.call.rule.corrected else None
+    read = (
+        run.tokens(do, width),
+        sent,
+        run.tokens(nu, width),
+        *[descriptors.states(x, width, 64) for x in (states, dstates)],
+    )
+    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], width), run.tokens(found["k"], width))
     x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
     run.plan.output(programs, *tiles, x, run.n)

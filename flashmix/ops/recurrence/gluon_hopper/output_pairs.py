@@ -1,6 +1,6 @@
 """The warpgroup for dA in the backward of `output` (`output.py`): pairs of tokens, summed over value heads; their share in dg, dbeta.
 
-Letters of tiles: `C` = 64 tokens, `V` = 128 channels of values.
+Letters of tiles: `C` = 64 tokens, `K` = BK channels of keys, `V` = BV of values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     opaque_zero,
     product,
     products_done,
@@ -21,16 +20,11 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.output_slots import DO, await_slot, dr_slot, leave_slot, place_of
 from flashmix.ops.recurrence.gluon_hopper.output_sums import DIAGONAL, PAIR_ROWS, SUM_STAGE, VSTAGES
 from flashmix.ops.recurrence.gluon_hopper.place import item_count, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA
 
-# The slots of the tiles of a value head, but for nu: states in two halves of K, one a consumer.
-TILES = gl.constexpr(6)
-DO = gl.constexpr(0)
-STATE = gl.constexpr(1)
-DR = gl.constexpr(3)
-DSTATE = gl.constexpr(4)
 PAIR_TILES = gl.constexpr(3)
 
 
@@ -54,8 +48,8 @@ def begin_pairs(tiles, bars, i, scale, S: gl.constexpr):
     The diagonal of the first, [C], is returned where there is a decay, else it is in the tile.
     """
     wait_full(bars.keys.full, i)
-    q = tiles.q.index(i % 2)  # [C, 128]
-    k = tiles.k.index(i % 2)  # [C, 128]
+    q = tiles.q.index(i % S.KEYS)  # [C, K]
+    k = tiles.k.index(i % S.KEYS)  # [C, K]
     row = gl.arange(0, 64, ROWS_64)[:, None]
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     qk = product(q, k.permute((1, 0)), ACC_64, 64, 64)
@@ -110,6 +104,7 @@ def put_pair_sums(rows, columns, diagonal, it, tiles, bars, S: gl.constexpr):
 def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
     """dA of the pairs (6.1), summed over the value heads, and its share in dg and dbeta."""
     DT: gl.constexpr = tiles.q.dtype
+    DR: gl.constexpr = dr_slot(S.BK)
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
     for i in range(item_count(numbers)):
@@ -120,14 +115,14 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             it = i * S.GROUP + r
             z = opaque_zero()
             here = (row + z)[:, None]
-            dO = tiles.slots.index(DO + z)  # [C, V]
-            dR = tiles.slots.index(DR + z)  # [C, V]
-            nu = tiles.nu.index(it % 2)  # [C, V]
+            dO = tiles.slots.index(place_of(DO + z, it, S))  # [C, V]
+            dR = tiles.slots.index(place_of(DR + z, it, S))  # [C, V]
+            nu = tiles.nu.index(it % S.NUS)  # [C, V]
             wait_full(bars.v.full, it)
             stage = (it % VSTAGES) * 4
             G_row = vector(tiles.vectors, stage, ROWS_64)
             G_column = vector(tiles.vectors, stage, COLUMNS_64)
-            mbarrier.wait(bars.slots.full.index(DO), it & 1)
+            await_slot(bars, DO, it, S)
             wait_full(bars.nu.full, it)
             dA = product(dO, nu.permute((1, 0)), ACC_64, 64, 64)
             E = ex2(
@@ -135,9 +130,9 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             )  # above the diagonal 1: the tiles have zeros there
             beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
             dA = products_done(0, deps=[dA])
-            mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+            leave_slot(bars, DO, it, 1, S)
             if S.CORRECTED:
-                mbarrier.wait(bars.slots.full.index(DR), it & 1)
+                await_slot(bars, DR, it, S)
             diagonal = qk_diagonal
             if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
                 diagonal *= gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
@@ -146,7 +141,7 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             if S.CORRECTED:
                 dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
                 dA = products_done(0, deps=[dA])
-                mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+                leave_slot(bars, DR, it, 1, S)
             release(bars.nu.empty, it)
             release(bars.v.empty, it)
             if S.CORRECTED:
@@ -168,14 +163,15 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
     chunk before only when they are made.
     """
     DT: gl.constexpr = tiles.q.dtype
+    DR: gl.constexpr = dr_slot(S.BK)
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     for i in range(item_count(numbers)):
         z = opaque_zero()
         here = (row + z)[:, None]
-        q = tiles.q.index(i % 2)  # [C, 128]
-        k = tiles.k.index(i % 2)  # [C, 128]
-        nu = tiles.nu.index(i % 2)  # [C, V]
+        q = tiles.q.index(i % S.KEYS)  # [C, K]
+        k = tiles.k.index(i % S.KEYS)  # [C, K]
+        nu = tiles.nu.index(i % S.NUS)  # [C, V]
         wait_full(bars.keys.full, i)
         pair = product(q, k.permute((1, 0)), ACC_64, 64, 64)
         wait_full(bars.v.full, i)
@@ -183,15 +179,15 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
         G_row = vector(tiles.vectors, stage, ROWS_64)
         G_column = vector(tiles.vectors, stage, COLUMNS_64)
         beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
-        mbarrier.wait(bars.slots.full.index(DO), i & 1)
+        await_slot(bars, DO, i, S)
         wait_full(bars.nu.full, i)
-        dA = product(tiles.slots.index(DO + z), nu.permute((1, 0)), ACC_64, 64, 64)
+        dA = product(tiles.slots.index(place_of(DO + z, i, S)), nu.permute((1, 0)), ACC_64, 64, 64)
         E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))
         E = gl.where(here >= column, E * numbers.scale, 0.0)
         pair, dA = products_done(0, deps=[pair, dA])
-        mbarrier.arrive(bars.slots.empty.index(DO), count=1)
+        leave_slot(bars, DO, i, 1, S)
         if S.CORRECTED:
-            mbarrier.wait(bars.slots.full.index(DR), i & 1)
+            await_slot(bars, DR, i, S)
         P = dA * E
         W = P * pair  # [C, C]
         pairs_tile(tiles, i, 0, S).store((P * beta[None, :]).to(DT))
@@ -201,9 +197,9 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
         rows, columns = row_and_column_sums(W, beta)
         if S.CORRECTED:
             pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-            dA = product(tiles.slots.index(DR + z), nu.permute((1, 0)), ACC_64, 64, 64)
+            dA = product(tiles.slots.index(place_of(DR + z, i, S)), nu.permute((1, 0)), ACC_64, 64, 64)
             pair, dA = products_done(0, deps=[pair, dA])
-            mbarrier.arrive(bars.slots.empty.index(DR), count=1)
+            leave_slot(bars, DR, i, 1, S)
             difference = (
                 vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
             )

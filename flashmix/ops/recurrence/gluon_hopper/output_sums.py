@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashmix.gpu.hopper import gl, gluon, plus, release, stores_done, wait_full
+from flashmix.ops.recurrence.gluon_hopper.output_slots import parts_of
 from flashmix.ops.recurrence.gluon_hopper.place import item_chunk, item_count, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, ROW_FACTOR
 
@@ -10,7 +11,7 @@ VSTAGES = gl.constexpr(3)  # stages of the vectors
 # Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 12.
 SUM_STAGE = gl.constexpr(12)
 COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
-PAIR_ROWS = gl.constexpr(4)  # of beta W
+PAIR_ROWS = gl.constexpr(4)  # of beta W; behind it what is added to them
 STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
 WRITTEN = gl.constexpr(7)  # wr, of each consumer
 CARRIED = gl.constexpr(9)  # <S, dS'> of each channel of keys, of each consumer
@@ -32,6 +33,7 @@ def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
     """dg and dbeta of each (chunk, value head), from the sums that the others leave; sends the gradients of keys of each item."""
     t = gl.arange(0, 64, LANES_2)
+    PARTS: gl.constexpr = parts_of(S.BK)
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         for r in range(S.GROUP):
@@ -42,13 +44,13 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
             row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
             wait_full(bars.sums.full, it)
             columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
-            rows = head_sums(tiles.sums, it, PAIR_ROWS, 3)
-            written = head_sums(tiles.sums, it, WRITTEN, 2)
+            rows = head_sums(tiles.sums, it, PAIR_ROWS, 1 + PARTS)
+            written = head_sums(tiles.sums, it, WRITTEN, PARTS)
             carried = 0.0
             own = written
             if S.DECAY:
                 own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
-                carried = gl.sum(head_sums(tiles.sums, it, CARRIED, 2), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
+                carried = gl.sum(head_sums(tiles.sums, it, CARRIED, PARTS), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
             release(bars.sums.empty, it)
             release(bars.v.empty, it)
             to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
@@ -64,7 +66,7 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
                 dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
                 gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
         wait_full(bars.gradients, i)
-        store_tokens(dq_d, at.span, at.t, at.key_head, 0, tiles.q.index(i % 2), S)
-        store_tokens(dk_d, at.span, at.t, at.key_head, 0, tiles.k.index(i % 2), S)
+        store_tokens(dq_d, at.span, at.t, at.key_head, 0, tiles.q.index(i % S.KEYS), S)
+        store_tokens(dk_d, at.span, at.t, at.key_head, 0, tiles.k.index(i % S.KEYS), S)
         stores_done(0)
         release(bars.keys.empty, i, True, 2)

@@ -28,13 +28,14 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and with one warpgroup each of these twice.
+    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and each of these as often as it takes programs for
+    all values.
 
     Without corrections M is a diagonal, which the program of N makes.
     """
     program = gl.program_id(0)
     channel = 0
-    if S.WARPGROUPS == 1:
+    if S.BV > S.WARPGROUPS * 64:
         channel = (program % 2) * 64
         program = program // 2
     identity = 0

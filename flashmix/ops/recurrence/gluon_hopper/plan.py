@@ -21,9 +21,12 @@ from flashmix.ops.recurrence.triton_gpu.plan import Plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. `warpgroups` of the state passes."""
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. Their tiles are `width` channels
+    wide; `warpgroups` of the state passes.
+    """
 
     triton: Plan
+    width: int
     warpgroups: int
     scores: Kernel
     state_output: Kernel
@@ -45,10 +48,17 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     the values each; the bits are the same.
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
-    warpgroups = 1 if 2 * programs <= gpu.target(call.device).multiprocessors else 2
-    corrected = call.rule.corrected
+    width = 64 if max(call.K, call.V) <= 64 else 128
+    warpgroups = 1 if width == 64 or 2 * programs <= gpu.target(call.device).multiprocessors else 2
     basic = HopperSpec(
-        call.value_heads, call.value_heads // call.heads, call.K, call.V, call.packed, CORRECTED=corrected
+        HV=call.value_heads,
+        GROUP=call.value_heads // call.heads,
+        K=call.K,
+        V=call.V,
+        BK=width,
+        BV=width,
+        PACKED=call.packed,
+        CORRECTED=call.rule.corrected,
     )
     return _cached(own, warpgroups, basic, call.decay)
 
@@ -68,6 +78,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(
         triton=own,
+        width=basic.BK,
         warpgroups=warpgroups,
         scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         state_output=_state(state_forward_kernel, output, True),
@@ -76,7 +87,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         state_maps=_state(state_forward_kernel, state, False),
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
-        output=Kernel(output_backward_kernel, decayed, num_warps=4, maxnreg=128),
+        output=_output(decayed),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),
@@ -87,8 +98,20 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
 
 def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
     """A state pass, which may multiply by the queries' pairs A_qb: up to three warpgroups and a producer, with as many registers a
-    thread as they have before they divide them anew.
+    thread as they have before they divide them anew. Tiles of 64 channels leave room for more stages, and where no A_qb is made for two
+    programs a multiprocessor.
     """
     made = queries and not spec.CHANNEL
+    registers = 128 if spec.WARPGROUPS + made == 3 else 168
+    if spec.BK == 64:
+        stages, registers = (4, 168) if made else (3, 128)
+        spec = spec._replace(KEYS=stages, VALUES=stages, PAIRS=stages)
     spec = spec._replace(READS=spec.CORRECTED + (queries and spec.CHANNEL), MAKES=made)
-    return Kernel(kernel, spec, num_warps=4, maxnreg=128 if spec.WARPGROUPS + made == 3 else 168)
+    return Kernel(kernel, spec, num_warps=4, maxnreg=registers)
+
+
+def _output(spec: HopperSpec) -> Kernel:
+    """The backward of `output`: with tiles of 64 channels there is a warpgroup less, and shared memory for rings of more stages."""
+    if spec.BK == 128:
+        return Kernel(output_backward_kernel, spec, num_warps=4, maxnreg=128)
+    return Kernel(output_backward_kernel, spec._replace(KEYS=4, STAGES=2, NUS=4), num_warps=4, maxnreg=168)

@@ -93,18 +93,18 @@ def zero_blocks():
 
 @gluon.jit
 def key_products(k_d, at, landed, k, S: gl.constexpr):
-    """k k^T, ten blocks, half of the channels at a time: the less shared memory, the more warps."""
+    """k k^T, ten blocks, 64 channels at a time: the less shared memory, the more warps."""
     kk = zero_blocks()
-    for half in gl.static_range(2):
-        bar = expect_bytes(landed, half, 64 * 64 * 2)
-        fetch_tokens(k_d, at.span, at.t, at.key_head, half * 64, bar, k, S)
-        wait_full(landed, half)
+    for part in gl.static_range(S.BK // 64):
+        bar = expect_bytes(landed, part, 64 * 64 * 2)
+        fetch_tokens(k_d, at.span, at.t, at.key_head, part * 64, bar, k, S)
+        wait_full(landed, part)
         for i in gl.static_range(4):
             row = k.slice(i * 16, 16, dim=0).load(LEFT)  # [16, 64]
             for j in gl.static_range(i + 1):
                 column = k.slice(j * 16, 16, dim=0).permute((1, 0)).load(RIGHT)  # [64, 16]
                 kk = with_block(kk, i * (i + 1) // 2 + j, mma_v2(row, column, kk[i * (i + 1) // 2 + j]))
-        thread_barrier()  # before the next half is written here
+        thread_barrier()  # before the next channels are written here
     return kk
 
 

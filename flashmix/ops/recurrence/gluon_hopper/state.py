@@ -3,10 +3,10 @@
     R = V - e^G K S      nu = T R                                                                        (5.1), (5.2)
     o = scale e^G Q S + A_qb nu        S <- e^{G_C} S + K^T (beta e^{G_C - G} nu)                        (1.8), (5.3)
 
-Everything is transposed: each of two warpgroups holds 64 rows of `S^T` in the accumulators of `wgmma` for the whole sequence, S, R and nu
-are left operands in registers, and factors of tokens multiply columns. A producer warp keeps the rings of keys (and queries), of values
-with the vectors of the chunk and of T filled, and a third warpgroup makes A_qb a chunk ahead (`state_parts.py`). Letters of tiles: `C` =
-64 tokens, `K` = 128 channels of keys, `v` = 64 channels of values.
+Everything is transposed: each of one or two warpgroups holds 64 rows of `S^T` in the accumulators of `wgmma` for the whole sequence, S, R
+and nu are left operands in registers, and factors of tokens multiply columns. A producer warp keeps the rings of keys (and queries), of
+values with the vectors of the chunk and of T filled, and a warpgroup more makes A_qb a chunk ahead (`state_parts.py`). Letters of tiles:
+`C` = 64 tokens, `K` = BK channels of keys, `v` = 64 channels of values. With tiles of 128 channels registers are SCARCE beside A_qb.
 
 Without corrections (linear attention) nu is V and beta 1: two products a chunk are left, or of a pass that only saves states one.
 """
@@ -17,6 +17,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     opaque_zero,
+    operand,
     product,
     products_done,
     release,
@@ -25,7 +26,7 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, COLUMNS_128, LEFT_64, LEFT_128
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, columns
 from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
@@ -52,6 +53,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     o_d, s_d, nu_d = d
     DT: gl.constexpr = tiles.k.dtype
     BEFORE: gl.constexpr = S.OUTPUT + 2 * S.SAVE - 1  # other copies that are begun between two of one kind
+    SCARCE: gl.constexpr = S.MAKES and S.BK == 128
     at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
@@ -61,7 +63,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         b = tiles.b.index(n % S.KEYS)  # [C, K]
         z = 0
-        if S.MAKES:  # registers are scarce: no addresses hoisted, nothing loaded or kept while two products are made
+        if SCARCE:  # no addresses hoisted, nothing loaded or kept while two products are made
             z = opaque_zero()
         stage = (n % S.VALUES) * 4 + z
         s16 = state.to(DT)
@@ -70,25 +72,25 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-        if S.MAKES:
+        if SCARCE:
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w + z), BEFORE, S)
         wait_full(bars.k.full, n)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
-            if not S.MAKES:
+            if not SCARCE:
                 put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
         if not S.CHANNEL:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
-        if not S.CHANNEL and not S.MAKES:
+        if not S.CHANNEL and not SCARCE:
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
-        if not S.MAKES:
+        if not SCARCE:
             v = v.to(gl.float32)
         if S.OUTPUT:
             ks, v = products_done(1, deps=[ks, v])
@@ -102,7 +104,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         wait_full(bars.A.full, n)
         T = inverse_tile(tiles, n, S)  # [C, C]
         nu = product(R, T.permute((1, 0)), ACC_64, 64, 64)  # (5.2)
-        if S.MAKES:
+        if SCARCE:
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
@@ -114,9 +116,9 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         nu, R = products_done(0, deps=[nu, R])
         nu16 = nu.to(DT)
         if S.CHANNEL:
-            written = gl.convert_layout(nu16, LEFT_128)
+            written = gl.convert_layout(nu16, operand(S.BK))
         else:
-            written = gl.convert_layout((nu * column[None, :]).to(DT), LEFT_128)
+            written = gl.convert_layout((nu * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, b, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale
             nu_left = gl.convert_layout(nu16, LEFT_64)
@@ -153,11 +155,13 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
     o_d, s_d, _ = d
     DT: gl.constexpr = tiles.k.dtype
     BEFORE: gl.constexpr = S.OUTPUT + S.SAVE - 1  # other copies that are begun between two of one kind
+    SCARCE: gl.constexpr = S.MAKES and S.BK == 128
     at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
     last = gl.zeros([64, 64], gl.float32, ACC_64)  # o of the chunk before, [v, C]
-    decay = gl.full([128], 1.0, gl.float32, COLUMNS_128)
+    BK: gl.constexpr = S.BK
+    decay = gl.full([BK], 1.0, gl.float32, columns(BK))
     for n in range(at.count):
         chunk = at.begin + n
         k = tiles.k.index(n % S.KEYS)  # [C, K]
@@ -171,23 +175,23 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-        if S.MAKES:
+        if SCARCE:
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         wait_full(bars.k.full, n)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
-            if not S.MAKES:
+            if not SCARCE:
                 put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
         if S.CHANNEL:
-            written = gl.convert_layout(v, LEFT_128)
+            written = gl.convert_layout(v, operand(S.BK))
         else:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
-            written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), LEFT_128)
+            written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), operand(S.BK))
         release(bars.v.empty, n)
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         if S.OUTPUT:  # A_qb has the scale

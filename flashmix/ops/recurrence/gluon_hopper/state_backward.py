@@ -10,9 +10,19 @@ Without corrections dV is dnu, which dS does not need, and the last term is not 
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import gl, gluon, product, products_done, release, stores_done, wait_full, warpgroup_mma
+from flashmix.gpu.hopper import (
+    gl,
+    gluon,
+    operand,
+    product,
+    products_done,
+    release,
+    stores_done,
+    wait_full,
+    warpgroup_mma,
+)
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, LEFT_128
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
@@ -83,7 +93,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
-        z_q = gl.convert_layout(z_q, LEFT_128)
+        z_q = gl.convert_layout(z_q, operand(S.BK))
         if MAKES_NU:
             written, left = products_done(0, deps=[written, left])
             if not S.CHANNEL:
@@ -101,9 +111,9 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
             dR, dnu = products_done(1, deps=[dR, dnu])
             dR16 = dR.to(DT)
             if S.CHANNEL:
-                z_a = gl.convert_layout(dR16, LEFT_128)
+                z_a = gl.convert_layout(dR16, operand(S.BK))
             else:
-                z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), LEFT_128)
+                z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), operand(S.BK))
             dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
         if S.READS > 0:
             release(bars.A.empty, n)

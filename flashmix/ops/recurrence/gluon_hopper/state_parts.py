@@ -11,6 +11,7 @@ keys that lie in shared memory for them: no kernel writes it and none reads it.
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    accumulator,
     allocate_barriers,
     copy_to_global,
     copy_to_shared,
@@ -29,16 +30,7 @@ from flashmix.gpu.hopper import (
     wait_empty,
     wait_full,
 )
-from flashmix.ops.recurrence.gluon_hopper.layouts import (
-    ACC_32,
-    ACC_128,
-    COLUMNS_32,
-    COLUMNS_128,
-    ROWS_32,
-    ROWS_128,
-    TILE,
-    VECTOR,
-)
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32, TILE, VECTOR, columns, rows
 from flashmix.ops.recurrence.gluon_hopper.place import (
     OUTSIDE,
     fetch_tile,
@@ -65,9 +57,9 @@ def ring(stages: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
 def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
     """Shared memory of a state pass, as far as it has use for it, with TOKENS kinds of tiles on their way to memory; its barriers."""
     READERS: gl.constexpr = S.WARPGROUPS + (1 if S.MAKES else 0)
-    k = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+    k = gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE)
     v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
-    vectors = gl.allocate_shared_memory(gl.float32, [(2 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
+    vectors = gl.allocate_shared_memory(gl.float32, [(S.BK // 64 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
     A = v
     made = v
     q = k
@@ -79,11 +71,11 @@ def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: g
     if S.MAKES:
         made = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
     if BACK or S.OUTPUT:
-        q = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+        q = gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE)
     if S.CHANNEL and S.CORRECTED:
-        b = gl.allocate_shared_memory(DT, [S.KEYS, 64, 128], TILE)
+        b = gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE)
     if S.SAVE:
-        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 128], TILE)
+        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, S.BK], TILE)
     if TOKENS > 0:
         tokens = gl.allocate_shared_memory(DT, [TOKENS * S.WARPGROUPS, 64, 64], TILE)
     keys = ring(S.KEYS, 1, READERS)
@@ -112,14 +104,14 @@ def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.c
     q_d, k_d = d
     stage = n % S.KEYS
     if S.CHANNEL:
-        bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + (2 if S.CORRECTED else 1)) * 64 * 128 * 2)
+        bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + (2 if S.CORRECTED else 1)) * 64 * S.BK * 2)
         if QUERIES:
             fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
         fetch_tokens(k_d, kind_of_keys(at.span, 1, numbers), t, at.head, 0, bar, tiles.k.index(stage), S)
         if S.CORRECTED:
             fetch_tokens(k_d, kind_of_keys(at.span, 2, numbers), t, at.head, 0, bar, tiles.b.index(stage), S)
     else:
-        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * 128 * 2)
+        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * S.BK * 2)
         fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
         if QUERIES:
             fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(stage), S)
@@ -218,22 +210,22 @@ def inverse_tile(tiles, n, S: gl.constexpr):
 def total_decay(vectors, n, S: gl.constexpr):
     """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
     if S.CHANNEL:
-        return reinterpret(vectors, gl.float32, [S.VALUES, 128], VECTOR).index(n % S.VALUES).load(COLUMNS_128)
+        return reinterpret(vectors, gl.float32, [S.VALUES, S.BK], VECTOR).index(n % S.VALUES).load(columns(S.BK))
     else:
         view = reinterpret(vectors, gl.float32, [S.VALUES * 256, 1], VECTOR)
-        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(COLUMNS_128)
+        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(columns(S.BK))
 
 
 @gluon.jit
-def state_indices(at, w: gl.constexpr):
+def state_indices(at, w: gl.constexpr, S: gl.constexpr):
     """Channels of values and of keys of the rows and columns of a warpgroup's accumulators."""
-    return at.channel + w * 64 + gl.arange(0, 64, ROWS_128), gl.arange(0, 128, COLUMNS_128)
+    return at.channel + w * 64 + gl.arange(0, 64, rows(S.BK)), gl.arange(0, S.BK, columns(S.BK))
 
 
 @gluon.jit
 def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
-    v, k = state_indices(at, w)
+    v, k = state_indices(at, w, S)
     inside = (v < S.V)[:, None] & (k < S.K)[None, :]
     if x.starts is not None:
         start = x.starts + at.index.to(gl.int64) * (S.V * S.K)
@@ -244,13 +236,14 @@ def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     elif MAPS and S.CORRECTED:
         return gl.where((v[:, None] == k[None, :]) & (at.map == 1), 1.0, 0.0)
     else:
-        return gl.zeros([64, 128], gl.float32, ACC_128)
+        BK: gl.constexpr = S.BK
+        return gl.zeros([64, BK], gl.float32, accumulator(BK))
 
 
 @gluon.jit
 def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
     """Writes a state `[K, V]` of the sequence, from the segment that is the `last` of the pass."""
-    v, k = state_indices(at, w)
+    v, k = state_indices(at, w, S)
     inside = (v < S.V)[:, None] & (k < S.K)[None, :]
     to = x.result + at.row.to(gl.int64) * (S.V * S.K)
     gl.store(to + k[None, :] * S.V + v[:, None], state, mask=inside & last)
@@ -259,23 +252,23 @@ def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
-    v, k = state_indices(at, w)
-    rows = S.V
+    v, k = state_indices(at, w, S)
+    stored = S.V
     if MAPS:
         to = x.ends + at.index.to(gl.int64) * ((S.V + (S.K if S.CORRECTED else 1)) * S.K)
         if S.CORRECTED:
-            rows = gl.where(at.map == 1, S.K, S.V)
+            stored = gl.where(at.map == 1, S.K, S.V)
             to += at.map * (S.V * S.K)
     else:
         to = x.ends + at.index.to(gl.int64) * (S.V * S.K)
-    inside = (v < rows)[:, None] & (k < S.K)[None, :]
+    inside = (v < stored)[:, None] & (k < S.K)[None, :]
     gl.store(to + v[:, None] * S.K + k[None, :], state, mask=inside)
 
 
 @gluon.jit
 def store_total(x, at, decay, S: gl.constexpr):
     """Writes the diagonal M of a map without corrections under N^T: the decay of the whole segment, [K]."""
-    k = gl.arange(0, 128, COLUMNS_128)
+    k = gl.arange(0, S.BK, columns(S.BK))
     to = x.ends + at.index.to(gl.int64) * ((S.V + 1) * S.K) + S.V * S.K
     gl.store(to + k, decay, mask=k < S.K)
 

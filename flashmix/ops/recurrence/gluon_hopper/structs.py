@@ -12,6 +12,8 @@ class HopperSpec(NamedTuple):
     GROUP: int  # value heads that share a key head
     K: int
     V: int
+    BK: int = 128  # channels of a tile of keys
+    BV: int = 128  # of values
     PACKED: bool = False
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = (
@@ -25,11 +27,12 @@ class HopperSpec(NamedTuple):
         0  # tiles of pairs of a chunk that a state pass reads: T, and with CHANNEL A_qb where it is multiplied by that
     )
     MAKES: bool = False  # else a warpgroup beside those of the states makes A_qb
-    WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; with one there are two programs a segment
+    WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; the others are other programs'
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs that come from memory
-    SLOTS: int = 6  # of the ring of tiles of a value head, output backward
+    STAGES: int = 1  # of the ring of tiles of a value head, output backward
+    NUS: int = 2  # of that of nu
 
 
 class HopperNumbers(NamedTuple):
@@ -129,14 +132,14 @@ class Chunk(NamedTuple):
 class StateTiles(NamedTuple):
     """Shared memory of the state passes."""
 
-    q: Any  # [KEYS, 64, 128]
-    k: Any  # [KEYS, 64, 128]
-    b: Any  # [KEYS, 64, 128]: what is written under, k itself but with CHANNEL
+    q: Any  # [KEYS, 64, BK]
+    k: Any  # [KEYS, 64, BK]
+    b: Any  # [KEYS, 64, BK]: what is written under, k itself but with CHANNEL
     v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
-    vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [2 VALUES, 64]
+    vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [BK / 64 VALUES, 64]
     A: Any  # from memory, [PAIRS, 128 or 64, 64]: T; with CHANNEL and the queries A_qb, T, without corrections A_qb
     made: Any  # [2, 64, 64]: A_qb but with CHANNEL
-    states: Any  # [WARPGROUPS, 64, 128]: one a warpgroup, on its way to memory
+    states: Any  # [WARPGROUPS, 64, BK]: one a warpgroup, on its way to memory
     tokens: Any  # [1 or 2 WARPGROUPS, 64, 64]: o, nu or dR, likewise
 
 
@@ -159,10 +162,10 @@ class StateBarriers(NamedTuple):
 class OutputTiles(NamedTuple):
     """Shared memory of the output's backward."""
 
-    q: Any  # [2, 64, 128]
-    k: Any  # [2, 64, 128]
-    slots: Any  # [SLOTS, 64, 128]: dO, S, dR, dS' of one value head after the other; states in two halves of K
-    nu: Any  # [2, 64, 128]: held from the first to the last product of a value head, so in a ring of its own
+    q: Any  # [KEYS, 64, BK]
+    k: Any  # [KEYS, 64, BK]
+    slots: Any  # [STAGES TILES, 64, BV]: see `output_slots.py`
+    nu: Any  # [NUS, 64, BV]: held from the first to the last product of a value head, so in a ring of its own
     pairs: Any  # [2 or 3, 64, 64]: q k^T and -k k^T, then N_q and N_a; see `pairs_tile`
     vectors: Any  # [4 VALUES, 64]
     sums: Any  # [24, 64] float32: see `finisher`
