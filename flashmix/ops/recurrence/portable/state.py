@@ -114,7 +114,7 @@ def state_backward(
 
 def _product(x: Tensor, y: Tensor, exact: Tensor | None, wide: Tensor | None, out: Tensor) -> None:
     """`x @ y` into `out`, plus `exact @ wide` in float64; written to a part of a stacked tile, torch would make the products one by one."""
-    if exact is not None:
+    if exact is not None and wide is not None:
         torch.add(torch.bmm(x, y), torch.bmm(exact, wide), out=out)
     elif out.is_contiguous():
         torch.bmm(x, y, out=out)
