@@ -2,7 +2,7 @@
 #   make train     trains a small hybrid language model on Python's own standard library and prints a sample
 #   make test      runs the tests
 #   make test-hf   runs the tests that need transformers, with another one in an environment of its own:
-#                  make test-hf TRANSFORMERS="transformers==5.23.0" VENV=.venv-hf
+#                  make test-hf TRANSFORMERS="transformers==5.17.0" VENV=.venv-hf
 #   make lint      checks format, style and types
 #   make counts    counts what is long, repeated or badly named, beside the goals
 #   make dist      builds the packages, checks them and tries each wheel in a new environment: DIST_TORCH="torch==2.6.0 torch==2.15.0",
@@ -15,7 +15,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 # one of those that .github/workflows/ci.yml names
-TRANSFORMERS ?= transformers==5.17.0
+TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
