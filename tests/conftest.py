@@ -26,6 +26,26 @@ os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch war
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def mend_splat() -> None:
+    """Triton 3.9's interpreter makes a tile of a comparison of two scalars in the dtype of what was compared, which no mask may have."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    theirs = InterpreterBuilder.create_splat
+
+    def create_splat(self, wanted, x):
+        if x.data.dtype == np.bool_ and x.dtype is not tl.int1:
+            return TensorHandle(np.full(wanted.shape, x.data[0]), tl.int1)
+        return theirs(self, wanted, x)
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if INTERPRETED:
+    mend_splat()
+
+
 def pytest_collection_modifyitems(items):
     """Skips what this process cannot run, and under the interpreter everything that is not meant for it."""
     for item in items:

@@ -63,6 +63,7 @@ OTHERS = {  # options that have a check of their own, with values that it refuse
     | NOT_FINITE
     | {"a string of a number": "1", "a bool": True, "2^2000": 2**2000},
     "activation": NOT_STRINGS,
+    "coupling": NOT_STRINGS,
     "gate_activation": NOT_STRINGS | {"None": None},
     "reduction": NOT_STRINGS | {"None": None},
     "impl": NOT_STRINGS | {"None": None},

@@ -20,10 +20,13 @@ from .sample import OPS, Sample, Tensors, flattened
 STAGES = 5  # those of the recurrence, and an operand of the engine that a mechanism makes
 SCANNING = (
     "abc",
+    "based",
+    "mlstm",
     "normalised_linear_attention",
     "preconditioned_gated_deltanet",
     "preconditioned_kda",
-)  # heads of one channel
+    "rebased",
+)  # heads of one channel, a normaliser's among them
 LEVELS = 8  # of log-linear attention: 2^7 tokens and more than there are
 LOOPED = 60  # the most tokens times heads times sequences that a paper's loop runs
 
