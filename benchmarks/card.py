@@ -48,9 +48,9 @@ JOBS = {
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     # measurements
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
-    "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels --name recurrence_kernels", 120),
-    "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer --name recurrence_layer", 120),
-    "recurrence_host": Job("python benchmarks/recurrence_hopper.py --host --first --name recurrence_host", 120),
+    "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels", 120),
+    "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer", 120),
+    "recurrence_host": Job("python benchmarks/recurrence_hopper.py --host --first", 120),
     "attention": Job("python benchmarks/attention_hopper.py --processes {cores} --host --first --write", 300),
     "attention_peers": Job(
         "python benchmarks/attention_hopper.py --processes {cores} --sides auto cudnn fa4 --write", 300

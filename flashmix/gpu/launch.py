@@ -53,10 +53,8 @@ class Kernel:
 
     def __init__(self, kernel: Any, spec: Any, **options: Any) -> None:
         self.kernel, self.spec = kernel, spec
-        self.options = {
-            "enable_fp_fusion": True,
-            **options,
-        }  # Triton's default until 3.9, which warns where it is not given
+        # Triton's default until 3.9, which warns where it is not given
+        self.options = {"enable_fp_fusion": True, **options}
         parameters = getattr(kernel, "params", ())  # the interpreter specialises nothing and has none
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}

@@ -159,10 +159,8 @@ def _angles(
     end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())
     inputs = [t for t in (angles, dt, start) if t is not None]
     if has_tangent(inputs) or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        steps, constant = (
-            angles.to(wide) * dt.to(wide).unsqueeze(-1),
-            torch.zeros(angles.shape[2], device=angles.device),
-        )
+        steps = angles.to(wide) * dt.to(wide).unsqueeze(-1)
+        constant = torch.zeros(angles.shape[2], device=angles.device)
         flow, flow_end = scan_beside(steps, constant, initial_state=start, packing=packing)
         within, end = within + (flow - flow.detach()), end + (flow_end - flow_end.detach())
     return within, end
