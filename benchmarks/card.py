@@ -118,7 +118,7 @@ def write_missing(out: Path, wanted: Path | None) -> str:
         ids = wanted.read_text().split("\n")
     else:
         listed = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests"],
+            [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-p", "no:cacheprovider", "tests"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
             capture_output=True,
