@@ -113,14 +113,7 @@ def test_half_precision_is_within_budget(case, dtype):
     assert_kernels_within_budget(case, dtype)
 
 
-@pytest.fixture
-def heads_of_64(monkeypatch):
-    """As with `FLASHMIX_TRY_HEADS_OF_64=1`: the Hopper kernels take heads of 64 channels."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_64", True)
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("heads_of_64")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):
