@@ -1,8 +1,10 @@
-"""The scan on a CPU or a GPU: `python benchmarks/scan.py [--threads 2] [--write]`, milliseconds beside a large copy's.
+"""The scan on a CPU or a GPU: `python benchmarks/scan.py [--threads 2] [--selective] [--write]`, milliseconds beside a large copy's.
 
 On a CPU float32, on a GPU bfloat16 with decays in float32; forward, and forward with backward. The bound is the bytes of all operands
 and results at the speed of a copy: x, g and h forward; with the backward also g, h and dh again, dx and dg. Peers where they install: FLA's
 chunked and recurrent HGRN, which take `log f` and compute the same. Before anything is timed the result is checked in float64.
+`--selective`: instead the selective scan on a Hopper GPU, its two kernels for the backward in turns, forward, backward and both; before,
+their gradients are compared.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import timing
 import torch
 from torch import Tensor
 
-from flashmix import scan
+from flashmix import scan, selective_scan
 from flashmix.ops.scan.definition import scan as define
 
 CPU = ((1, 4096, 2560), (1, 2048, 512), (8, 512, 768))
+SELECTIVE = ((8, 2048, 4096), (32, 512, 4096))
 GPU = ((8, 4096, 4096), (1, 131072, 512), (1, 16384, 4096), (64, 512, 2048))
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -87,16 +90,68 @@ def rows(device: str) -> list[dict[str, Any]]:
     return found
 
 
+def selective_inputs(batch: int, tokens: int, width: int, states: int = 16) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = {name: torch.randn(batch, tokens, width, **half) for name in ("u", "dt", "z")}
+    x |= {name: torch.randn(batch, tokens, states, **half) for name in ("B", "C")}
+    rates = torch.arange(1.0, states + 1, device="cuda").expand(width, states)
+    weights = torch.randn(2, width, device="cuda")
+    return x | {"dt": x["dt"] - 3, "A": -rates.contiguous(), "D": weights[0], "dt_bias": weights[1]}
+
+
+def selective_forward(kernel: Any, leaves: dict[str, Tensor]) -> Tensor:
+    from flashmix.ops.selective_scan import gluon_hopper as hopper
+
+    hopper.BACKWARD = kernel  # its forward keeps the states that it needs
+    return selective_scan(**leaves, softplus=True, impl="gluon")[0]
+
+
+def selective_backward(kernel: Any, leaves: dict[str, Tensor], d_y: Tensor, y: Tensor | None = None) -> list[Tensor]:
+    """The gradients; without `y` the forward is run first."""
+    y = selective_forward(kernel, leaves) if y is None else y
+    return list(torch.autograd.grad(y, list(leaves.values()), d_y, retain_graph=True))
+
+
+def selective_rows() -> list[dict[str, Any]]:
+    from flashmix.ops.selective_scan import gluon_hopper as hopper
+
+    found = []
+    for shape in SELECTIVE:
+        leaves = {name: t.requires_grad_() for name, t in selective_inputs(*shape).items()}
+        d_y = torch.randn_like(leaves["u"])
+        plain = {name: t.detach() for name, t in leaves.items()}
+        runs: dict[str, Callable[[], Any]] = {}
+        gradients = {}
+        for name, kernel in (("halves", hopper.HALVES), ("pairs", hopper.PAIRS)):
+            y = selective_forward(kernel, leaves)
+            gradients[name] = selective_backward(kernel, leaves, d_y, y)
+            runs[f"{name} forward"] = partial(selective_forward, kernel, plain)
+            runs[f"{name} backward"] = partial(selective_backward, kernel, leaves, d_y, y)
+            runs[f"{name} forward and backward"] = partial(selective_backward, kernel, leaves, d_y)
+        for name, want, have in zip(leaves, gradients["halves"], gradients["pairs"], strict=True):
+            error = ((have.double() - want.double()).norm() / want.double().norm()).item()
+            print(f"gradient of {name}: the two kernels differ by {error:.1e}")
+            if not error < torch.finfo(torch.bfloat16).eps:
+                raise SystemExit("the kernels differ by more than a rounding step of bfloat16")
+        for name, ms in timing.cuda_medians(runs).items():
+            form, pass_ = name.split(" ", 1)
+            found.append({"shape": "x".join(map(str, shape)), "pass": pass_, "run": form, "ms": ms})
+            print(f"{found[-1]['shape']:>14} {pass_:>20} {form:>14} {ms:9.3f} ms")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--selective", action="store_true", help="the selective scan's two kernels for the backward")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = rows(device)
+    found = selective_rows() if options.selective else rows(device)
     if options.write:
-        print(timing.write_results(f"scan_{device}", found))
+        print(timing.write_results("selective_scan_backward" if options.selective else f"scan_{device}", found))
 
 
 if __name__ == "__main__":

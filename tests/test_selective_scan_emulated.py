@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from selective_cases import assert_scans, inputs
 from torch import Tensor
 
 from flashmix import Packing, explain, selective_scan
+from flashmix.ops.selective_scan import gluon_hopper
 
 STACK = 256  # bytes of spills in the backward: what its loads of the next tokens and addresses take, once every eight tokens
 Sizes = tuple[int, ...]
@@ -42,12 +43,19 @@ LONG: list[tuple[Sizes, Sizes]] = [
 ]
 
 
+@pytest.fixture(params=["HALVES", "PAIRS"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the kernels for the backward, as with and without `FLASHMIX_TRY_SELECTIVE_PAIRS=1`; its name."""
+    monkeypatch.setattr(gluon_hopper, "BACKWARD", getattr(gluon_hopper, request.param))
+    return gluon_hopper.BACKWARD.kernel.fn.__name__
+
+
 @pytest.mark.parametrize("sizes, lengths", CASES, ids=str)
-def test_the_kernels_are_the_definition(sizes: Sizes, lengths: Sizes) -> None:
+def test_the_kernels_are_the_definition(sizes: Sizes, lengths: Sizes, kernel: str) -> None:
     for extras in (True, False):
         with hopper_card() as launched:
             assert_scans(sizes, lengths, torch.bfloat16, "gluon", extras)
-        assert {"selective_hopper_kernel", "selective_backward_hopper_kernel"} <= set(launched)
+        assert {"selective_hopper_kernel", kernel} <= set(launched)
     with hopper_card():
         assert_scans(sizes, lengths, torch.float16, "gluon", True)
 
@@ -87,18 +95,19 @@ def calls(dtype: torch.dtype, lengths: Sizes, tokens: int, width: int, extras: b
 
 
 @pytest.mark.parametrize("extras", [True, pytest.param(False, marks=pytest.mark.whole)])
-def test_the_kernels_compile(extras: bool) -> None:
+def test_the_kernels_compile(extras: bool, kernel: str) -> None:
     with recording((9, 0)) as launches:
         calls(torch.bfloat16, () if extras else (3, 37), 40, 64, extras)
     for launch in launches:
         compiled = compile_launch(launch)
         if launch.name == "selective_hopper_kernel":
             assert compiled.stack == 0 and compiled.registers <= 168, compiled
-        elif launch.name == "selective_backward_hopper_kernel":  # eight programs a multiprocessor
+        elif launch.name == kernel:  # eight programs a multiprocessor
             assert compiled.stack <= STACK and compiled.shared <= 228 * 1024 // 8 - 1024, compiled
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes, lengths", [*CASES, *LONG], ids=str)
 def test_on_the_device(sizes: Sizes, lengths: Sizes) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -106,15 +115,17 @@ def test_on_the_device(sizes: Sizes, lengths: Sizes) -> None:
             assert_scans(sizes, lengths, dtype, "gluon", extras, "cuda")
 
 
-def everything_selected() -> Callable[[Tensor], Tensor]:
-    """The selective scan with everything that it has, of one tensor `[B, T, 40]`; A and D are on the device before a graph is captured."""
-    A, D = -random(40, 16, seed=1).abs().cuda(), random(40, seed=2).cuda()
+@cache
+def weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """A and D; they are on the device before a graph is captured."""
+    return -random(40, 16, seed=1).abs().to(device), random(40, seed=2).to(device)
 
-    def selected(u: Tensor) -> Tensor:
-        B, C = u[..., :16], u[..., 16:32]
-        return selective_scan(u, u, A, B, C, D=D, z=u, dt_bias=D, softplus=True, impl="gluon")[0]
 
-    return selected
+def selected(u: Tensor) -> Tensor:
+    """The selective scan with everything that it has, of one tensor `[B, T, 40]`."""
+    A, D = weights(u.device)
+    B, C = u[..., :16], u[..., 16:32]
+    return selective_scan(u, u, A, B, C, D=D, z=u, dt_bias=D, softplus=True, impl="gluon")[0]
 
 
 def test_what_is_taken_first() -> None:
@@ -127,9 +138,10 @@ def test_what_is_taken_first() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("kernel")
 def test_laws_on_the_device() -> None:
     """Bits of rows alone, of every run and in whatever memory; in a graph; compiled."""
-    x, selected = random(3, 150, 40).bfloat16(), everything_selected()
+    x = random(3, 150, 40).bfloat16()
     assert_rows_do_not_meet(selected, x.cuda())
     assert_repeats(lambda x: selected(x.cuda()).cpu(), x)
     want = results(lambda x: selected(x.cuda()).cpu(), [x])

@@ -15,6 +15,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -27,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashmix.gpu.tma import renamed
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_count", "await_readers", "coalesced",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_readers",
+    "close_copies", "coalesced", "copy_later",
     "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
     "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release", "retire",
     "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty", "wait_full",
@@ -37,6 +39,9 @@ __all__ = [
 copy_to_shared = renamed(tma, "async_copy_global_to_shared", "async_load")  # 3.8
 copy_to_global = renamed(tma, "async_copy_shared_to_global", "async_store")  # 3.8
 thread_barrier = renamed(gl, "thread_barrier", "barrier")  # 3.7
+copy_later = async_copy.async_copy_global_to_shared  # cp.async: numbers outside of the mask become zeros
+close_copies = async_copy.commit_group  # those since the last time are a group
+await_copies = async_copy.wait_group  # all groups but so many
 stores_done = tma.store_wait
 products_done = warpgroup_mma_wait
 expect = mbarrier.expect

@@ -18,7 +18,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compilers.gluon_memory import Described, Pointer, Shared, atomic_add, load, local, plain, storage, store
+from compilers.gluon_memory import (
+    Described,
+    Pointer,
+    Shared,
+    atomic_add,
+    await_copies,
+    close_copies,
+    copy_later,
+    load,
+    local,
+    plain,
+    storage,
+    store,
+)
 from compilers.gluon_roles import (
     Barriers,
     Baton,
@@ -64,8 +77,15 @@ def ex2(x: Tensor) -> Tensor:
     return torch.where(found < 2.0**-126, 0.0, found)
 
 
+def cut(x: Tensor) -> Tensor:
+    """What a tensor core sees of a number: of float32 the ten bits of TF32."""
+    return (
+        (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32) if x.dtype == torch.float32 else x.float()
+    )
+
+
 def mma_v2(a: Tensor, b: Tensor, acc: Tensor, **_: Any) -> Tensor:
-    return acc + a.float() @ b.float()
+    return acc + cut(a) @ cut(b)
 
 
 def dot(a: Tensor, b: Tensor, acc: Any = None, **_: Any) -> Tensor:
@@ -168,6 +188,9 @@ def language() -> Any:
 REPLACED: dict[str, Any] = {
     "copy_to_shared": copy_to_shared,
     "copy_to_global": copy_to_global,
+    "copy_later": copy_later,
+    "close_copies": close_copies,
+    "await_copies": await_copies,
     "stores_done": stores_done,
     "products_done": products_done,
     "warpgroup_mma": warpgroup_mma,
@@ -241,7 +264,8 @@ def run(kernel: Any, grid: int, structs: Sequence[Any], spec: Any, seed: int = 0
     with emulated(), torch.no_grad():
         for program in range(grid):
             local.baton, local.program = Baton(seed + program), (program, grid)
-            local.pending, local.stores, local.role, local.threads = [], [], "program", 32 * warps
+            local.pending, local.stores, local.copies = [], [], [[]]
+            local.role, local.threads = "program", 32 * warps
             local.baton.running = 1
             with local.baton.condition:
                 kernel.fn(*arguments, spec)

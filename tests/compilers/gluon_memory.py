@@ -13,9 +13,8 @@ from torch import Tensor
 
 from flashmix.gpu.tma import Tiles
 
-local = (
-    threading.local()
-)  # of a role: `baton`, `program`, `pending` products, `stores` not read yet, its name `role`, its `threads`
+# Of a role: `baton`, `program`, `pending` products, `stores` not read yet, `copies` on their way, its name `role`, its `threads`
+local = threading.local()
 
 
 def plain(x: Any) -> Any:
@@ -177,3 +176,20 @@ def atomic_add(pointer: Pointer, value: Any) -> Tensor:
     before = pointer.memory[at].clone()
     pointer.memory[at] = before + int(value)
     return before
+
+
+def copy_later(tile: Shared, pointer: Pointer, mask: Any = None) -> None:
+    """`cp.async`: NaN until its group is awaited."""
+    tile.memory.view(tile.dtype)[tile.where] = torch.full([], torch.nan, dtype=tile.dtype)
+    local.copies[-1].append((tile, pointer, mask))
+
+
+def close_copies() -> None:
+    local.copies.append([])
+
+
+def await_copies(left: Any) -> None:
+    """Makes the copies of all closed groups but the last `left` ones."""
+    while len(local.copies) - 1 > plain(left):
+        for tile, pointer, mask in local.copies.pop(0):
+            tile.store(load(pointer, mask))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from flashmix.gpu.rows import contiguous, sum_columns
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.selective_scan.call import SelectiveScanCall
 from flashmix.ops.selective_scan.gluon_hopper.backward import HopperGradients, selective_backward_hopper_kernel
+from flashmix.ops.selective_scan.gluon_hopper.backward_pairs import selective_backward_pairs_kernel
 from flashmix.ops.selective_scan.gluon_hopper.forward import (
-    CHUNK,
     HopperInputs,
     HopperStates,
     ScanHopperNumbers,
@@ -24,6 +26,18 @@ from flashmix.ops.selective_scan.gluon_hopper.forward import (
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
 
 __all__ = ["backward", "forward", "keeps"]
+
+
+class Backward(NamedTuple):
+    """A kernel for the backward, and the tokens from one kept state to the next."""
+
+    kernel: Any
+    chunk: int
+
+
+HALVES = Backward(selective_backward_hopper_kernel, 32)
+PAIRS = Backward(selective_backward_pairs_kernel, 16)  # has not run on a card: it serves only where it is asked for
+BACKWARD = PAIRS if os.environ.get("FLASHMIX_TRY_SELECTIVE_PAIRS") == "1" else HALVES
 
 
 def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -37,7 +51,7 @@ def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def keeps(call: SelectiveScanCall) -> Outputs:
     batch, tokens = call.u.shape[:2]
-    size = CHUNK.value
+    size = BACKWARD.chunk
     chunks = batch * cdiv(tokens, size) if call.packing is None else tokens // size + call.packing.count
     return (_empty(call, chunks, *call.A.shape),)
 
@@ -59,7 +73,7 @@ def backward(
     gradients = HopperGradients(
         d_y.contiguous(), found["u"], found["dt"], found.get("z"), shared, channels, rates, contiguous(d_last), start
     )
-    run = bound(selective_backward_hopper_kernel, spec, num_warps=1)
+    run = bound(BACKWARD.kernel, spec, num_warps=1)
     run(_programs(call, spec), _inputs(call), gradients, kept[0], _numbers(call))
     both = torch.empty((2, *call.B.shape), dtype=call.B.dtype, device=call.device)
     sum_columns(shared, both)
@@ -87,7 +101,7 @@ def _inputs(call: SelectiveScanCall) -> HopperInputs:
 
 def _spec(call: SelectiveScanCall) -> ScanHopperSpec:
     width = call.u.shape[2]
-    return ScanHopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus)
+    return ScanHopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus, BACKWARD.chunk)
 
 
 def _numbers(call: SelectiveScanCall) -> ScanHopperNumbers:

@@ -18,7 +18,6 @@ from flashmix.gpu.hopper import ex2, gl, gluon
 from flashmix.gpu.rows import activation, activation_slope, sigmoid
 from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.selective_scan.gluon_hopper.forward import (
-    CHUNK,
     all_of,
     many,
     numbers_of,
@@ -49,7 +48,6 @@ from flashmix.ops.selective_scan.gluon_hopper.layouts import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-GROUPS = gl.constexpr(4)  # of TOKENS in a chunk
 
 
 class HopperGradients(NamedTuple):
@@ -273,12 +271,12 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
     all_of(sums.skip).store(nothing)
     all_of(sums.bias).store(nothing)
     w = Work(place, n, rates, memory, sums, weights_here)
-    states = gl.allocate_shared_memory(gl.float32, [CHUNK // HALF - 1, CHANNELS, STATES], rows())
-    chunks = ((place.last - place.first + CHUNK - 1) // CHUNK).to(gl.int32)
+    states = gl.allocate_shared_memory(gl.float32, [S.CHUNK // HALF - 1, CHANNELS, STATES], rows())
+    chunks = ((place.last - place.first + S.CHUNK - 1) // S.CHUNK).to(gl.int32)
     for back in range(chunks):
         chunk = chunks - 1 - back
-        start = place.first + chunk * CHUNK
-        groups = gl.minimum((place.last - start + TOKENS - 1) // TOKENS, GROUPS).to(gl.int32)
+        start = place.first + chunk * S.CHUNK
+        groups = gl.minimum((place.last - start + TOKENS - 1) // TOKENS, S.CHUNK // TOKENS).to(gl.int32)
         keep_chunk(x, w, states_at(kept, place.chunk + chunk, place, S), states, start, groups, S)
         at = start + (groups - 1) * TOKENS
         u, raw, z = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), tokens_of(x.z, at, place, S)

@@ -18,7 +18,6 @@ from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS, STATES, TOKENS, rows, tile, tokens, weights
 
-CHUNK = gl.constexpr(32)  # tokens from one kept state to the next
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -50,6 +49,7 @@ class ScanHopperSpec(NamedTuple):
     SHARES: int  # G, groups of channels that share B and C
     BLOCKS: int  # of channels of such a group
     SOFTPLUS: bool
+    CHUNK: int  # tokens from one kept state to the next
 
 
 class ScanHopperNumbers(NamedTuple):
@@ -80,11 +80,11 @@ def place_of(x, n, S: gl.constexpr):
     if x.cu_seqlens is None:
         first = sequence.to(gl.int64) * n.tokens
         last = first + n.tokens
-        chunk = sequence * ((n.tokens + CHUNK - 1) // CHUNK)
+        chunk = sequence * ((n.tokens + S.CHUNK - 1) // S.CHUNK)
     else:
         first = gl.minimum(gl.maximum(gl.load(x.cu_seqlens + sequence).to(gl.int64), 0), n.tokens)
         last = gl.minimum(gl.maximum(gl.load(x.cu_seqlens + sequence + 1).to(gl.int64), first), n.tokens)
-        chunk = (first // CHUNK).to(gl.int32) + sequence  # packed there may be gaps between sequences
+        chunk = (first // S.CHUNK).to(gl.int32) + sequence  # packed there may be gaps between sequences
     count = gl.minimum(SIZE - part * CHANNELS, CHANNELS)
     return ChannelPlace(sequence, first, last, chunk, share, part, share * SIZE + part * CHANNELS, count)
 
@@ -238,8 +238,8 @@ def selective_hopper_kernel(x, y_ptr, states, n, S: gl.constexpr):
         u, raw, z = tokens_of(x.u, later, place, S), tokens_of(x.dt, later, place, S), tokens_of(x.z, later, place, S)
         B, C = weights_of(x.B, later, place, S), weights_of(x.C, later, place, S)
         if states.kept is not None:
-            if group % (CHUNK // TOKENS) == 0:
-                put_states(states.kept, place.chunk + group // (CHUNK // TOKENS), place, True, h, S)
+            if group % (S.CHUNK // TOKENS) == 0:
+                put_states(states.kept, place.chunk + group // (S.CHUNK // TOKENS), place, True, h, S)
         found = ()
         for i in gl.static_range(TOKENS):
             B_t, C_t = weights_of_token(reads_B, i), weights_of_token(reads_C, i)
