@@ -7,8 +7,10 @@ that is decided when triton is imported, so they run in a process of their own (
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +85,16 @@ def one_thread(same_threads: None) -> None:
 def deterministic_only(nan_filled_memory: None) -> None:
     """What torch calls not deterministic raises instead of warning."""
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """For tests that take tens of GiB of a GPU: one at a time, whatever the number of workers, and all of it is given back."""
+    with (Path(tempfile.gettempdir()) / "flashmix-tests-of-much-memory").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from test_recurrence import STAGES, same_bits
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops.recurrence.op import TRY_HEADS_OF_64
+from flashmix.ops.recurrence.op import TRY_HEADS_OF_256
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -34,12 +34,14 @@ HOPPER = [
     Case("hopper-none", "delta", "none", HV=2, K=72, V=128),
     Case("hopper-linear", "linear", "token", HV=2, K=128, V=96),
     Case("hopper-linear-channel", "linear", "channel", K=96, V=128),
+    Case("hopper-64-token", "delta", "token", K=64, V=64),
+    Case("hopper-64-none", "delta", "none", HV=2, K=64, V=64),
+    Case("hopper-64-linear", "linear", "token", HV=2, K=64, V=64),
 ]
-if TRY_HEADS_OF_64:  # else they are Triton's
+if TRY_HEADS_OF_256:  # else they are Triton's
     HOPPER += [
-        Case("hopper-64-token", "delta", "token", K=64, V=64),
-        Case("hopper-64-none", "delta", "none", HV=2, K=64, V=64),
-        Case("hopper-64-linear", "linear", "token", HV=2, K=64, V=64),
+        Case("hopper-256-token", "delta", "token", K=256, V=256),
+        Case("hopper-256-none", "delta", "none", HV=2, K=256, V=256),
     ]
 KINDS += HOPPER
 STATES = ("initial_state", "dinitial_state", "state")

@@ -100,6 +100,7 @@ def test_fault_01_more_than_65535_batches_and_heads(batch: int, heads: int, impl
         assert torch.equal(found[name][last], alone[name]), name
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_fault_02_tensors_past_2_to_the_31_elements(impl: str) -> None:
     """A million tokens with a window: the last ones are right, and so are their gradients."""
     tokens, seen = 1_100_000, 64

@@ -558,6 +558,7 @@ def with_kernel_gradients(op: str, call: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ROWWISE)
+@pytest.mark.usefixtures("much_memory")
 def test_fault_02_offsets_past_31_bits(op: str) -> None:
     """The last rows of a tensor past 2^31 elements are what they are alone, and so are their gradients."""
     one = on_gpu(op, 2)

@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, heads_of_64
+from test_recurrence_gpu import HOPPER_CASES, heads_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["heads_of_64"]  # a fixture
+__all__ = ["heads_of_256"]  # a fixture
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -33,12 +33,13 @@ CASES = [
     Case("64-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=64, V=64),
     Case("64-lone-token", "delta", "token", B=1, T=262, H=1, HV=1, K=64, V=64),
     Case("64-linear", "linear", "token", B=1, T=70, H=1, HV=1, K=64, V=64),
+    Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
-@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.usefixtures("heads_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -47,7 +48,8 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     output = "channel_output_kernel" if case.gate == "channel" else "output_backward_kernel"
-    assert {"state_forward_kernel", output} <= set(launched), launched
+    state = "wide_state_forward_kernel" if case.K > 128 else "state_forward_kernel"
+    assert {state, output} <= set(launched), launched
 
 
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
@@ -72,7 +74,7 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.usefixtures("heads_of_256")
 @pytest.mark.parametrize(
     "rule, D", [("delta", 128), ("linear", 128), pytest.param("delta", 64, marks=pytest.mark.whole)]
 )
@@ -97,9 +99,9 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str) -> None:
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.usefixtures("heads_of_256")
 @pytest.mark.whole
-@pytest.mark.parametrize("rule, D", [("delta", 128), ("delta", 64), ("linear", 64)])
+@pytest.mark.parametrize("rule, D", [("delta", 128), ("delta", 64), ("linear", 64), ("delta", 256)])
 def test_emulated_segments_are_within_budget(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence cut into segments, which Triton's kernels join."""
     cut_into(2, monkeypatch)
@@ -135,10 +137,12 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("tied", "token", 2, "zigzag", 264, 2, 64), marks=pytest.mark.whole),
         pytest.param(("tied", "token", 2, "contiguous", 140, 1, 64), marks=pytest.mark.whole),
         pytest.param(("linear", "token", 2, "contiguous", 264, 2, 64), marks=pytest.mark.whole),
+        pytest.param(("tied", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
+        pytest.param(("tied", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.usefixtures("heads_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

@@ -73,6 +73,14 @@ HOPPER_CASES = [
         for d in DECAYS
     ),
     *(Case(f"hopper-64-beta{beta:g}", "delta", "token", K=64, V=64, beta=beta) for beta in (0.0, 2.0)),
+    *(
+        Case(f"hopper-256-{gate}{n}", "delta", gate, **{"K": 256, "V": 256} | more)
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+        if "K" not in more and (gate == "token" or n in ("-T129", "-packed"))
+    ),
+    *(Case(f"hopper-256-decay{d}", "delta", "token", K=256, V=256, decay=d) for d in DECAYS),
+    *(Case(f"hopper-256-beta{beta:g}", "delta", "token", K=256, V=256, beta=beta) for beta in (0.0, 2.0)),
 ]
 INTERPRETED = (
     *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
@@ -114,13 +122,13 @@ def test_half_precision_is_within_budget(case, dtype):
 
 
 @pytest.fixture
-def heads_of_64(monkeypatch):
-    """As with `FLASHMIX_TRY_HEADS_OF_64=1`: the Hopper kernels take heads of 64 channels."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_64", True)
+def heads_of_256(monkeypatch):
+    """As with `FLASHMIX_TRY_HEADS_OF_256=1`: the Hopper kernels take heads of 256 channels."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_256", True)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("heads_of_64")
+@pytest.mark.usefixtures("heads_of_256")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

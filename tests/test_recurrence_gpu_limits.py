@@ -107,6 +107,7 @@ def assert_last_tokens(case: Case, x: dict[str, Tensor], count: int) -> None:
     ],
     ids=["values", "keys and decays", "states of chunks", "all of those"],
 )
+@pytest.mark.usefixtures("much_memory")
 def test_fault_02_more_elements_than_32_bits_count(T: int, K: int, V: int, gate: str) -> None:
     case = Case("hopper" if K == V == 128 else "", "delta", gate, B=1, T=T, H=80, HV=80, K=K, V=V, states=False)
     assert max(T * 80 * max(K, V), T // 64 * 80 * K * V) > 2**31
@@ -115,6 +116,7 @@ def test_fault_02_more_elements_than_32_bits_count(T: int, K: int, V: int, gate:
 
 @gpu
 @pytest.mark.parametrize("gate", ["token", "channel"])
+@pytest.mark.usefixtures("much_memory")
 def test_fault_02_a_million_tokens(gate: str) -> None:
     """Cut into segments where it has few heads: against the definition at its end, and against its halves."""
     case = Case("", "delta", gate, B=1, T=1_000_000, H=2, HV=2, K=64, V=64, states=False)

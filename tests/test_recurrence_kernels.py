@@ -218,23 +218,54 @@ HEADS_OF_64 = {
 }
 
 
-def test_hopper_kernels_of_64_channels_are_asked_for():
-    """They have not run on a card: see `TRY_HEADS_OF_64`."""
-    with pytest.raises(ValueError, match="head dimensions above 64"):
-        launches(NARROW, torch.bfloat16, (9, 0), "gluon")
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("case", HEADS_OF_64.values(), ids=HEADS_OF_64)
-def test_hopper_kernels_of_64_channels_compile(case, monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name not in ("two value heads", "linear")))
+        for name, case in HEADS_OF_64.items()
+    ],
+)
+def test_hopper_kernels_of_64_channels_compile(case):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_64", True)
     for launch in launches(case, torch.bfloat16, (9, 0), "gluon"):
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
         if launch.kernel.is_gluon():
             assert made.stack <= HEADS_OF_64_STACK.get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
+
+
+VERY_WIDE = replace(WIDE, K=256, V=256)
+HEADS_OF_256 = {
+    "one value head": replace(VERY_WIDE, HV=1),
+    "two value heads": VERY_WIDE,
+    "many heads": replace(VERY_WIDE, H=20, HV=80),
+    "no decay": replace(VERY_WIDE, gate="none"),
+    "packed": replace(VERY_WIDE, lengths=(60, 0, 70)),
+    "segments": replace(VERY_WIDE, T=8192, states=False),
+}
+# Bytes of stack, all but 12 to 20 a turn of the loop in front of it: addresses, and of segments the state that they start from.
+HEADS_OF_256_STACK = {"wide_state_forward_kernel": 192, "wide_state_backward_kernel": 40}
+
+
+def test_hopper_kernels_of_256_channels_are_asked_for():
+    """They have not run on a card: see `TRY_HEADS_OF_256`."""
+    with pytest.raises(ValueError, match="up to 128"):
+        launches(VERY_WIDE, torch.bfloat16, (9, 0), "gluon")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", HEADS_OF_256.values(), ids=HEADS_OF_256)
+def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
+    """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_256", True)
+    found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
+    assert set(HEADS_OF_256_STACK) <= {launch.name for launch in found}
+    for launch in found:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        assert made.stack <= HEADS_OF_256_STACK.get(launch.name, 0), (launch.name, made.stack)
+        assert not made.advice, (launch.name, made.advice)
 
 
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)

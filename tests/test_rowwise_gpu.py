@@ -472,6 +472,7 @@ def test_positions_past_the_table_are_bounded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1, 4096, 2**31 + 8])
+@pytest.mark.usefixtures("much_memory")
 def test_more_elements_than_32_bits_count(width: int) -> None:
     """The last row (or the last elements of the only one) of what is larger than 2^31 elements."""
     rows = max(1, (2**31 + 4096) // width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -115,17 +115,15 @@ def test_on_the_device(sizes: Sizes, lengths: Sizes) -> None:
             assert_scans(sizes, lengths, dtype, "gluon", extras, "cuda")
 
 
-@cache
-def weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """A and D; they are on the device before a graph is captured."""
-    return -random(40, 16, seed=1).abs().to(device), random(40, seed=2).to(device)
+def everything_selected() -> Callable[[Tensor], Tensor]:
+    """The selective scan with everything that it has, of one tensor `[B, T, 40]`; A and D are on the device before a graph is captured."""
+    A, D = -random(40, 16, seed=1).abs().cuda(), random(40, seed=2).cuda()
 
+    def selected(u: Tensor) -> Tensor:
+        B, C = u[..., :16], u[..., 16:32]
+        return selective_scan(u, u, A, B, C, D=D, z=u, dt_bias=D, softplus=True, impl="gluon")[0]
 
-def selected(u: Tensor) -> Tensor:
-    """The selective scan with everything that it has, of one tensor `[B, T, 40]`."""
-    A, D = weights(u.device)
-    B, C = u[..., :16], u[..., 16:32]
-    return selective_scan(u, u, A, B, C, D=D, z=u, dt_bias=D, softplus=True, impl="gluon")[0]
+    return selected
 
 
 def test_what_is_taken_first() -> None:
@@ -141,7 +139,7 @@ def test_what_is_taken_first() -> None:
 @pytest.mark.usefixtures("kernel")
 def test_laws_on_the_device() -> None:
     """Bits of rows alone, of every run and in whatever memory; in a graph; compiled."""
-    x = random(3, 150, 40).bfloat16()
+    x, selected = random(3, 150, 40).bfloat16(), everything_selected()
     assert_rows_do_not_meet(selected, x.cuda())
     assert_repeats(lambda x: selected(x.cuda()).cpu(), x)
     want = results(lambda x: selected(x.cuda()).cpu(), [x])

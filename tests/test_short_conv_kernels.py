@@ -428,6 +428,7 @@ def test_graphs_and_no_synchronisation() -> None:
 
 
 @GPU
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_31_elements_and_65535_rows() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     w = random(4096, 4, seed=1).cuda().bfloat16()

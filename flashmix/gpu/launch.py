@@ -117,6 +117,8 @@ class Code:
 
     def __init__(self, made: Any, gluon: bool) -> None:
         self.made, self.gluon, launcher = made, gluon, made.run  # `run` loads the code
+        if made.module is None:  # an earlier load failed, for want of memory say: `run` would not try again
+            made._init_handles()
         self.direct: tuple[Any, tuple[Any, ...]] | None = None
         described = any(str(kind).startswith("tensordesc") for kind in made.src.signature.values())
         self.maps = Maps(made.metadata.tensordesc_meta) if described else None

@@ -135,8 +135,30 @@ def by_triton(kernel: Any, grid: int, structs: tuple[Any, ...], spec: Spec) -> b
     return taken()
 
 
+def assert_loads_again(kernel: Any, grid: int, structs: tuple[Any, ...]) -> None:
+    """Code whose load failed, for want of memory, is loaded by the next call."""
+    utils, ours = triton.runtime.driver.active.utils, Kernel(kernel, Spec(128))
+    load = utils.load_binary
+
+    def refused(*args: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    utils.load_binary = refused
+    for _ in range(2):
+        try:
+            ours(grid, *structs)
+        except RuntimeError as error:
+            assert "out of memory" in str(error)
+        else:
+            raise AssertionError("the load was not asked for")
+    utils.load_binary = load
+    made = ours(grid, *structs)
+    assert made is not None and made.direct is not None and made.direct[1][0] == made.made.function is not None
+
+
 def main() -> None:
     without_a_gpu()
+    assert_loads_again(*calls(tensors(0))[0])
     spec, seen = Spec(64), 0
     first, second = tensors(0), tensors(16)
     moved = calls(second)

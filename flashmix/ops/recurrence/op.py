@@ -17,8 +17,8 @@ from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
 from flashmix.ops.recurrence.native.binding import missing
 
-# The Hopper kernels with tiles of 64 channels have not run on a card: they serve only where they are asked for.
-TRY_HEADS_OF_64 = os.environ.get("FLASHMIX_TRY_HEADS_OF_64") == "1"
+# The Hopper kernels with tiles of 256 channels have not run on a card: they serve only where they are asked for.
+TRY_HEADS_OF_256 = os.environ.get("FLASHMIX_TRY_HEADS_OF_256") == "1"
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
@@ -33,9 +33,13 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
         )
     K, V = call.K, call.V
-    tried = TRY_HEADS_OF_64 and K == V == 64 and call.decay is not Decay.CHANNEL
-    if not (tried or (64 < K <= 128 and 64 < V <= 128)) or K % 8 or V % 8:
-        return f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, got K = {K} and V = {V}"
+    narrow = K == V == 64 and call.decay is not Decay.CHANNEL
+    tried = TRY_HEADS_OF_256 and K == V == 256 and call.rule is Rule.TIED and call.decay is not Decay.CHANNEL
+    if not (narrow or tried or (64 < K <= 128 and 64 < V <= 128)) or K % 8 or V % 8:
+        return (
+            "its tiles hold head dimensions above 64 and up to 128, multiples of 8, and 64 of both without a decay per channel, "
+            f"got K = {K} and V = {V}"
+        )
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens >= 2**28:

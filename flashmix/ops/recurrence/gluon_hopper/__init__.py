@@ -36,7 +36,9 @@ from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
+from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
+from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkValues, KeyGradients
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
@@ -216,8 +218,8 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
 
 def results(call: RecurrenceCall) -> Gradients:
-    """Memory for the gradients: those of keys with a decay per channel by value head, that of a decay per head by token in float32, and
-    in float32 that of a float64 decay per channel, which the copy engine does not write.
+    """Memory for the gradients: those of keys with a decay per channel or 256 channels by value head, that of a decay per head by token in
+    float32, and in float32 that of a float64 decay per channel, which the copy engine does not write.
     """
     make_like = torch.zeros_like if call.packed else torch.empty_like
     found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
@@ -227,8 +229,9 @@ def results(call: RecurrenceCall) -> Gradients:
         narrow = decay.dtype == torch.float64 and call.decay is Decay.CHANNEL
         like, dtype = (decay, decay.dtype) if decay.dim() > 1 else (per_token, torch.float32)
         found["log_decay"] = make_like(like, dtype=torch.float32 if narrow else dtype)
-        if call.decay is Decay.CHANNEL and call.heads != call.value_heads:
-            found |= {name: make_like(decay, dtype=call.dtype) for name in ("q", "k")}
+    if (call.decay is Decay.CHANNEL or max(call.K, call.V) > 128) and call.heads != call.value_heads:
+        shape = *call.v.shape[:3], call.K
+        found |= {name: call.v.new_zeros(shape) if call.packed else call.v.new_empty(shape) for name in ("q", "k")}
     if call.initial_state is not None:
         found["initial_state"] = torch.empty_like(call.initial_state)
     return found
@@ -267,7 +270,9 @@ def gradients(
     sent = descriptors.states(dstates, 64, run.plan.width), run.tokens(found["v"], 64)
     run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     values = do, found["v"], nu, states, dstates
-    if decayed is None:
+    if decayed is None and run.plan.width == 256:
+        output_backward_of_wide(run.base, values, others[1], found)
+    elif decayed is None:
         output_backward(run, values, reads, found)
     else:
         output_backward_of_channels(run.base, run.plan, run.n, decayed, values, found)
@@ -331,6 +336,16 @@ def state_output(
     n = run.segmented if joined else run.n
     kernel = run.plan.state_output_save if states else run.plan.state_output
     kernel(run.state_programs, *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n)
+
+
+def output_backward_of_wide(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
+    """The same with 256 channels by Triton's kernel: gradients of keys by value head; dA passes through memory."""
+    do, dr, nu, states, dstates = values
+    call = run.call
+    inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, call.log_decay, None)
+    out = KeyGradients((found["q"], None), (found["k"],), found["beta"], found.get("log_decay"), dA)
+    x = ChunkValues((do, dr), (nu,), states, dstates)
+    run.plan.output(run.chunk_programs, None, inputs, x, out, run.where, run.n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

@@ -24,10 +24,16 @@ VECTORS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
+def sums(width):
+    """The layout of `[64, width]` sums of products, by products of at most 128 columns: ptxas refuses one of 256 with `maxnreg` 128."""
+    return accumulator(min(width, 128))
+
+
+@gluon.constexpr_function
 def rows(width):
-    return gl.SliceLayout(1, accumulator(width))
+    return gl.SliceLayout(1, sums(width))
 
 
 @gluon.constexpr_function
 def columns(width):
-    return gl.SliceLayout(0, accumulator(width))
+    return gl.SliceLayout(0, sums(width))

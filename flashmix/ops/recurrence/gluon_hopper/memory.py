@@ -27,8 +27,8 @@ class CallMemory(NamedTuple):
 
     # Kept: T (without corrections nothing), vectors of chunks; of segments the maps and the states that they start from. What the
     # backward works on: the gradients of the states that chunks leave; of segments what they send back and receive. Either: the states
-    # that chunks start from, and nu unless it is V. A per-channel decay has its pairs made again, among the decayed keys, the decay of
-    # whole chunks, sums of decays, their reach and marks of chunks.
+    # that chunks start from, nu unless it is V, and with 256 channels what Triton's output backward passes through memory. A per-channel
+    # decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays, their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
     kept: tuple[MemoryPart, ...]
     decayed: tuple[MemoryPart, ...]
@@ -83,6 +83,8 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
         ]
     work = [MemoryPart(dtype, (chunks, HV, V, K))]
     states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
+    if max(K, V) > 128:
+        states.append(MemoryPart(dtype, (chunks, HV, 2, 64, 64)))
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
         under = K if corrected else 1
@@ -93,8 +95,8 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
 
 
 def keeps_states(call: RecurrenceCall) -> bool:
-    """Whether the forward keeps the states of chunks: with a decay per channel they have no room beside the keys."""
-    return KEEP_STATES and call.decay is not Decay.CHANNEL
+    """Whether the forward keeps the states of chunks: they have no room beside the keys of a decay per channel or 256 channels."""
+    return KEEP_STATES and call.decay is not Decay.CHANNEL and max(call.K, call.V) <= 128
 
 
 def aligned(x: Tensor) -> Tensor:

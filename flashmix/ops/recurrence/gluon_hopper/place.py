@@ -35,9 +35,10 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
     """
     program = gl.program_id(0)
     channel = 0
-    if S.BV > S.WARPGROUPS * 64:
-        channel = (program % 2) * 64
-        program = program // 2
+    PARTS: gl.constexpr = S.BV // (S.WARPGROUPS * 64)
+    if PARTS > 1:
+        channel = (program % PARTS) * (S.WARPGROUPS * 64)
+        program = program // PARTS
     identity = 0
     if MAPS:
         if S.CORRECTED:

@@ -17,6 +17,8 @@ from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
+from flashmix.ops.recurrence.gluon_hopper.wide_state import wide_state_forward_kernel
+from flashmix.ops.recurrence.gluon_hopper.wide_state_backward import wide_state_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.plan import Plan
 
 
@@ -48,8 +50,10 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     the values each; the bits are the same.
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
-    width = 64 if max(call.K, call.V) <= 64 else 128
-    warpgroups = 1 if width == 64 or 2 * programs <= gpu.target(call.device).multiprocessors else 2
+    widest = max(call.K, call.V)
+    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    few = width == 128 and 2 * programs <= gpu.target(call.device).multiprocessors
+    warpgroups = 1 if width == 64 or few else 2
     basic = HopperSpec(
         HV=call.value_heads,
         GROUP=call.value_heads // call.heads,
@@ -102,12 +106,21 @@ def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
     programs a multiprocessor.
     """
     made = queries and not spec.CHANNEL
+    if spec.BK == 256:
+        return _wide_state(kernel, spec, made)
     registers = 128 if spec.WARPGROUPS + made == 3 else 168
     if spec.BK == 64:
         stages, registers = (4, 168) if made else (3, 128)
         spec = spec._replace(KEYS=stages, VALUES=stages, PAIRS=stages)
     spec = spec._replace(READS=spec.CORRECTED + (queries and spec.CHANNEL), MAKES=made)
     return Kernel(kernel, spec, num_warps=4, maxnreg=registers)
+
+
+def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
+    """A state pass with 256 channels: what A_qb is made of takes the room of a stage of keys, of values and of T."""
+    wide = wide_state_forward_kernel if kernel is state_forward_kernel else wide_state_backward_kernel
+    stages = {"KEYS": 2, "VALUES": 2, "PAIRS": 1} if made else {"KEYS": 3, "VALUES": 2, "PAIRS": 2}
+    return Kernel(wide, spec._replace(MAKES=made, **stages), num_warps=4, maxnreg=128 if made else 168)
 
 
 def _output(spec: HopperSpec) -> Kernel:

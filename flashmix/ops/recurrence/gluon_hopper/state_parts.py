@@ -11,7 +11,6 @@ keys that lie in shared memory for them: no kernel writes it and none reads it.
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    accumulator,
     allocate_barriers,
     copy_to_global,
     copy_to_shared,
@@ -30,7 +29,7 @@ from flashmix.gpu.hopper import (
     wait_empty,
     wait_full,
 )
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32, TILE, VECTOR, columns, rows
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32, TILE, VECTOR, columns, rows, sums
 from flashmix.ops.recurrence.gluon_hopper.place import (
     OUTSIDE,
     fetch_tile,
@@ -118,11 +117,27 @@ def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.c
 
 
 @gluon.jit
+def fetch_values(d, at, t, row, n, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """Copies the values of a chunk, or of a map's M none, and its vectors into their stage, when it is free."""
+    v_d, vec_d = d
+    WARPGROUPS: gl.constexpr = S.WARPGROUPS
+    wait_empty(bars.v.empty, n)
+    bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
+    t_v = t
+    if MAPS:
+        if S.CORRECTED:
+            t_v = gl.where(at.map == 1, OUTSIDE, t)
+    for w in gl.static_range(WARPGROUPS):
+        tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
+        fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
+    fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
+
+
+@gluon.jit
 def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
-    WARPGROUPS: gl.constexpr = S.WARPGROUPS
     TILES: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of a chunk in memory
     count = at.count
     if BACK:
@@ -134,16 +149,7 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
             chunk = at.begin + n
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
-        wait_empty(bars.v.empty, n)
-        bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
-        t_v = t
-        if MAPS:
-            if S.CORRECTED:
-                t_v = gl.where(at.map == 1, OUTSIDE, t)
-        for w in gl.static_range(WARPGROUPS):
-            tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
-            fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
-        fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
+        fetch_values((v_d, vec_d), at, t, row, n, tiles, bars, MAPS, S)
         if S.READS > 0:
             wait_empty(bars.A.empty, n)
             bar = expect_bytes(bars.A.full, n, S.READS * 64 * 64 * 2)
@@ -151,6 +157,22 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
             fetch_tile(A_d, [to, 0], bar, tiles.A.index(n % S.PAIRS))
         wait_empty(bars.k.empty, n)
         fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
+
+
+@gluon.jit
+def put_query_pairs(q, k, vectors, stage, made, scale, z):
+    """A_qb of a chunk (3.1) into a shared tile, [C, C], of its queries, keys and vectors; `z` is an opaque zero."""
+    for half in gl.static_range(2):  # of the queries, the columns of the transposed tile: registers are scarce
+        A = product(k, q.slice(half * 32, 32, dim=0).permute((1, 0)), ACC_32, 64, 32)  # [C, C / 2]
+        key = gl.arange(0, 64, ROWS_32) + z
+        query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
+        G = vector(vectors, stage, ROWS_32)
+        beta = vector(vectors, stage + BETA, ROWS_32)
+        G_query = vectors.index(stage).slice(half * 32, 32, dim=0).load(COLUMNS_32)  # [C / 2]
+        A = products_done(0, deps=[A])
+        A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * (beta * scale)[:, None])
+        A = gl.where(query[None, :] >= key[:, None], A, 0.0)
+        made.slice(half * 32, 32, dim=0).permute((1, 0)).store(A.to(k.dtype))
 
 
 @gluon.jit
@@ -169,17 +191,7 @@ def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
         wait_full(bars.k.full, n)
         wait_full(bars.v.full, n)
         wait_empty(bars.made.empty, n)
-        for half in gl.static_range(2):  # of the queries, the columns of the transposed tile: registers are scarce
-            A = product(k, q.slice(half * 32, 32, dim=0).permute((1, 0)), ACC_32, 64, 32)  # [C, C / 2]
-            key = gl.arange(0, 64, ROWS_32) + z
-            query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
-            G = vector(tiles.vectors, stage, ROWS_32)
-            beta = vector(tiles.vectors, stage + BETA, ROWS_32)
-            G_query = tiles.vectors.index(stage).slice(half * 32, 32, dim=0).load(COLUMNS_32)  # [C / 2]
-            A = products_done(0, deps=[A])
-            A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * (beta * numbers.scale)[:, None])
-            A = gl.where(query[None, :] >= key[:, None], A, 0.0)
-            made.slice(half * 32, 32, dim=0).permute((1, 0)).store(A.to(tiles.k.dtype))
+        put_query_pairs(q, k, tiles.vectors, stage, made, numbers.scale, z)
         release(bars.k.empty, n)
         release(bars.v.empty, n)
         fence_async_shared()
@@ -237,7 +249,7 @@ def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
         return gl.where((v[:, None] == k[None, :]) & (at.map == 1), 1.0, 0.0)
     else:
         BK: gl.constexpr = S.BK
-        return gl.zeros([64, BK], gl.float32, accumulator(BK))
+        return gl.zeros([64, BK], gl.float32, sums(BK))
 
 
 @gluon.jit

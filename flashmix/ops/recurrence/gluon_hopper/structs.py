@@ -159,6 +159,18 @@ class StateBarriers(NamedTuple):
     made: Ring
 
 
+class WideBarriers(NamedTuple):
+    """The rings of a state pass with 256 channels; `states` and `tokens` only with outputs, a buffer for each warpgroup."""
+
+    k: Ring
+    q: Ring
+    v: Ring
+    A: Ring  # of T
+    made: Ring  # of A_qb, backward
+    states: Ring  # S in 16 bits, for the warpgroup of the outputs
+    tokens: Ring  # nu, likewise
+
+
 class OutputTiles(NamedTuple):
     """Shared memory of the output's backward."""
 
