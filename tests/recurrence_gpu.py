@@ -11,7 +11,6 @@ from test_recurrence import STAGES, same_bits
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops.recurrence.op import TRY_HEADS_OF_256
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -37,12 +36,9 @@ HOPPER = [
     Case("hopper-64-token", "delta", "token", K=64, V=64),
     Case("hopper-64-none", "delta", "none", HV=2, K=64, V=64),
     Case("hopper-64-linear", "linear", "token", HV=2, K=64, V=64),
+    Case("hopper-256-token", "delta", "token", K=256, V=256),
+    Case("hopper-256-none", "delta", "none", HV=2, K=256, V=256),
 ]
-if TRY_HEADS_OF_256:  # else they are Triton's
-    HOPPER += [
-        Case("hopper-256-token", "delta", "token", K=256, V=256),
-        Case("hopper-256-none", "delta", "none", HV=2, K=256, V=256),
-    ]
 KINDS += HOPPER
 STATES = ("initial_state", "dinitial_state", "state")
 

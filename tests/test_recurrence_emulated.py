@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, heads_of_256
+from test_recurrence_gpu import HOPPER_CASES, segments_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["heads_of_256"]  # a fixture
+__all__ = ["segments_of_256"]  # a fixture
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -39,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("heads_of_256")
+@pytest.mark.usefixtures("segments_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -74,7 +74,7 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.usefixtures("heads_of_256")
+@pytest.mark.usefixtures("segments_of_256")
 @pytest.mark.parametrize(
     "rule, D", [("delta", 128), ("linear", 128), pytest.param("delta", 64, marks=pytest.mark.whole)]
 )
@@ -99,7 +99,7 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str) -> None:
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("heads_of_256")
+@pytest.mark.usefixtures("segments_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("rule, D", [("delta", 128), ("delta", 64), ("linear", 64), ("delta", 256)])
 def test_emulated_segments_are_within_budget(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("heads_of_256")
+@pytest.mark.usefixtures("segments_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

@@ -122,13 +122,12 @@ def test_half_precision_is_within_budget(case, dtype):
 
 
 @pytest.fixture
-def heads_of_256(monkeypatch):
-    """As with `FLASHMIX_TRY_HEADS_OF_256=1`: the Hopper kernels take heads of 256 channels."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_256", True)
+def segments_of_256(monkeypatch):
+    """As with `FLASHMIX_TRY_SEGMENTS_OF_256=1`: the Hopper kernels take heads of 256 channels in segments."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("heads_of_256")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

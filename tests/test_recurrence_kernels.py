@@ -248,17 +248,25 @@ HEADS_OF_256 = {
 HEADS_OF_256_STACK = {"wide_state_forward_kernel": 192, "wide_state_backward_kernel": 40}
 
 
-def test_hopper_kernels_of_256_channels_are_asked_for():
-    """They have not run on a card: see `TRY_HEADS_OF_256`."""
-    with pytest.raises(ValueError, match="up to 128"):
-        launches(VERY_WIDE, torch.bfloat16, (9, 0), "gluon")
+def test_segments_of_256_channels_are_asked_for():
+    """They have not run on a card: see `TRY_SEGMENTS_OF_256`."""
+    with pytest.raises(ValueError, match="FLASHMIX_TRY_SEGMENTS_OF_256"):
+        launches(HEADS_OF_256["segments"], torch.bfloat16, (9, 0), "gluon")
+    for case in (HEADS_OF_256["many heads"], replace(HEADS_OF_256["segments"], H=9, HV=9)):  # more heads: no segments
+        plan = {launch.name for launch in launches(case, torch.bfloat16, (9, 0), "gluon")}
+        assert "wide_state_forward_kernel" in plan and "segments_forward_kernel" not in plan
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("case", HEADS_OF_256.values(), ids=HEADS_OF_256)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name != "two value heads"))
+        for name, case in HEADS_OF_256.items()
+    ],
+)
 def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_HEADS_OF_256", True)
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
     found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
     assert set(HEADS_OF_256_STACK) <= {launch.name for launch in found}
     for launch in found:

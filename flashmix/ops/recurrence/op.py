@@ -17,8 +17,8 @@ from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
 from flashmix.ops.recurrence.native.binding import missing
 
-# The Hopper kernels with tiles of 256 channels have not run on a card: they serve only where they are asked for.
-TRY_HEADS_OF_256 = os.environ.get("FLASHMIX_TRY_HEADS_OF_256") == "1"
+# Segments of heads of 256 channels have not run on a card by the Hopper kernels, which take them only where they are asked for.
+TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
@@ -34,11 +34,15 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
         )
     K, V = call.K, call.V
     narrow = K == V == 64 and call.decay is not Decay.CHANNEL
-    tried = TRY_HEADS_OF_256 and K == V == 256 and call.rule is Rule.TIED and call.decay is not Decay.CHANNEL
-    if not (narrow or tried or (64 < K <= 128 and 64 < V <= 128)) or K % 8 or V % 8:
+    wide = K == V == 256 and call.rule is Rule.TIED and call.decay is not Decay.CHANNEL
+    if not (narrow or wide or (64 < K <= 128 and 64 < V <= 128)) or K % 8 or V % 8:
         return (
-            "its tiles hold head dimensions above 64 and up to 128, multiples of 8, and 64 of both without a decay per channel, "
-            f"got K = {K} and V = {V}"
+            "its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel 64 of both and, "
+            f"of the delta rule, 256, got K = {K} and V = {V}"
+        )
+    if wide and not (TRY_SEGMENTS_OF_256 or call.packed or call.tokens < 8192 or call.value_heads > 8):
+        return (
+            "heads of 256 channels in segments, few and of at least 8192 tokens, are for FLASHMIX_TRY_SEGMENTS_OF_256=1"
         )
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"

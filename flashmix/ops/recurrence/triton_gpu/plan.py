@@ -139,6 +139,7 @@ def cached_plan(kind: Kind, sizes: Sizes, segments: int, float32_precision: str)
     join = ChunkSpec(
         0, 0, kind.K, kind.V, DIAGONAL=kind.rule is Rule.LINEAR, TRANSPOSED=sizes.transposed,
         PRECISION=own.segment_precision, BK=padded(kind.K), BN=own.join.BK, BV=own.join.BV,
+        STAGES=own.join.stages,
     )  # fmt: skip
     enter = join._replace(BN=own.enter.BK, BV=own.enter.BV)
     return Plan(

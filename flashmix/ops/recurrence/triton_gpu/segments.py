@@ -99,7 +99,7 @@ def write_products(maps, products, row, block, n, FROM_END: tl.constexpr, S: tl.
     else:
         product = load_map(maps, index, rs, ks, S)  # M^T, [BV, BK]
     tl.store(product_tile(products, index, rs, ks, S), product, mask=product_mask(rs, ks, S))
-    for passed in tl.range(1, n.segments, num_stages=2):
+    for passed in tl.range(1, n.segments, num_stages=S.STAGES):
         at = index - passed if FROM_END else index + passed
         if S.DIAGONAL:
             product *= load_diagonal(maps, at, ks, S)  # [1, BK]
@@ -142,7 +142,7 @@ def segments_forward_kernel(maps, initial_state, starts, last, products, n, S: t
         state = tl.load(state_tile(initial_state, row, vs, ks, S), mask=mask, other=0.0)  # [BV, BK]
     first = row * n.segments
     tl.store(saved_tile(starts, first, vs, ks, S), state, mask=mask)
-    for segment in tl.range(0, n.segments - 1, num_stages=2):
+    for segment in tl.range(0, n.segments - 1, num_stages=S.STAGES):
         index = first + segment
         if S.BN < S.BK:  # BN columns at a time, put together in memory
             for k0 in tl.range(0, S.K, S.BN, num_stages=1):
@@ -187,7 +187,7 @@ def segments_backward_kernel(maps, ends, final_state, starts, first, products, n
         dstate = tl.load(state_tile(final_state, row, vs, ks, S), mask=mask, other=0.0)  # [BV, BK]
     last = row * n.segments + n.segments - 1
     tl.store(saved_tile(starts, last, vs, ks, S), dstate, mask=mask)
-    for back in tl.range(0, n.segments - 1, num_stages=2):
+    for back in tl.range(0, n.segments - 1, num_stages=S.STAGES):
         index = last - back
         if S.BN < S.BK:  # BN columns at a time, put together in memory
             for k0 in tl.range(0, S.K, S.BN, num_stages=1):

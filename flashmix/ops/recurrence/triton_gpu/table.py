@@ -82,8 +82,9 @@ HOPPER: Rows = {
     },
     "pairs": {("dplr", ALL, ALL): (16, 64), ("", ALL, ALL): (32, 64)},
     "values": {("", ALL, 128): (32, 128), ("", ALL, ALL): (32, 64)},
-    # All of a map in one tile, [K, K] in float32, or where it would not fit some of its columns.
-    "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (64, 16)},
+    # All of a map in one tile, [K, K] in float32, or where it would not fit some of its columns. With a map more on its way a
+    # join of 16 segments of 8 heads of 128 channels takes 8 us less of 30.
+    "join": {("linear", ALL, ALL): (ALL, 16, 4, 2), ("", 128, ALL): (ALL, 16, 4, 3), ("", ALL, ALL): (64, 16, 4, 2)},
     "enter": {("linear", ALL, ALL): (ALL, 64), ("", ALL, ALL): (32, 64, 8)},
 }  # fmt: skip
 # 163 KiB of shared memory and the matrix instructions of Ampere
@@ -97,6 +98,7 @@ AMPERE: Rows = HOPPER | {
     },
     "output": {("", ALL, 128): (32, 128), ("", ALL, ALL): (32, 64)},
     "pairs": {("", ALL, ALL): (16, 64, 8)},
+    "join": {("linear", ALL, ALL): (ALL, 16, 4, 2), ("", 128, ALL): (ALL, 16, 4, 2), ("", ALL, ALL): (64, 16, 4, 2)},
 }  # fmt: skip
 # the same instructions with 99 KiB
 SMALL: Rows = AMPERE | {
@@ -108,7 +110,7 @@ SMALL: Rows = AMPERE | {
 }
 # newer cards with 99 KiB
 SMALL_BLACKWELL: Rows = HOPPER | {
-    "enter": SMALL["enter"],
+    "enter": SMALL["enter"], "join": SMALL["join"],
     "state": {
         ("", 128, ALL): (ALL, 64), ("channel", ALL, ALL): (ALL, 32), ("tied", ALL, ALL): (ALL, 64, 8), ("", ALL, ALL): (ALL, 32),
     },
@@ -138,7 +140,7 @@ FLOAT32: Rows = {
     },
     "pairs": {("", ALL, ALL): (32, 32)},
     "values": {("", ALL, ALL): (32, 32)},
-    "join": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (16, 16)},
+    "join": {("linear", ALL, ALL): (ALL, 16, 4, 2), ("", 128, ALL): (ALL, 16, 4, 2), ("", ALL, ALL): (16, 16, 4, 2)},
     "enter": {("linear", ALL, ALL): (ALL, 16), ("", 128, ALL): (ALL, 16), ("", ALL, ALL): (16, 16)},
 }  # fmt: skip
 FLOAT32["maps"] = FLOAT32["state"]
