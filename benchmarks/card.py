@@ -2,9 +2,10 @@
 
     python benchmarks/card.py --out FOLDER [--jobs tests recurrence:240 ...] [--seconds 540] [--missing FOLDER/missing.txt] [--list]
 
-A job is a command of this repository with the seconds that it may take (`NAME:SECONDS` gives it others); what is left of it then is
-ended. Jobs that measure have the first GPU, one after the other. Jobs that check run beside them on the second one; on a machine with
-one GPU they come first. Each job has a log in `--out`, and the benchmarks' JSON goes there too; a line a job is printed when it ends.
+A job is a command of this repository with the seconds that it may take (`NAME:SECONDS` gives it others); then it is interrupted, and ended
+15 seconds later. Jobs that measure have the first GPU, one after the other. Jobs that check run beside them on the second one; on a
+machine with one GPU they come first. Each job has a log in `--out`, and the benchmarks' JSON goes there too; a line a job is printed
+when it ends.
 
 GPU tests that were not reached are listed in `missing.txt`; `--missing` runs these alone. The compile cache is `--out`/../triton, so that
 a second command finds what the first one compiled. Peers (flash-linear-attention, FlashAttention-4, FlashQLA) are measured where
@@ -14,6 +15,7 @@ they can be imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -28,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = os.cpu_count() or 1
+GRACE = 15  # seconds that a job has to end when it is asked to
 PASSED = re.compile(r"(?:PASSED|SKIPPED|XFAIL) (tests/\S.*?)(?: <- .*)?\s*$", re.MULTILINE)
 
 
@@ -44,7 +47,11 @@ class Job:
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
-    "tests": Job("python -m pytest -m gpu -vv -p no:cacheprovider -n {cores} --dist worksteal tests", 500, False),
+    "tests": Job(
+        "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2 tests",
+        500,
+        False,
+    ),
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     # measurements
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
@@ -107,7 +114,11 @@ def run_job(name: str, job: Job, seconds: float, device: str, options: argparse.
         try:
             ended = f"exit status {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.send_signal(signal.SIGINT)  # so that tests say what failed until then
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             ended = f"ended after its {seconds:.0f} s"
     return f"{name}: {ended}, {time.monotonic() - begun:.0f} s"
 

@@ -17,8 +17,12 @@ def card() -> Any:
 
 def test_a_job_that_takes_too_long_is_ended_and_the_next_one_runs(card, monkeypatch, tmp_path, capsys) -> None:
     quick = "python -c \"import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['BENCHMARK_RESULTS'])\""
+    slow = "python -c \"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('what there is')\""
+    stubborn = 'python -c "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"'
+    monkeypatch.setattr(card, "GRACE", 1)
     jobs = {
-        "slow": card.Job('python -c "import time; time.sleep(60)"', 1),
+        "slow": card.Job(slow, 2),
+        "stubborn": card.Job(stubborn, 1),
         "quick": card.Job(quick, 20),
         "check": card.Job(quick, 20, False),
     }
@@ -27,7 +31,8 @@ def test_a_job_that_takes_too_long_is_ended_and_the_next_one_runs(card, monkeypa
     monkeypatch.setattr(sys, "argv", ["card.py", "--out", str(tmp_path)])
     card.main()
     printed = capsys.readouterr().out
-    assert "slow: ended after its 1 s" in printed
+    assert "slow: ended after its 2 s" in printed and "stubborn: ended after its 1 s" in printed
+    assert (tmp_path / "slow.log").read_text() == "what there is\n"  # it was asked first
     assert "quick: exit status 0" in printed and "check: exit status 0" in printed
     assert (tmp_path / "quick.log").read_text().split() == ["3", str(tmp_path)]
     assert (tmp_path / "check.log").read_text().split()[0] == "5"
