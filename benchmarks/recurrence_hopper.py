@@ -46,6 +46,11 @@ ROWS = (
     Row("kda", 8, 4096, 16, 16),
     Row("kda", 1, 8192, 96, 96),
     *(Row(rule, 8, 4096, 16, 16) for rule in ("delta_rule", "simple_gla", "retention", "gla", "rwkv7")),
+    *(Row("gated_delta_rule", 8, 4096, 16, 16, *widths) for widths in ((128, 64), (64, 128))),
+    *(
+        Row("simple_gla", *sizes, 128, 64) for sizes in ((8, 4096, 16, 16), (4, 4096, 1, 80))
+    ),  # the latter Mamba-2's of 2.7B
+    Row("retention", 8, 4096, 16, 16, 64, 128),
 )
 WIDTH, KEY_HEADS, VALUE_HEADS, CHANNELS, TOKENS = 2048, 16, 32, 128, 8192  # of the layer
 

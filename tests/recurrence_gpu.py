@@ -11,6 +11,7 @@ from test_recurrence import STAGES, same_bits
 from torch import Tensor
 
 from flashmix import Packing
+from flashmix.ops.recurrence.op import TRY_MIXED_HEADS
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -39,6 +40,13 @@ HOPPER = [
     Case("hopper-256-token", "delta", "token", K=256, V=256),
     Case("hopper-256-none", "delta", "none", HV=2, K=256, V=256),
 ]
+if TRY_MIXED_HEADS:  # else they are Triton's
+    HOPPER += [
+        Case("hopper-128-64-token", "delta", "token", K=128, V=64),
+        Case("hopper-128-64-linear", "linear", "token", HV=2, K=128, V=64),
+        Case("hopper-64-128-token", "delta", "token", HV=2, K=64, V=128),
+        Case("hopper-64-128-linear", "linear", "head", K=64, V=128),
+    ]
 KINDS += HOPPER
 STATES = ("initial_state", "dinitial_state", "state")
 

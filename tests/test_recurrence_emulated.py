@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, segments_of_256
+from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, segments_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["segments_of_256"]  # a fixture
+__all__ = ["mixed_heads", "segments_of_256"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -33,13 +33,18 @@ CASES = [
     Case("64-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=64, V=64),
     Case("64-lone-token", "delta", "token", B=1, T=262, H=1, HV=1, K=64, V=64),
     Case("64-linear", "linear", "token", B=1, T=70, H=1, HV=1, K=64, V=64),
+    Case("128-64-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=128, V=64),
+    Case("128-64-linear", "linear", "token", B=1, T=70, H=1, HV=2, K=128, V=64),
+    Case("64-128-lone-token", "delta", "token", B=1, T=134, H=1, HV=1, K=64, V=128),
+    Case("64-128-linear", "linear", "token", B=1, T=70, H=1, HV=2, K=64, V=128),
+    Case("narrow-K48V40", "delta", "token", B=1, T=70, H=1, HV=2, K=48, V=40),
     Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
-@pytest.mark.usefixtures("segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -74,13 +79,23 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.usefixtures("segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
 @pytest.mark.parametrize(
-    "rule, D", [("delta", 128), ("linear", 128), pytest.param("delta", 64, marks=pytest.mark.whole)]
+    "rule, K, V",
+    [
+        ("delta", 128, 128),
+        ("linear", 128, 128),
+        *(
+            pytest.param(rule, K, V, marks=pytest.mark.whole)
+            for rule, K, V in (("delta", 64, 64), ("delta", 128, 64), ("delta", 64, 128), ("linear", 64, 128))
+        ),
+    ],
 )
-def test_emulated_states_that_are_kept_change_no_bit(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_states_that_are_kept_change_no_bit(
+    rule: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`FLASHMIX_KEEP_STATES=1`: the forward writes what the backward would have made again."""
-    case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=D, V=D)
+    case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=K, V=V)
     wanted, launched = emulated(case)
     assert launched.count("state_forward_kernel") == 2
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
@@ -90,24 +105,37 @@ def test_emulated_states_that_are_kept_change_no_bit(rule: str, D: int, monkeypa
         same_bits(found[name], t, name)
 
 
-@pytest.mark.parametrize("rule", ["delta", "linear"])
-def test_emulated_halves_of_the_values_change_no_bit(rule: str) -> None:
+@pytest.mark.usefixtures("mixed_heads")
+@pytest.mark.parametrize(
+    "rule, K",
+    [("delta", 128), ("linear", 128), *(pytest.param(r, 64, marks=pytest.mark.whole) for r in ("delta", "linear"))],
+)
+def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
     """With few programs a state pass has one warpgroup and half of the values, beside the one that makes A_qb."""
-    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=128, V=128)
+    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=K, V=128)
     wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
     for name, t in wanted.items():
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
 @pytest.mark.whole
-@pytest.mark.parametrize("rule, D", [("delta", 128), ("delta", 64), ("linear", 64), ("delta", 256)])
-def test_emulated_segments_are_within_budget(rule: str, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize(
+    "rule, K, V",
+    [
+        *(("delta", 128, 128), ("delta", 64, 64), ("linear", 64, 64), ("delta", 256, 256), ("delta", 128, 64)),
+        *(("linear", 128, 64), ("delta", 64, 128), ("linear", 64, 128), ("delta", 96, 40), ("delta", 40, 80)),
+    ],
+)
+def test_emulated_segments_are_within_budget(
+    rule: str, K: int, V: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sequence cut into segments, which Triton's kernels join."""
     cut_into(2, monkeypatch)
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    case = Case("segments", rule, "token", B=1, T=140, H=1, HV=1, K=D, V=D)
-    with hopper_card() as launched:
+    case = Case("segments", rule, "token", B=1, T=140, H=1, HV=1, K=K, V=V)
+    with hopper_card(multiprocessors) as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert {"segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
 
@@ -137,17 +165,26 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("tied", "token", 2, "zigzag", 264, 2, 64), marks=pytest.mark.whole),
         pytest.param(("tied", "token", 2, "contiguous", 140, 1, 64), marks=pytest.mark.whole),
         pytest.param(("linear", "token", 2, "contiguous", 264, 2, 64), marks=pytest.mark.whole),
+        *(
+            pytest.param((rule, "token", ranks, order, tokens, segments, K, V), marks=pytest.mark.whole)
+            for K, V in MIXED
+            for rule, ranks, order, tokens, segments in (
+                ("tied", 2, "zigzag", 264, 2),
+                ("tied", 3, "contiguous", 200, 1),
+                ("linear", 2, "contiguous", 264, 2),
+            )
+        ),
         pytest.param(("tied", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
         pytest.param(("tied", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job
-    D = channels[0] if channels else 128
-    for name, size in (("K", D), ("V", D), ("H", 1), ("HV", 1)):
+    K, V = (channels or [128])[0], (channels or [128])[-1]
+    for name, size in (("K", K), ("V", V), ("H", 1), ("HV", 1)):
         monkeypatch.setattr(shard_cases, name, size)
     monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
     cut_into(segments, monkeypatch)

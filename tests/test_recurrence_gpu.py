@@ -28,6 +28,7 @@ WIDE = {
     "-packed": {"B": 1, "T": 237, "H": 1, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
     "-packed-K96": {"B": 1, "T": 237, "H": 1, "K": 96, "lengths": (5, 0, 64, 65, 1, 0, 33, 69, 0)},
 }
+MIXED = ((128, 64), (64, 128))
 DECAYS = ("zero", "-20", "-1e4", "-inf", "resets")
 HOPPER_CASES = [
     *(
@@ -80,6 +81,26 @@ HOPPER_CASES = [
         if "K" not in more and (gate == "token" or n in ("-T129", "-packed"))
     ),
     *(Case(f"hopper-256-decay{d}", "delta", "token", K=256, V=256, decay=d) for d in DECAYS),
+    *(
+        Case(f"hopper-{K}-{V}-{rule}-{gate}{n}", rule, gate, **{"K": K, "V": V} | more)
+        for K, V in MIXED
+        for rule in ("delta", "linear")
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+        if "K" not in more and (gate == "token" or n in ("-T129", "-packed"))
+    ),
+    *(
+        Case(f"hopper-{K}-{V}-{rule}-decay{d}", rule, "token", K=K, V=V, decay=d)
+        for K, V in MIXED
+        for rule in ("delta", "linear")
+        for d in DECAYS
+    ),
+    *(Case(f"hopper-{K}-{V}-beta2", "delta", "token", K=K, V=V, beta=2.0) for K, V in MIXED),
+    *(
+        Case(f"hopper-mixed-{K}-{V}-{rule}", rule, "token", HV=6, K=K, V=V)
+        for K, V in ((96, 64), (64, 80), (48, 40), (40, 128), (128, 56))
+        for rule in ("delta", "linear")
+    ),
     *(Case(f"hopper-256-beta{beta:g}", "delta", "token", K=256, V=256, beta=beta) for beta in (0.0, 2.0)),
 ]
 INTERPRETED = (
@@ -127,7 +148,14 @@ def segments_of_256(monkeypatch):
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
 
 
+@pytest.fixture
+def mixed_heads(monkeypatch):
+    """As with `FLASHMIX_TRY_MIXED_HEADS=1`: they take keys and values of different widths, and 33 to 63 channels."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("mixed_heads")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):
@@ -178,6 +206,8 @@ def test_the_same_bits_again(case):
         ("linear", "token", 40, 72),
         ("linear", "value", 72, 40),
         ("delta", "token", 96, 128),
+        ("delta", "token", 128, 64),
+        ("linear", "token", 64, 128),
     ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):

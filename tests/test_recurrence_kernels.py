@@ -235,6 +235,44 @@ def test_hopper_kernels_of_64_channels_compile(case):
             assert not made.advice, (launch.name, made.advice)
 
 
+MIXED = {
+    f"{K}/{V}, {name}": replace(HEADS_OF_64[name], K=K, V=V) for K, V in ((128, 64), (64, 128)) for name in HEADS_OF_64
+}
+MIXED |= {"48/40": replace(NARROW, K=48, V=40)}
+# Bytes of stack: descriptors of tiles, hoisted out of the loops. With 128 channels of both the backward of `output` has up to 208.
+MIXED_STACK = {"output_backward_kernel": 152, "state_forward_kernel": 8, "state_backward_kernel": 8}
+
+
+def test_hopper_kernels_of_mixed_widths_are_asked_for(monkeypatch):
+    """They have not run on a card: see `TRY_MIXED_HEADS`."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", False)
+    for K, V in ((128, 64), (64, 128), (48, 48)):
+        with pytest.raises(ValueError, match="above 64 and up to 128"):
+            launches(replace(WIDE, K=K, V=V), torch.bfloat16, (9, 0), "gluon")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.whole] * (name not in ("128/64, linear", "64/128, two value heads"))
+        )
+        for name, case in MIXED.items()
+    ],
+)
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_hopper_kernels_of_mixed_widths_compile(case, keep, monkeypatch):
+    """Within shared memory, with known spills, no lost descriptor, and no product awaited early; with states kept too."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", keep)
+    for launch in launches(case, torch.bfloat16, (9, 0), "gluon"):
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        if launch.kernel.is_gluon():
+            assert made.stack <= MIXED_STACK.get(launch.name, 0), (launch.name, made.stack)
+            assert not made.advice, (launch.name, made.advice)
+
+
 VERY_WIDE = replace(WIDE, K=256, V=256)
 HEADS_OF_256 = {
     "one value head": replace(VERY_WIDE, HV=1),

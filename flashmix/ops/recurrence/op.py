@@ -19,6 +19,8 @@ from flashmix.ops.recurrence.native.binding import missing
 
 # Segments of heads of 256 channels have not run on a card by the Hopper kernels, which take them only where they are asked for.
 TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
+# Nor have tiles of 64 channels beside others of 128, and of fewer channels.
+TRY_MIXED_HEADS = os.environ.get("FLASHMIX_TRY_MIXED_HEADS") == "1"
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
@@ -27,20 +29,29 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
     return gpu.refuses(call.device, call.dtype)
 
 
+def _has_tiles(call: RecurrenceCall) -> bool:
+    """Whether the Hopper kernels have tiles for the heads of a call."""
+    K, V = call.K, call.V
+    if K % 8 or V % 8:
+        return False
+    if 64 < K <= 128 and 64 < V <= 128:
+        return True
+    mixed = TRY_MIXED_HEADS and min(K, V) > 32 and max(K, V) <= 128
+    return call.decay is not Decay.CHANNEL and (mixed or K == V == 64 or (K == V == 256 and call.rule is Rule.TIED))
+
+
 def _gluon_supports(call: RecurrenceCall) -> str | None:
     if call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
         return (
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
         )
-    K, V = call.K, call.V
-    narrow = K == V == 64 and call.decay is not Decay.CHANNEL
-    wide = K == V == 256 and call.rule is Rule.TIED and call.decay is not Decay.CHANNEL
-    if not (narrow or wide or (64 < K <= 128 and 64 < V <= 128)) or K % 8 or V % 8:
+    if not _has_tiles(call):
+        also = f"{'33 to 64' if TRY_MIXED_HEADS else '64 of both'} and, of the delta rule, 256 of both"
         return (
-            "its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel 64 of both and, "
-            f"of the delta rule, 256, got K = {K} and V = {V}"
+            f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel {also}, "
+            f"got K = {call.K} and V = {call.V}"
         )
-    if wide and not (TRY_SEGMENTS_OF_256 or call.packed or call.tokens < 8192 or call.value_heads > 8):
+    if call.K == 256 and not (TRY_SEGMENTS_OF_256 or call.packed or call.tokens < 8192 or call.value_heads > 8):
         return (
             "heads of 256 channels in segments, few and of at least 8192 tokens, are for FLASHMIX_TRY_SEGMENTS_OF_256=1"
         )

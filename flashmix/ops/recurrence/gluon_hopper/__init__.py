@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.launch import Kernel
 from flashmix.gpu.memory import allocate, views
 from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
@@ -63,10 +64,10 @@ class HopperRun:
     def of(call: RecurrenceCall) -> HopperRun:
         return HopperRun(Run.of(ready(call)[0]))
 
-    @property
-    def state_programs(self) -> int:
-        """Programs of a state pass in which each segment has one state."""
-        return self.base.rows * self.segmented.segments * (self.plan.width // 64 // self.plan.warpgroups)
+    def programs(self, kernel: Kernel, channels: int | None = None) -> int:
+        """Programs of a state pass in which each segment has one state, or a tile of so many `channels` in the place of its values."""
+        each = (self.plan.BV if channels is None else channels) // 64 // kernel.spec.WARPGROUPS
+        return self.base.rows * self.segmented.segments * each
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -97,7 +98,7 @@ class ChunkReads(NamedTuple):
 def reads_of(run: HopperRun, inverses: Tensor, vectors: Tensor) -> ChunkReads:
     """The same with at most one decay per token, of T, `[chunks, HV, 1, 64, 64]` (without corrections empty), and the vectors."""
     assert run.call.k is not None
-    q, k = (run.tokens(x, run.plan.width) for x in (run.call.q, run.call.k))
+    q, k = (run.tokens(x, run.plan.BK) for x in (run.call.q, run.call.k))
     T = descriptors.pairs(inverses, 1) if run.call.rule.corrected else None
     return ChunkReads(q, k, T, T, descriptors.vectors(vectors))
 
@@ -239,7 +240,7 @@ def results(call: RecurrenceCall) -> Gradients:
 
 def saved_tiles(run: HopperRun, states: Sequence[Tensor]) -> tuple[Tiles, Tiles | None]:
     """The states that chunks start from and nu, as the state pass writes them."""
-    return descriptors.states(states[0], 64, run.plan.width), run.tokens(
+    return descriptors.states(states[0], 64, run.plan.BK), run.tokens(
         states[1], 64
     ) if run.call.rule.corrected else None
 
@@ -249,7 +250,7 @@ def save_states(run: HopperRun, scored: tuple[ChunkReads, Sequence[Tensor], Any]
     reads, joined, _ = scored
     x = run.memory(run.call.initial_state, joined[1] if joined else None, None, None)
     tiles = *reads.without(run.tokens(run.call.v, 64)), None, *saved_tiles(run, states)
-    run.plan.state_save(run.state_programs, *tiles, x, run.segmented if joined else run.n)
+    run.plan.state_save(run.programs(run.plan.state_save), *tiles, x, run.segmented if joined else run.n)
 
 
 def gradients(
@@ -267,10 +268,10 @@ def gradients(
     nu = others[0] if call.rule.corrected else call.v
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None)
-    sent = descriptors.states(dstates, 64, run.plan.width), run.tokens(found["v"], 64)
-    run.plan.state_backward(run.state_programs, *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
+    sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
+    run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     values = do, found["v"], nu, states, dstates
-    if decayed is None and run.plan.width == 256:
+    if decayed is None and run.plan.BK == 256:
         output_backward_of_wide(run.base, values, others[1], found)
     elif decayed is None:
         output_backward(run, values, reads, found)
@@ -316,14 +317,15 @@ def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
     """Writes the map of each segment, or of a whole sequence that is not cut, from nothing."""
     tiles = reads.without(run.tokens(run.call.v, 64))
     x = run.memory(None, None, None, maps)
-    each = 2 if run.call.rule.corrected else 1
-    run.plan.state_maps(each * run.state_programs, *tiles, None, None, None, x, run.segmented)
+    kernel = run.plan.state_maps
+    channels = run.plan.BV + (run.plan.BK if run.call.rule.corrected else 0)
+    kernel(run.programs(kernel, channels), *tiles, None, None, None, x, run.segmented)
 
 
 def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:
     """Writes what each segment sends back from nothing."""
     tiles, x = reads.with_queries(run.tokens(do, 64)), run.memory(None, None, None, ends)
-    run.plan.state_ends(run.state_programs, *tiles, None, None, x, run.segmented)
+    run.plan.state_ends(run.programs(run.plan.state_ends), *tiles, None, None, x, run.segmented)
 
 
 def state_output(
@@ -335,7 +337,9 @@ def state_output(
     tiles = reads.with_queries(run.tokens(call.v, 64))
     n = run.segmented if joined else run.n
     kernel = run.plan.state_output_save if states else run.plan.state_output
-    kernel(run.state_programs, *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n)
+    kernel(
+        run.programs(kernel), *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n
+    )
 
 
 def output_backward_of_wide(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
@@ -352,14 +356,9 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkRead
     """Makes the gradients of keys, of beta and of the decay."""
     do, dr, nu, states, dstates = values
     programs = min(run.n.items, gpu.target(run.call.device).multiprocessors)
-    width = run.plan.width
-    sent = run.tokens(dr, width) if run.call.rule.corrected else None
-    read = (
-        run.tokens(do, width),
-        sent,
-        run.tokens(nu, width),
-        *[descriptors.states(x, width, 64) for x in (states, dstates)],
-    )
-    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], width), run.tokens(found["k"], width))
+    BK, BV = run.plan.BK, run.plan.BV
+    sent = run.tokens(dr, BV) if run.call.rule.corrected else None
+    read = (run.tokens(do, BV), sent, run.tokens(nu, BV), *[descriptors.states(x, BV, 64) for x in (states, dstates)])
+    tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], BK), run.tokens(found["k"], BK))
     x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
     run.plan.output(programs, *tiles, x, run.n)

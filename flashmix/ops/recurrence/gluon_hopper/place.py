@@ -29,21 +29,28 @@ def sequence_span(cu, n, tokens):
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
     """The segment of this program. With MAPS there are two for each, N and M of (7.1), and each of these as often as it takes programs for
-    all values.
+    all values; M has the keys in their place, which may take another number.
 
     Without corrections M is a diagonal, which the program of N makes.
     """
     program = gl.program_id(0)
     channel = 0
-    PARTS: gl.constexpr = S.BV // (S.WARPGROUPS * 64)
-    if PARTS > 1:
-        channel = (program % PARTS) * (S.WARPGROUPS * 64)
-        program = program // PARTS
     identity = 0
-    if MAPS:
-        if S.CORRECTED:
-            identity = program % 2
-            program = program // 2
+    PARTS: gl.constexpr = S.BV // (S.WARPGROUPS * 64)
+    if MAPS and S.CORRECTED and S.BK != S.BV:
+        ALL: gl.constexpr = PARTS + S.BK // (S.WARPGROUPS * 64)
+        part = program % ALL
+        identity = gl.where(part < PARTS, 0, 1)
+        channel = (part - identity * PARTS) * (S.WARPGROUPS * 64)
+        program = program // ALL
+    else:
+        if PARTS > 1:
+            channel = (program % PARTS) * (S.WARPGROUPS * 64)
+            program = program // PARTS
+        if MAPS:
+            if S.CORRECTED:
+                identity = program % 2
+                program = program // 2
     segment = program % n.segments
     row = program // n.segments
     sequence = row // S.HV

@@ -23,13 +23,13 @@ from flashmix.ops.recurrence.triton_gpu.plan import Plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. Their tiles are `width` channels
-    wide; `warpgroups` of the state passes.
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. Their tiles are BK channels of
+    keys and BV of values wide.
     """
 
     triton: Plan
-    width: int
-    warpgroups: int
+    BK: int
+    BV: int
     scores: Kernel
     state_output: Kernel
     state_output_save: Kernel
@@ -45,22 +45,26 @@ class HopperPlan(NamedTuple):
     channel_output: Kernel
 
 
+def width_of(channels: int) -> int:
+    """Channels of the tiles of heads."""
+    return 64 if channels <= 64 else 128 if channels <= 128 else 256
+
+
 def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     """The plan of a call, beside Triton's. With programs for half of the multiprocessors or fewer, those of the state passes take half of
     the values each; the bits are the same.
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
-    widest = max(call.K, call.V)
-    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
-    few = width == 128 and 2 * programs <= gpu.target(call.device).multiprocessors
-    warpgroups = 1 if width == 64 or few else 2
+    BV = width_of(call.V)
+    few = BV == 128 and 2 * programs <= gpu.target(call.device).multiprocessors
+    warpgroups = 1 if BV == 64 or few else 2
     basic = HopperSpec(
         HV=call.value_heads,
         GROUP=call.value_heads // call.heads,
         K=call.K,
         V=call.V,
-        BK=width,
-        BV=width,
+        BK=width_of(call.K),
+        BV=BV,
         PACKED=call.packed,
         CORRECTED=call.rule.corrected,
     )
@@ -78,17 +82,18 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     back = (
         ends._replace(VALUES=2, PAIRS=2) if basic.CORRECTED else ends
     )  # room for that beside the states, or for queries, a and b
+    maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(
         triton=own,
-        width=basic.BK,
-        warpgroups=warpgroups,
+        BK=basic.BK,
+        BV=basic.BV,
         scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         state_output=_state(state_forward_kernel, output, True),
         state_output_save=_state(state_forward_kernel, output._replace(SAVE=True, VALUES=2, PAIRS=2), True),
         state_save=_state(state_forward_kernel, state._replace(SAVE=True), False),
-        state_maps=_state(state_forward_kernel, state, False),
+        state_maps=_state(state_forward_kernel, maps, False),
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=_output(decayed),
@@ -103,15 +108,19 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
 def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
     """A state pass, which may multiply by the queries' pairs A_qb: up to three warpgroups and a producer, with as many registers a
     thread as they have before they divide them anew. Tiles of 64 channels leave room for more stages, and where no A_qb is made for two
-    programs a multiprocessor.
+    programs a multiprocessor, of a warpgroup each.
     """
     made = queries and not spec.CHANNEL
     if spec.BK == 256:
         return _wide_state(kernel, spec, made)
     registers = 128 if spec.WARPGROUPS + made == 3 else 168
     if spec.BK == 64:
-        stages, registers = (4, 168) if made else (3, 128)
-        spec = spec._replace(KEYS=stages, VALUES=stages, PAIRS=stages)
+        stages, registers = (4, registers) if made else (3, 128)
+        values = 3 if spec.WARPGROUPS == 2 else stages
+        spec = spec._replace(KEYS=stages, VALUES=values, PAIRS=stages, WARPGROUPS=spec.WARPGROUPS if made else 1)
+    elif spec.BV == 64:
+        stages, registers = (4, registers) if made else (3, 128)
+        spec = spec._replace(KEYS=3 if made else 2, VALUES=stages, PAIRS=stages)
     spec = spec._replace(READS=spec.CORRECTED + (queries and spec.CHANNEL), MAKES=made)
     return Kernel(kernel, spec, num_warps=4, maxnreg=registers)
 
@@ -126,5 +135,7 @@ def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
 def _output(spec: HopperSpec) -> Kernel:
     """The backward of `output`: with tiles of 64 channels there is a warpgroup less, and shared memory for rings of more stages."""
     if spec.BK == 128:
-        return Kernel(output_backward_kernel, spec, num_warps=4, maxnreg=128)
-    return Kernel(output_backward_kernel, spec._replace(KEYS=4, STAGES=2, NUS=4), num_warps=4, maxnreg=168)
+        stages = 2 if spec.BV == 64 else 1
+        return Kernel(output_backward_kernel, spec._replace(STAGES=stages), num_warps=4, maxnreg=128)
+    keys = 4 if spec.BV == 64 else 2
+    return Kernel(output_backward_kernel, spec._replace(KEYS=keys, STAGES=2, NUS=keys), num_warps=4, maxnreg=168)

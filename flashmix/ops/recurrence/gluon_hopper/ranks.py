@@ -97,7 +97,7 @@ class HopperForward:
             state = run.base.states()
             memory = run.memory(run.call.initial_state, None, state, None)
             tiles = reads.without(run.tokens(run.call.v, 64))
-            run.plan.state_maps(run.state_programs, *tiles, None, None, None, memory, run.n)
+            run.plan.state_maps(run.programs(run.plan.state_maps), *tiles, None, None, None, memory, run.n)
             N |= each(state, first)
         for first, stop in uncut(pieces.through):
             found = from_maps(state_maps(*self.scored.part(first, stop))[:, :, 0], shape)
@@ -143,7 +143,7 @@ class HopperBackward:
             do, dS0 = self.run.base.of_tokens(self.do, first, stop), run.base.states()
             tiles = reads.with_queries(run.tokens(do, 64))
             memory = run.memory(dstate[first:stop], None, dS0, None)
-            run.plan.state_ends(run.state_programs, *tiles, None, None, memory, run.n)
+            run.plan.state_ends(run.programs(run.plan.state_ends), *tiles, None, None, memory, run.n)
             found |= each(dS0, first)
         return found
 
