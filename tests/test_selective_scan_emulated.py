@@ -106,6 +106,42 @@ def test_the_kernels_compile(extras: bool, kernel: str) -> None:
             assert compiled.stack <= STACK and compiled.shared <= 228 * 1024 // 8 - 1024, compiled
 
 
+def test_pairs_without_a_gate_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, float16, with a last block of 8 channels."""
+    monkeypatch.setattr(gluon_hopper, "BACKWARD", gluon_hopper.PAIRS)
+    with recording((9, 0)) as launches:
+        calls(torch.float16, (3, 37), 40, 40, False)
+    (launch,) = [launch for launch in launches if "pairs" in launch.name]
+    compiled = compile_launch(launch)
+    assert compiled.stack <= STACK and compiled.shared <= 228 * 1024 // 8 - 1024, compiled
+
+
+@pytest.mark.parametrize("width", [33, 36])
+def test_pairs_take_rows_of_16_bytes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other widths have the other kernel, which copies nothing with `cp.async`."""
+    monkeypatch.setattr(gluon_hopper, "BACKWARD", gluon_hopper.PAIRS)
+    with recording((9, 0)) as launches:
+        calls(torch.bfloat16, (), 40, width, True)
+    assert not [launch for launch in launches if "pairs" in launch.name]
+
+
+def test_pairs_of_tensors_that_are_not_aligned(kernel: str) -> None:
+    """Results are those of aligned ones, bit for bit."""
+    aligned = inputs((1, 40, 32, 16, 1), torch.float32, 1)
+    aligned = {n: t if n in ("A", "D", "dt_bias", "initial_state") else t.bfloat16() for n, t in aligned.items()}
+    shifted = {n: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) for n, t in aligned.items()}
+    assert all(t.data_ptr() % 16 for t in shifted.values())
+    found = []
+    for x in (aligned, shifted):
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        with hopper_card() as launched:
+            y = selective_scan(**leaves, softplus=True, impl="gluon")[0]
+            found.append(torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y)))
+        assert kernel in launched
+    for want, have in zip(*found, strict=True):
+        assert_same_bits("shifted", have, want)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes, lengths", [*CASES, *LONG], ids=str)

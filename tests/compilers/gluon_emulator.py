@@ -151,6 +151,7 @@ def language() -> Any:
         load=load,
         store=store,
         join=lambda x, y: torch.stack([x, y], -1),
+        split=lambda x: x.unbind(-1),
         sum=lambda x, axis: x.sum(axis),
         min=lambda x, axis: x.amin(axis),
         max=lambda x, axis: x.amax(axis),

@@ -29,14 +29,16 @@ __all__ = ["backward", "forward", "keeps"]
 
 
 class Backward(NamedTuple):
-    """A kernel for the backward, and the tokens from one kept state to the next."""
+    """A kernel for the backward, the tokens from one kept state to the next, and of what number its channels are a multiple."""
 
     kernel: Any
     chunk: int
+    multiple: int
 
 
-HALVES = Backward(selective_backward_hopper_kernel, 32)
-PAIRS = Backward(selective_backward_pairs_kernel, 16)  # has not run on a card: it serves only where it is asked for
+HALVES = Backward(selective_backward_hopper_kernel, 32, 1)
+# Copies with `cp.async`, which want rows aligned to 16 bytes. It has not run on a card as it is now: it serves only where it is asked for.
+PAIRS = Backward(selective_backward_pairs_kernel, 16, 8)
 BACKWARD = PAIRS if os.environ.get("FLASHMIX_TRY_SELECTIVE_PAIRS") == "1" else HALVES
 
 
@@ -51,7 +53,7 @@ def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def keeps(call: SelectiveScanCall) -> Outputs:
     batch, tokens = call.u.shape[:2]
-    size = BACKWARD.chunk
+    size = _backward(call).chunk
     chunks = batch * cdiv(tokens, size) if call.packing is None else tokens // size + call.packing.count
     return (_empty(call, chunks, *call.A.shape),)
 
@@ -65,16 +67,18 @@ def backward(
         for name in names
     }
     d_y, d_last = grads
-    d_y = torch.zeros_like(call.u) if d_y is None else d_y
-    spec = _spec(call)
+    d_y = torch.zeros_like(call.u) if d_y is None else d_y.contiguous()
+    spec, inputs = _spec(call), _inputs(call)
+    if _backward(call) is PAIRS:
+        d_y, inputs = _aligned(d_y), HopperInputs(*map(_aligned, inputs))
     shared = _empty(call, spec.BLOCKS, 2, *call.B.shape)
     channels, rates = _empty(call, call.sequences, 2, spec.WIDTH), _empty(call, call.sequences, *call.A.shape)
     start = _empty(call, call.sequences, *call.A.shape) if "initial_state" in wanted else None
     gradients = HopperGradients(
-        d_y.contiguous(), found["u"], found["dt"], found.get("z"), shared, channels, rates, contiguous(d_last), start
+        d_y, found["u"], found["dt"], found.get("z"), shared, channels, rates, contiguous(d_last), start
     )
-    run = bound(BACKWARD.kernel, spec, num_warps=1)
-    run(_programs(call, spec), _inputs(call), gradients, kept[0], _numbers(call))
+    run = bound(_backward(call).kernel, spec, num_warps=1)
+    run(_programs(call, spec), inputs, gradients, kept[0], _numbers(call))
     both = torch.empty((2, *call.B.shape), dtype=call.B.dtype, device=call.device)
     sum_columns(shared, both)
     d_A, d_channels = _empty(call, *call.A.shape), _empty(call, 2, spec.WIDTH)
@@ -89,6 +93,14 @@ def backward(
     return found
 
 
+def _backward(call: SelectiveScanCall) -> Backward:
+    return HALVES if call.u.shape[2] // call.groups % BACKWARD.multiple else BACKWARD
+
+
+def _aligned(tensor: Any) -> Any:
+    return tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def _empty(call: SelectiveScanCall, *sizes: int) -> Tensor:
     return torch.empty(sizes, dtype=torch.float32, device=call.device)
 
@@ -101,7 +113,9 @@ def _inputs(call: SelectiveScanCall) -> HopperInputs:
 
 def _spec(call: SelectiveScanCall) -> ScanHopperSpec:
     width = call.u.shape[2]
-    return ScanHopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus, BACKWARD.chunk)
+    return ScanHopperSpec(
+        width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus, _backward(call).chunk
+    )
 
 
 def _numbers(call: SelectiveScanCall) -> ScanHopperNumbers:

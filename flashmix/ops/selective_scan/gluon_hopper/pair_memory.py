@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from flashmix.gpu.hopper import await_copies, copy_later, gl, gluon, reinterpret
+from flashmix.gpu.rows import sigmoid
 from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS, STATES, rows
 from flashmix.ops.selective_scan.gluon_hopper.product_sums import QUAD, quad_numbers, tile
@@ -26,8 +27,8 @@ class Copied(NamedTuple):
 
 
 class QuadMemory(NamedTuple):
-    """Shared memory of a chunk: what was copied; step sizes and `dt u` `[q, t i]`; B and C of each
-    token `[j, e]`; the states before every second token; `dy` of QUAD tokens; the bias and the skip weight of the channels."""
+    """Shared memory of a chunk: what was copied; step sizes and `dt u` of each QUAD tokens `[q, t i]`; B and C of each token `[j, e]`; the
+    states before every second token; `dy` as `dt u`; the bias and the skip weight of the channels."""
 
     copied: Any
     steps: Any
@@ -156,12 +157,6 @@ def by_state(shared, token):
 
 
 @gluon.jit
-def put_quad(shared, quad, x):
-    """Writes numbers [t, c]."""
-    shared.index(quad).store(gl.reshape(gl.reshape(x, [4, 8, 4]).permute([1, 0, 2]), [8, 16]))
-
-
-@gluon.jit
 def read_quad(shared, quad):
     """Numbers [t, c]."""
     own = gl.reshape(shared.index(quad).load(quad_memory()), [8, 4, 4])  # [q, t, i]
@@ -255,14 +250,33 @@ def coming_states(memory, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_quad(GATED: gl.constexpr, own, memory, quad, start, tokens, S: gl.constexpr):
-    """Starts to copy u, z and `dout` of QUAD tokens of the chunk at `start`, of a sequence of so many `tokens`."""
+def copy_quad(to, tensor, own, quad, start, tokens, S: gl.constexpr):
+    """Starts to copy numbers of QUAD tokens of the chunk at `start`, of a sequence of so many `tokens`."""
     token = start + QUAD * quad
-    there = quad_there(token, tokens, own)
-    copy_later(memory.copied.u.index(quad), quad_at(own.x.u, token, S), mask=there)
-    copy_later(memory.copied.d_y.index(quad), quad_at(own.x.d_y, token, S), mask=there)
+    copy_later(to.index(quad), quad_at(tensor, token, S), mask=quad_there(token, tokens, own))
+
+
+@gluon.jit
+def copy_numbers(to, tensor, own, start, tokens, S: gl.constexpr):
+    """Starts to copy numbers of the chunk at `start`."""
+    L: gl.constexpr = chunk_numbers()
+    t, c = gl.arange(0, S.CHUNK, layout=gl.SliceLayout(1, L)), gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, L))
+    at = start.to(gl.int64) * S.WIDTH + (t[:, None] * S.WIDTH + c[None, :])
+    copy_later(to, tensor + at, mask=(start + t < tokens)[:, None] & (c < own.count)[None, :])
+
+
+@gluon.jit
+def of_chunk(shared, tensor, S: gl.constexpr):
+    """The numbers of a chunk that were copied, as one tile."""
+    return reinterpret(shared, tensor.dtype.element_ty, [S.CHUNK, CHANNELS], rows())
+
+
+@gluon.jit
+def copy_flows(GATED: gl.constexpr, own, memory, start, tokens, S: gl.constexpr):
+    """Starts to copy `dout` and z of the chunk at `start`."""
+    copy_numbers(of_chunk(memory.copied.d_y, own.x.d_y, S), own.x.d_y, own, start, tokens, S)
     if GATED:
-        copy_later(memory.copied.z.index(quad), quad_at(own.x.z, token, S), mask=there)
+        copy_numbers(of_chunk(memory.copied.z, own.x.u, S), own.x.z, own, start, tokens, S)
 
 
 @gluon.jit
@@ -283,16 +297,6 @@ def copy_weights(own, memory, start, tokens, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_steps(own, memory, start, tokens, S: gl.constexpr):
-    """Starts to copy the step sizes of the chunk at `start`."""
-    L: gl.constexpr = chunk_numbers()
-    t, c = gl.arange(0, S.CHUNK, layout=gl.SliceLayout(1, L)), gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, L))
-    at = start.to(gl.int64) * S.WIDTH + (t[:, None] * S.WIDTH + c[None, :])
-    there = (start + t < tokens)[:, None] & (c < own.count)[None, :]
-    copy_later(coming_steps(memory, own, S), own.x.dt + at, mask=there)
-
-
-@gluon.jit
 def channel_numbers(tensor, place):
     """A number a channel [c], zeros if there are none."""
     L: gl.constexpr = gl.SliceLayout(0, quad_numbers())
@@ -310,8 +314,11 @@ def channel_weight(memory, i):
 
 
 @gluon.jit
-def convert_chunk(own, memory, start, S: gl.constexpr):
-    """Makes step sizes, `dt u`, B and C of a chunk from what was copied; the last of all that came are u of its first tokens."""
+def convert_chunk(GATED: gl.constexpr, own, memory, start, S: gl.constexpr):
+    """Makes step sizes, `dt u`, `dy`, B and C of a chunk from what was copied; the last of all that came are u of its first tokens.
+
+    Returns `dout` times the slope of the gate, [t, c] of each QUAD tokens.
+    """
     L: gl.constexpr = quad_numbers()
     t, c = gl.arange(0, S.CHUNK, layout=gl.SliceLayout(1, L)), gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, L))
     await_copies(1)
@@ -324,9 +331,33 @@ def convert_chunk(own, memory, start, S: gl.constexpr):
     # where there is no token nothing changes
     dt = gl.where((start + t < own.tokens)[:, None] & (c < own.count)[None, :], dt, 0.0)
     put_all(memory.steps, by_quad(dt, S), 2 * S.CHUNK, 4 * QUAD)
+    dy = of_chunk(memory.copied.d_y, own.x.d_y, S).load(L).to(gl.float32)  # [t, c]
+    slopes = dy
+    if GATED:
+        z = of_chunk(memory.copied.z, own.x.u, S).load(L).to(gl.float32)  # [t, c]
+        share = sigmoid(z, False)
+        slopes = dy * (share * (1.0 + z * (1.0 - share)))
+        dy *= z * share
+    put_all(memory.flows, by_quad(dy, S), 2 * S.CHUNK, 4 * QUAD)
     await_copies(0)
-    u = reinterpret(memory.copied.u, own.x.u.dtype.element_ty, [S.CHUNK, CHANNELS], rows()).load(L)  # [t, c]
+    u = of_chunk(memory.copied.u, own.x.u, S).load(L)  # [t, c]
     put_all(memory.writes, by_quad(dt * u.to(gl.float32), S), 2 * S.CHUNK, 4 * QUAD)
+    return quads_of(slopes)
+
+
+@gluon.jit
+def quads_of(x):
+    """The four [t, c] of each QUAD tokens."""
+    L: gl.constexpr = quad_numbers()
+    even, odd = gl.split(gl.reshape(x, [2, 2, QUAD, CHANNELS]).permute([2, 3, 0, 1]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, L),
+        gl.convert_layout(second, L),
+        gl.convert_layout(third, L),
+        gl.convert_layout(fourth, L),
+    )
 
 
 @gluon.jit
