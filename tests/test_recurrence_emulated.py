@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, segments_of_256
+from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, output_of_256, segments_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["mixed_heads", "segments_of_256"]  # fixtures
+__all__ = ["mixed_heads", "output_of_256", "segments_of_256"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -39,12 +39,13 @@ CASES = [
     Case("64-128-linear", "linear", "token", B=1, T=70, H=1, HV=2, K=64, V=128),
     Case("narrow-K48V40", "delta", "token", B=1, T=70, H=1, HV=2, K=48, V=40),
     Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
+    Case("256-none-packed", "delta", "none", B=1, T=70, H=1, HV=1, K=256, V=256, lengths=(5, 65)),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
-@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -52,9 +53,18 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    output = "channel_output_kernel" if case.gate == "channel" else "output_backward_kernel"
-    state = "wide_state_forward_kernel" if case.K > 128 else "state_forward_kernel"
-    assert {state, output} <= set(launched), launched
+    wide = "wide_" if case.K > 128 else ""
+    output = "channel_output_kernel" if case.gate == "channel" else f"{wide}output_backward_kernel"
+    assert {f"{wide}state_forward_kernel", output} <= set(launched), launched
+
+
+def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `FLASHMIX_TRY_OUTPUT_OF_256=1`."""
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    case = Case("256-states", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256)
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert {"wide_state_backward_kernel", "output_backward_kernel"} <= set(launched), launched
 
 
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
@@ -79,7 +89,7 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
 @pytest.mark.parametrize(
     "rule, K, V",
     [
@@ -118,7 +128,7 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(
@@ -179,7 +189,7 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("mixed_heads", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

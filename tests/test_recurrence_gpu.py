@@ -154,6 +154,14 @@ def mixed_heads(monkeypatch):
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
 
 
+@pytest.fixture
+def output_of_256(monkeypatch):
+    """As with `FLASHMIX_TRY_OUTPUT_OF_256=1`: the Hopper kernel makes the backward of their output; calls of before were of other sizes."""
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.BACKWARD", {})
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("mixed_heads")
 @named(HOPPER_CASES)

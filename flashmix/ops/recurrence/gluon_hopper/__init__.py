@@ -32,6 +32,7 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     ready,
     sizes_of,
     symbolic_sizes_of,
+    triton_output,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
@@ -271,8 +272,8 @@ def gradients(
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     values = do, found["v"], nu, states, dstates
-    if decayed is None and run.plan.BK == 256:
-        output_backward_of_wide(run.base, values, others[1], found)
+    if decayed is None and triton_output(call):
+        output_backward_by_triton(run.base, values, others[1], found)
     elif decayed is None:
         output_backward(run, values, reads, found)
     else:
@@ -342,8 +343,8 @@ def state_output(
     )
 
 
-def output_backward_of_wide(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
-    """The same with 256 channels by Triton's kernel: gradients of keys by value head; dA passes through memory."""
+def output_backward_by_triton(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
+    """Makes the gradients of keys, by value head, of beta and of the decay by Triton's kernel; dA passes through memory."""
     do, dr, nu, states, dstates = values
     call = run.call
     inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, call.log_decay, None)
@@ -355,10 +356,13 @@ def output_backward_of_wide(run: Run, values: tuple[Tensor, ...], dA: Tensor, fo
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:
     """Makes the gradients of keys, of beta and of the decay."""
     do, dr, nu, states, dstates = values
-    programs = min(run.n.items, gpu.target(run.call.device).multiprocessors)
-    BK, BV = run.plan.BK, run.plan.BV
+    BK, BV, n = run.plan.BK, run.plan.BV, run.n
+    if BK == 256:  # an item is a value head's
+        n = n._replace(items=run.base.chunk_programs)
+    programs = min(n.items, gpu.target(run.call.device).multiprocessors)
     sent = run.tokens(dr, BV) if run.call.rule.corrected else None
-    read = (run.tokens(do, BV), sent, run.tokens(nu, BV), *[descriptors.states(x, BV, 64) for x in (states, dstates)])
+    rows = 64 if BK == 256 else BV  # of a tile of states
+    read = (run.tokens(do, BV), sent, run.tokens(nu, BV), *[descriptors.states(x, rows, 64) for x in (states, dstates)])
     tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], BK), run.tokens(found["k"], BK))
     x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
-    run.plan.output(programs, *tiles, x, run.n)
+    run.plan.output(programs, *tiles, x, n)

@@ -20,6 +20,8 @@ TILED = ("q", "k", "v")  # operands that TMA reads
 OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
 # The states that chunks start from are kept from forward to backward in place of being made again, as far as kernels can.
 KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
+# The Hopper kernel for the backward of the output with 256 channels has not run on a card: it serves only where it is asked for.
+TRY_OUTPUT_OF_256 = os.environ.get("FLASHMIX_TRY_OUTPUT_OF_256") == "1"
 
 
 class CallMemory(NamedTuple):
@@ -27,7 +29,7 @@ class CallMemory(NamedTuple):
 
     # Kept: T (without corrections nothing), vectors of chunks; of segments the maps and the states that they start from. What the
     # backward works on: the gradients of the states that chunks leave; of segments what they send back and receive. Either: the states
-    # that chunks start from, nu unless it is V, and with 256 channels what Triton's output backward passes through memory. A per-channel
+    # that chunks start from, nu unless it is V, and what Triton's backward of the output passes through memory. A per-channel
     # decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays, their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
     kept: tuple[MemoryPart, ...]
@@ -83,7 +85,7 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
         ]
     work = [MemoryPart(dtype, (chunks, HV, V, K))]
     states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
-    if max(K, V) > 128:
+    if triton_output(call):
         states.append(MemoryPart(dtype, (chunks, HV, 2, 64, 64)))
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
@@ -97,6 +99,11 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
 def keeps_states(call: RecurrenceCall) -> bool:
     """Whether the forward keeps the states of chunks: they have no room beside the keys of a decay per channel or 256 channels."""
     return KEEP_STATES and call.decay is not Decay.CHANNEL and max(call.K, call.V) <= 128
+
+
+def triton_output(call: RecurrenceCall) -> bool:
+    """Whether Triton's kernel makes the backward of the output of a call without a decay per channel."""
+    return not TRY_OUTPUT_OF_256 and max(call.K, call.V) > 128
 
 
 def aligned(x: Tensor) -> Tensor:

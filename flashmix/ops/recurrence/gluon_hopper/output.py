@@ -40,7 +40,7 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR
-from flashmix.ops.recurrence.gluon_hopper.output_pairs import PAIR_TILES, pairs, pairs_tile
+from flashmix.ops.recurrence.gluon_hopper.output_pairs import pair_tiles, pairs, pairs_tile
 from flashmix.ops.recurrence.gluon_hopper.output_slots import (
     DO,
     STATE,
@@ -199,7 +199,7 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
         gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
         gl.allocate_shared_memory(DT, [SLOTS, 64, S.BV], TILE),
         gl.allocate_shared_memory(DT, [S.NUS, 64, S.BV], TILE),
-        gl.allocate_shared_memory(DT, [PAIR_TILES if S.GROUP == 1 else 2, 64, 64], TILE),
+        gl.allocate_shared_memory(DT, [pair_tiles(S.BK) if S.GROUP == 1 else 2, 64, 64], TILE),
         gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )

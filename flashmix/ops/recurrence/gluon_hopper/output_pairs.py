@@ -25,7 +25,11 @@ from flashmix.ops.recurrence.gluon_hopper.output_sums import DIAGONAL, PAIR_ROWS
 from flashmix.ops.recurrence.gluon_hopper.place import item_count, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA
 
-PAIR_TILES = gl.constexpr(3)
+
+@gluon.constexpr_function
+def pair_tiles(BK):
+    """Tiles of pairs with one value head a key head; with 256 channels an item begins when the one before has been read."""
+    return 2 if BK == 256 else 3
 
 
 @gluon.jit
@@ -36,7 +40,7 @@ def pairs_tile(tiles, i, which: gl.constexpr, S: gl.constexpr):
     read both of the item before.
     """
     if S.GROUP == 1:
-        return tiles.pairs.index((2 * i + which) % PAIR_TILES)
+        return tiles.pairs.index((2 * i + which) % pair_tiles(S.BK))
     else:
         return tiles.pairs.index(which)
 
@@ -169,9 +173,12 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
     for i in range(item_count(numbers)):
         z = opaque_zero()
         here = (row + z)[:, None]
-        q = tiles.q.index(i % S.KEYS)  # [C, K]
-        k = tiles.k.index(i % S.KEYS)  # [C, K]
-        nu = tiles.nu.index(i % S.NUS)  # [C, V]
+        own = 0
+        if S.BK == 256:  # a tile has one place: lest descriptors be hoisted
+            own = z
+        q = tiles.q.index(i % S.KEYS + own)  # [C, K]
+        k = tiles.k.index(i % S.KEYS + own)  # [C, K]
+        nu = tiles.nu.index(i % S.NUS + own)  # [C, V]
         wait_full(bars.keys.full, i)
         pair = product(q, k.permute((1, 0)), ACC_64, 64, 64)
         wait_full(bars.v.full, i)

@@ -15,13 +15,13 @@ STATE = gl.constexpr(1)  # and the parts after the first
 
 @gluon.constexpr_function
 def parts_of(BK):
-    """Parts of the keys, and consumers."""
-    return BK // 64
+    """Consumers, and parts of the keys: with 256 channels two for each (`wide_output.py`)."""
+    return min(BK // 64, 2)
 
 
 @gluon.constexpr_function
 def dr_slot(BK):
-    return 1 + BK // 64
+    return 1 if BK == 256 else 1 + BK // 64
 
 
 @gluon.constexpr_function

@@ -17,6 +17,7 @@ from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
+from flashmix.ops.recurrence.gluon_hopper.wide_output import wide_output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state import wide_state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state_backward import wide_state_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.plan import Plan
@@ -134,6 +135,9 @@ def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
 
 def _output(spec: HopperSpec) -> Kernel:
     """The backward of `output`: with tiles of 64 channels there is a warpgroup less, and shared memory for rings of more stages."""
+    if spec.BK == 256:
+        spec = spec._replace(GROUP=1, SHARED=spec.GROUP, KEYS=1, NUS=1)
+        return Kernel(wide_output_backward_kernel, spec, num_warps=4, maxnreg=128)
     if spec.BK == 128:
         stages = 2 if spec.BV == 64 else 1
         return Kernel(output_backward_kernel, spec._replace(STAGES=stages), num_warps=4, maxnreg=128)

@@ -33,6 +33,7 @@ class HopperSpec(NamedTuple):
     PAIRS: int = 3  # of tiles of pairs that come from memory
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu
+    SHARED: int = 1  # value heads that share a key head, where each has gradients of keys of its own (then GROUP is 1)
 
 
 class HopperNumbers(NamedTuple):
@@ -193,6 +194,32 @@ class OutputBarriers(NamedTuple):
     pairs: Ring
     sums: Ring
     gradients: Any
+
+
+class WideOutputTiles(NamedTuple):
+    """Shared memory of the output's backward with 256 channels, as in `OutputTiles`."""
+
+    q: Any  # [1, 64, BK]
+    k: Any  # [1, 64, BK]
+    slots: Any  # [2, 64, BV]: dO, dR
+    nu: Any  # [1, 64, BV]
+    pairs: Any  # [2, 64, 64]
+    vectors: Any
+    sums: Any
+    states: Any  # [5, 64, 64]: tiles of S and dS'
+
+
+class WideOutputBarriers(NamedTuple):
+    """The rings of `OutputBarriers`, and that of tiles of states."""
+
+    slots: Ring
+    nu: Ring
+    keys: Ring
+    v: Ring
+    pairs: Ring
+    sums: Ring
+    gradients: Any
+    states: Ring
 
 
 class ChannelOutputMemory(NamedTuple):
