@@ -161,7 +161,7 @@ def attention(measured: Json) -> Figure:
         for mask in ("causal", "full")
     }
     names = {name: text for name, text in names.items() if name in rows}
-    figure, axes = panels(2, 9.0, 7.2)
+    figure, axes = panels(2, 9.0, 9.6)
     for panel, part in zip(axes, ("forward", "backward"), strict=True):
         sides = ((OURS, "auto"), (FA4, "fa4"), (CUDNN, "cudnn"))
         values = [(series, [rows[name].get(f"{key}_{part}") for name in names]) for series, key in sides]
