@@ -5,7 +5,8 @@ A call is `call(thing, inputs)`, where the thing is the function or class: flash
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -244,15 +245,33 @@ THINGS = {f"{surface.library}.{name}": thing for surface in SURFACES for name, t
 NO_GRADIENT = ("prepare_", "_with_kvcache", "_update", "decoding", "pad_input", "index_")
 
 
-def run(name: str, thing: Any, device: str, dtype: torch.dtype, gradient: bool = True) -> dict[str, Tensor]:
-    """Results, and gradients of the inputs they depend on, of the same values whatever the device and dtype."""
+def values(name: str, device: str, dtype: torch.dtype) -> Inputs:
+    """What the call of a name gets, while `sizes` holds: the same values whatever the device and dtype."""
+    torch.manual_seed(0)
+    x = inputs(STEPS.get(name, 1))
+    x["lower"] = torch.rand(D)
+    return {n: _given(n, y, device, dtype) for n, y in x.items()}
+
+
+@contextmanager
+def sizes() -> Iterator[None]:
+    """Within it inputs have `SIZES`."""
     with pytest.MonkeyPatch.context() as patch:
         for size, value in SIZES.items():
             patch.setattr(drawn, size, value)
-        torch.manual_seed(0)
-        x = inputs(STEPS.get(name, 1))
-        x["lower"] = torch.rand(D)
-        given = {n: _given(n, y, device, dtype) for n, y in x.items()}
+        yield
+
+
+def flow(result: Tensor, place: int = 0) -> Tensor:
+    """The gradient that a result gets, by its place among those that have one: numbers that bfloat16 holds."""
+    noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(1000 + place))
+    return noise.to(result.device).bfloat16().to(result.dtype)
+
+
+def run(name: str, thing: Any, device: str, dtype: torch.dtype, gradient: bool = True) -> dict[str, Tensor]:
+    """Results, and gradients of the inputs they depend on, of the same values whatever the device and dtype."""
+    with sizes():
+        given = values(name, device, dtype)
         wanted = gradient and not any(part in name for part in NO_GRADIENT)
         for y in given.values():
             y.requires_grad_(wanted and y.is_floating_point())
@@ -261,9 +280,8 @@ def run(name: str, thing: Any, device: str, dtype: torch.dtype, gradient: bool =
     ends = [y for y in found if y.requires_grad]
     if not (wanted and ends):
         return results
-    noise = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1000 + i)) for i, y in enumerate(ends)]
     leaves = {n: y for n, y in given.items() if y.requires_grad}
-    total = sum((y * z.to(y.device).bfloat16().to(y.dtype)).sum() for y, z in zip(ends, noise, strict=True))
+    total = sum((y * flow(y, place)).sum() for place, y in enumerate(ends))
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return results | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True) if g is not None}
 
