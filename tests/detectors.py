@@ -50,14 +50,20 @@ def parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def all_nodes(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parse(text)))
+
+
 def nodes(files: Sources, *kinds: type) -> Iterator[tuple[str, ast.AST]]:
     """Each node of these kinds, after the name of its file."""
     for name, text in files.items():
-        for node in ast.walk(parse(text)):
+        for node in all_nodes(text):
             if isinstance(node, kinds):
                 yield name, node
 
 
+@cache
 def comments(text: str) -> dict[int, str]:
     """The comment on each line that has one."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -242,7 +248,13 @@ def undocumented(packages: list[str]) -> list[str]:
 
 def fmt_skips(files: Sources) -> list[str]:
     """Lines with a comment that turns the formatter off."""
-    return [f"{n}:{line} {c}" for n, t in files.items() for line, c in comments(t).items() if "fmt: skip" in c]
+    return [
+        f"{n}:{line} {c}"
+        for n, t in files.items()
+        if "fmt: skip" in t
+        for line, c in comments(t).items()
+        if "fmt: skip" in c
+    ]
 
 
 def naming_files(files: Sources, word: str) -> list[str]:
@@ -305,7 +317,8 @@ def literal_tolerances(files: Sources) -> list[str]:
     found = []
     for name, node in nodes(files, ast.Call, ast.Compare):
         if isinstance(node, ast.Call):
-            close = ast.unparse(node.func).split(".")[-1] in ("assert_close", "allclose", "isclose", "approx")
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            close = called in ("assert_close", "allclose", "isclose", "approx")
             tolerances = [
                 k.value for k in node.keywords if k.arg in ("rtol", "atol", "rel", "abs", "rel_tol", "abs_tol")
             ]

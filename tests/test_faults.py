@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ def same_numbers() -> None:
     torch.manual_seed(0)
 
 
-def outputs(op: str, call: dict[str, Any]) -> list[Tensor]:
-    got = OPS[op](**call)
+def outputs(op: str, call: dict[str, Any], run: Callable[..., Any] | None = None) -> list[Tensor]:
+    """All tensors that the op, or a compiled one (`run`), returns."""
+    got = (run or OPS[op])(**call)
     if op == "short_conv_qkv":  # one output, then the state
         got = (torch.cat(got[:3], -1), got[3])
     parts = [got] if isinstance(got, Tensor) else [t for t in got if t is not None]
@@ -234,8 +236,8 @@ def test_fault_10_no_gradient_in_eval_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", [op for op in PACKED if op not in HOST_LENGTHS])
-def test_fault_11_and_13_packing_recompiles_or_reads_boundaries_on_the_host(op: str) -> None:
-    """One graph without a break (a break is what reading a boundary gives), the same for any boundaries."""
+def test_fault_11_13_and_23_packing_recompiles_reads_boundaries_or_leaves_tokens_uninitialised(op: str) -> None:
+    """One graph without a break (a break is what reading a boundary gives), the same for any boundaries, those that end too soon too."""
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(OPS[op], fullgraph=True, backend=counter)
@@ -243,10 +245,26 @@ def test_fault_11_and_13_packing_recompiles_or_reads_boundaries_on_the_host(op: 
         call = tiny_call(op) | {"cu_seqlens": torch.tensor(ends)}
         got, want = compiled(**call), OPS[op](**call)
         torch.testing.assert_close(*(t if isinstance(t, Tensor) else t[0] for t in (got, want)))
+    boundaries_that_end_too_soon(op, compiled)
     assert counter.frame_count == 1
     for ends in ([0, 2, 4, 6], [0, 1, 2, 3, 6], [0, 1, 2, 3, 4, 6], [0, 0, 0, 0, 0, 0, 6]):
         compiled(**tiny_call(op) | {"cu_seqlens": torch.tensor(ends)})
     assert counter.frame_count <= 2, "once more, for any number of sequences"
+
+
+def boundaries_that_end_too_soon(op: str, compiled: Callable[..., Any]) -> None:
+    """Fault 23. On the CPU they are an error; compiled, where they are not read, an error or zeros."""
+    call = tiny_call(op) | {"cu_seqlens": torch.tensor([0, 3, 5])}
+    with pytest.raises(ValueError, match=r"cu_seqlens must end at the token count 6, got 5"):
+        outputs(op, call)
+    try:
+        got = outputs(op, call, compiled)[0]
+    except (ValueError, RuntimeError) as error:
+        assert "cu_seqlens must end at the token count" in str(error)
+    else:
+        assert torch.isfinite(got).all()
+        torch.testing.assert_close(got[:, :5], outputs(op, trimmed(op, call))[0])
+        assert op in ("rotary", "rotary_qk", "short_conv", "short_conv_qkv", "token_shift") or not got[:, 5:].any()
 
 
 def test_fault_14_a_mask_replaces_boundaries_or_padding_is_removed_in_every_layer(monkeypatch: Any) -> None:
@@ -362,23 +380,6 @@ def test_fault_22_head_dims_are_refused(dim: int, dim_v: int) -> None:
         wanted, _ = attention_definition.softmax_attention(q, k, v, scale=dim**-0.5, causal=True)
         torch.testing.assert_close(found["output 0"], wanted)
         assert all_finite(found)
-
-
-@pytest.mark.parametrize("op", [op for op in PACKED if op not in HOST_LENGTHS])
-def test_fault_23_uninitialised_past_the_last_packed_token(op: str) -> None:
-    """On the CPU boundaries that end too soon are an error; compiled, where they are not read, an error or zeros."""
-    call = tiny_call(op) | {"cu_seqlens": torch.tensor([0, 3, 5])}
-    with pytest.raises(ValueError, match=r"cu_seqlens must end at the token count 6, got 5"):
-        outputs(op, call)
-    torch._dynamo.reset()
-    try:
-        got = torch.compile(lambda: outputs(op, call)[0], fullgraph=True, backend="eager")()
-    except (ValueError, RuntimeError) as error:
-        assert "cu_seqlens must end at the token count" in str(error)
-    else:
-        assert torch.isfinite(got).all()
-        torch.testing.assert_close(got[:, :5], outputs(op, trimmed(op, call))[0])
-        assert op in ("rotary", "rotary_qk", "short_conv", "short_conv_qkv", "token_shift") or not got[:, 5:].any()
 
 
 def trimmed(op: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,13 @@ MORE = {"phimoe": ("PhimoeConfig", "PhimoeForCausalLM", TWO | {"sliding_window":
 PREFIXED = ["paged|llama"] if "paged|sdpa" in transformers.AttentionInterface() else []
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE, *PREFIXED])
+LIKE_LLAMA = {"qwen3"}  # to the attention
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.whole) if f in LIKE_LLAMA else f for f in (*FAMILIES, *MORE, *PREFIXED)],
+)
 def test_continuous_batching_agrees_with_generation_alone(family: str) -> None:
     prefix, _, family = family.rpartition("|")
     name = f"{prefix}|{ATTENTION}" if prefix else ATTENTION

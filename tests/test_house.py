@@ -145,7 +145,7 @@ def test_import_takes_less_than_a_fifth_of_a_second(tmp_path: Path, monkeypatch:
     code = (
         "import gc, time, torch; gc.disable(); t = time.process_time(); import flashmix; print(time.process_time() - t)"
     )
-    assert min(float(run_python(code)) for _ in range(4)) < 0.2
+    assert any(float(run_python(code)) < 0.2 for _ in range(4))
 
 
 def tracked_files() -> list[Path]:

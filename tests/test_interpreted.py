@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+FILES = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.interpreted" in path.read_text()]
 LONGEST = TESTS / "test_recurrence_gpu.py"
 
 
-@pytest.mark.parametrize("files", [[LONGEST], [TESTS, f"--ignore={LONGEST}"]], ids=["recurrence", "others"])
-def test_kernels_in_the_interpreter(files: list[object]) -> None:
+@pytest.mark.parametrize(
+    "files", [[LONGEST], [path for path in FILES if path != LONGEST]], ids=["recurrence", "others"]
+)
+def test_kernels_in_the_interpreter(files: list[Path]) -> None:
     """In a process of its own, since triton decides by the environment when it is imported; two tests, so that two workers share them."""
     pytest.importorskip("triton")
     done = subprocess.run(

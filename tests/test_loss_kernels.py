@@ -94,8 +94,9 @@ def test_vocabularies(vocabulary: int) -> None:
 def test_divergences(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests of the portable losses, by the kernels."""
     monkeypatch.setattr(test_losses, "assert_matches", assert_matches)
-    if device == "cpu":  # the interpreter is slow: three chunks of 100 rows
-        monkeypatch.setattr(test_losses, "CHUNK", 40)
+    if device == "cpu":  # the interpreter is slow: three chunks of 30 rows
+        monkeypatch.setattr(test_losses, "TIMES", 3)
+        monkeypatch.setattr(test_losses, "CHUNK", 12)
     monkeypatch.setattr(test_losses, "linear_kl_divergence", moved(linear_kl_divergence, device))
     for dtype in DTYPES if device == "cuda" else DTYPES[:1]:
         for temperature, reduction, reverse in (

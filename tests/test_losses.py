@@ -18,6 +18,7 @@ from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 
 MASK = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
 CHUNK = 3  # rows of a head at once
+TIMES = 10  # five rows each, of a sequence
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, -5, 99, 4, 2]])  # anything where the mask is False
 
 
@@ -36,8 +37,9 @@ def reduced(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("temperature, reduction", [(1.0, "mean"), (1.0, "sum"), (2.0, "none")])
 def test_kl_divergence_is_its_definition(temperature: float, reduction: str, reverse: bool, dtype: torch.dtype) -> None:
-    shapes, mask = ((2, 50, 8), (11, 8), (11,)), MASK.repeat(1, 10)
-    teacher = [random(*s, dtype=dtype, seed=9 - i) for i, s in enumerate([(2, 50, 6), (11, 6), (11,)])]
+    tokens = 5 * TIMES
+    shapes, mask = ((2, tokens, 8), (11, 8), (11,)), MASK.repeat(1, TIMES)
+    teacher = [random(*s, dtype=dtype, seed=9 - i) for i, s in enumerate([(2, tokens, 6), (11, 6), (11,)])]
 
     def op(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         th, tw, tb = (value.to(h.dtype) for value in teacher)

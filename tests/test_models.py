@@ -134,10 +134,23 @@ def test_state_dict_round_trip_and_plain_configuration(name: str) -> None:
     assert torch.equal(other(tokens), model(tokens))
 
 
-@every_model
+MIXED = (
+    "rwkv7",
+    "transformer",
+    "hybrid",
+    "qwen3_next_like",
+    "kimi_linear_like",
+)  # of others each layer compiles in test_layers.py
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in MIXED else pytest.param(name, marks=pytest.mark.whole) for name in MODELS]
+)
 def test_compiles_without_a_break(name: str) -> None:
+    """One block of each kind: a second one is the same code."""
     torch.compiler.reset()
     model, tokens = make_model(name), some_tokens(2, 5)
+    model.blocks = torch.nn.ModuleList({repr(block): block for block in model.blocks}.values())
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_same(compiled(tokens, targets=tokens).detach(), model(tokens, targets=tokens).detach())
 
@@ -145,6 +158,7 @@ def test_compiles_without_a_break(name: str) -> None:
 def test_packings_do_not_recompile() -> None:
     torch.compiler.reset()
     model, tokens, counter = make_model("hybrid"), some_tokens(1, 32), CompileCounter()
+    model.blocks = model.blocks[-2:]  # a recurrence and attention
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     counts = []
     for lengths in ([10, 22], [1, 2, 3, 26], [32], [5, 5, 5, 5, 12], [0, 32], [16, 16], [1] * 32, [3, 29]):
@@ -191,7 +205,9 @@ def test_learns(name: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0], losses
+        if losses[-1] < 0.5 * losses[0]:
+            return
+    raise AssertionError(losses)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in MODELS])

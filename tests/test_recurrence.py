@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 import pytest
@@ -61,6 +62,13 @@ def references(case, inputs):
     return exact, plain
 
 
+@lru_cache(maxsize=4)
+def inputs_and_references(case, dtype):
+    """The inputs of a case and their references, for the tests of one implementation after the other; not to be changed."""
+    inputs = make_inputs(case, dtype)
+    return inputs, *references(case, inputs)
+
+
 @pytest.fixture(params=IMPLS)
 def taken(request, monkeypatch):
     """What `impl="auto"` takes first: all that is there, or the portable one as where there is no C compiler."""
@@ -81,9 +89,8 @@ def skip_what_is_refused(case, inputs, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @named(CASES)
 def test_float32_is_within_budget(case, impl):
-    inputs = make_inputs(case, torch.float32)
+    inputs, exact, plain = inputs_and_references(case, torch.float32)
     skip_what_is_refused(case, inputs, impl)
-    exact, plain = references(case, inputs)
     budget = {"steps": STAGES} if case.keys == "random" else {"steps": 0, "times": CORRELATED}
     for name, got in evaluate(run_op, case, inputs, impl).items():
         within_budget(f"{case.name} {name}", got, exact[name], plain[name], **budget)
@@ -119,9 +126,8 @@ def test_laws_hold_where_correlated_keys_begin(case):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @named(BASE)
 def test_half_precision_is_within_budget(case, dtype, impl):
-    inputs = make_inputs(case, dtype)
+    inputs, exact, plain = inputs_and_references(case, dtype)
     skip_what_is_refused(case, inputs, impl)
-    exact, plain = references(case, inputs)
     for name, got in evaluate(run_op, case, inputs, impl).items():
         assert_within_budget(f"{case.name} {name}", got, exact[name], plain[name].to(got.dtype))
 

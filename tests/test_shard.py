@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +33,11 @@ def name_of(job: Job) -> str:
     return f"{CASES[case].name}, {ranks} ranks, {order}, {packing}{narrow}"
 
 
-def of_all_ranks(folder: Path, jobs: list[Job], extras: bool) -> list[dict[Any, Any]]:
+def compute(folder: Path, jobs: list[Job], extras: bool) -> None:
     torch.multiprocessing.spawn(shard_cases.work, (str(folder), jobs, extras), nprocs=max(RANKS))
+
+
+def of_all_ranks(folder: Path) -> list[dict[Any, Any]]:
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(max(RANKS))]
 
 
@@ -56,8 +61,15 @@ def assert_one_process(job: Job, found: list[dict[Any, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What every rank computed for the sample, in one start of the processes."""
-    return of_all_ranks(tmp_path_factory.mktemp("ranks"), SAMPLE, extras=True)
+    """What every rank computed for the sample, in one start of the processes, which all workers of pytest share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ranks"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            compute(folder, SAMPLE, extras=True)
+    return of_all_ranks(folder)
 
 
 @pytest.mark.parametrize("job", SAMPLE, ids=name_of)
@@ -74,7 +86,8 @@ def test_ranks(name: str, found: list[dict[Any, Any]]) -> None:
 
 @pytest.mark.whole
 def test_the_whole_product(tmp_path: Path) -> None:
-    found = of_all_ranks(tmp_path, JOBS, extras=False)
+    compute(tmp_path, JOBS, extras=False)
+    found = of_all_ranks(tmp_path)
     for job in JOBS:
         assert_one_process(job, found)
 

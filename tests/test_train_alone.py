@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -135,11 +136,13 @@ def test_two_commands_in_one_folder(small: TrainConfig, tmp_path: Path) -> None:
     deadline = time.monotonic() + 100
     while not (tmp_path / "run" / "checkpoint.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
+    first.send_signal(signal.SIGSTOP)  # it need not train meanwhile
     for options in (["--resume", str(tmp_path / "run")], ["--text", small.text[0], "--out", str(tmp_path / "run")]):
         second = command("-m", "flashmix.train.cli", "train", *options)
         _, error = second.communicate(timeout=100)
         assert second.returncode == 1, error
         assert f"run is in use by process {first.pid}" in error.decode() and len(error.splitlines()) == 1
+    first.send_signal(signal.SIGCONT)
     first.terminate()
     _, error = first.communicate(timeout=100)
     assert first.returncode == 130, error
