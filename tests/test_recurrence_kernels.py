@@ -22,8 +22,8 @@ RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else 
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
 # A decay of the value axis shares most of its code with a per-channel decay: a target of each table, unless all are asked for.
 VALUE_TARGETS = TARGETS if EVERYTHING else ((8, 6), (9, 0), (10, 0))
-# Of the two gates every card once, Hopper twice, and of each kernel the target with most spills (of channel pairs: 472 of 488 bytes); the rest
-# with `-m whole`.
+# Of the two gates every card once, Hopper twice, and of each kernel the target with most spills (of channel pairs: 472 of 488 bytes);
+# the rest with `-m whole`.
 # (8, 9) takes the tiles of (8, 6) and came to the same shared memory and stack in all of 32 launches (2026-11-23).
 LATER = {
     *(("delta", gate, (8, 9)) for gate in ("token", "channel")),
