@@ -129,8 +129,9 @@ def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
 def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
     """A state pass with 256 channels: what A_qb is made of takes the room of a stage of keys, of values and of T."""
     wide = wide_state_forward_kernel if kernel is state_forward_kernel else wide_state_backward_kernel
-    stages = {"KEYS": 2, "VALUES": 2, "PAIRS": 1} if made else {"KEYS": 3, "VALUES": 2, "PAIRS": 2}
-    return Kernel(wide, spec._replace(MAKES=made, **stages), num_warps=4, maxnreg=128 if made else 168)
+    keys, pairs = (2, 1) if made else (3, 2)
+    spec = spec._replace(MAKES=made, KEYS=keys, VALUES=2, PAIRS=pairs)
+    return Kernel(wide, spec, num_warps=4, maxnreg=128 if made else 168)
 
 
 def _output(spec: HopperSpec) -> Kernel:
