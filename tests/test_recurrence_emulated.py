@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, output_of_256, segments_of_256
+from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, output_of_256, queries_of_256, segments_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["mixed_heads", "output_of_256", "segments_of_256"]  # fixtures
+__all__ = ["mixed_heads", "output_of_256", "queries_of_256", "segments_of_256"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -65,6 +65,18 @@ def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert {"wide_state_backward_kernel", "output_backward_kernel"} <= set(launched), launched
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 0, 64, 65, 128)])
+def test_emulated_two_stages_of_queries_change_no_bit(lengths: Any, queries_of_256: Any) -> None:
+    """`FLASHMIX_TRY_QUERIES_OF_256=1`: nu and o lie in the place of the values."""
+    case = Case("queries", "delta", "token", B=1, T=262, H=1, HV=2, K=256, V=256, lengths=lengths)
+    wanted, _ = emulated(case)
+    queries_of_256()
+    found, launched = emulated(case)
+    assert "wide_state_forward_kernel" in launched
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
 
 
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:

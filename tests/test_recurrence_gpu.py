@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from dataclasses import replace
 
@@ -153,6 +154,18 @@ def segments_of_256(monkeypatch):
 def mixed_heads(monkeypatch):
     """As with `FLASHMIX_TRY_MIXED_HEADS=1`: they take keys and values of different widths, and 33 to 63 channels."""
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
+
+
+@pytest.fixture
+def queries_of_256(monkeypatch):
+    """Call it to go on as with `FLASHMIX_TRY_QUERIES_OF_256=1`: two stages of queries in their state pass."""
+    plan = importlib.import_module("flashmix.ops.recurrence.gluon_hopper.plan")
+
+    def change():
+        monkeypatch.setattr(plan, "TRY_QUERIES_OF_256", True)
+        monkeypatch.setattr(plan, "_cached", plan._cached.__wrapped__)
+
+    return change
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from flashmix.gpu.ptxas import needed
 pytest.importorskip("triton")
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
+from test_recurrence_gpu import queries_of_256
 
+__all__ = ["queries_of_256"]  # a fixture
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
@@ -343,6 +345,17 @@ def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
         assert made.stack <= HEADS_OF_256_STACK.get(launch.name, 0), (launch.name, made.stack)
         assert not made.advice, (launch.name, made.advice)
+
+
+@pytest.mark.parametrize("name", ["two value heads", pytest.param("packed", marks=pytest.mark.whole)])
+def test_two_stages_of_queries_of_256_channels_compile(name, queries_of_256):
+    queries_of_256()
+    found = launches(HEADS_OF_256[name], torch.bfloat16, (9, 0), "gluon")
+    states = [launch for launch in found if launch.name == "wide_state_forward_kernel"]
+    (launch,) = (launch for launch in states if launch.args[-1].OUTPUT)
+    assert launch.args[-1].QUERIES == 2
+    made = compile_launch(launch)
+    assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024 and made.stack <= 16 and not made.advice
 
 
 # Whatever a launch of these has, a size, a flag or an operand, a launch of the same kernel in another case has too.

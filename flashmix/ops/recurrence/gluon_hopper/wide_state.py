@@ -9,6 +9,7 @@ Letters of tiles: `C` = 64 tokens, `K` = 256 channels of keys, `v` = 64 of value
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    ex2,
     fence_async_shared,
     gl,
     gluon,
@@ -24,7 +25,7 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
@@ -60,11 +61,15 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         share_state(state.to(DT), s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, shared, 1, S.SAVE)
         if S.OUTPUT:
             signal(bars.states.full, n * S.WARPGROUPS + w)
-        wait_full(bars.v.full, n)
+        wait_full(bars.vectors.full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]  # before the product, which ptxas would wait for
         wait_full(bars.k.full, n)
         ks = product(shared, k.permute((1, 0)), ACC_64, 64, 64)
-        v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+        if S.QUERIES == 2:
+            wait_full(bars.v.full, n * S.WARPGROUPS + w)
+            v = tiles.v.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+        else:
+            v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
         ks, v = products_done(0, deps=[ks, v])
         R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
@@ -73,7 +78,7 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
             tiles.vectors, stage + BETA, COLUMNS_64
         )
-        release(bars.v.empty, n)
+        release(bars.vectors.empty, n)
         nu, R = products_done(0, deps=[nu, R])
         release(bars.A.empty, n)
         written = gl.convert_layout((nu * column[None, :]).to(DT), operand(128))
@@ -81,7 +86,8 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         if S.SAVE:
             put_tokens(nu.to(DT), nu_d, at, chunk * 64, channel, sent, 1, S)
         elif S.OUTPUT:
-            wait_empty(bars.tokens.empty, n * S.WARPGROUPS + w)
+            if S.QUERIES == 1:
+                wait_empty(bars.tokens.empty, n * S.WARPGROUPS + w)
             sent.permute((1, 0)).store(nu.to(DT))
             fence_async_shared()
             signal(bars.tokens.full, n * S.WARPGROUPS + w)
@@ -95,24 +101,43 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
 
 
 @gluon.jit
+def put_whole_pairs(q, k, vectors, stage, made, scale, z):
+    """`put_query_pairs` in one product: 64 columns read the keys once."""
+    A = product(k, q.permute((1, 0)), ACC_64, 64, 64)  # [C, C]
+    A = products_done(0, deps=[A])
+    key = gl.arange(0, 64, ROWS_64) + z
+    query = gl.arange(0, 64, COLUMNS_64) + z
+    G = vector(vectors, stage, ROWS_64)
+    beta = vector(vectors, stage + BETA, ROWS_64) * scale
+    G_query = vector(vectors, stage, COLUMNS_64)
+    A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * beta[:, None])
+    A = gl.where(query[None, :] >= key[:, None], A, 0.0)
+    made.permute((1, 0)).store(A.to(k.dtype))
+
+
+@gluon.jit
 def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
     """The warpgroup for A_qb (3.1) and o (1.8)."""
     gl.static_assert(S.WARPGROUPS == 2, "it has the values of two warpgroups")
     at = segment_of_program(x, numbers, False, S)
     for n in range(at.count):
         z = opaque_zero()  # lest masks and descriptors be hoisted into registers
-        q = tiles.q.index(z)  # [C, K]
+        q = tiles.q.index(n % S.QUERIES + z)  # [C, K]
         A_qb = tiles.made.index(z)  # [C, C]
         stage = (n % S.VALUES) * 4 + z
         wait_full(bars.k.full, n)
         wait_full(bars.q.full, n)
-        wait_full(bars.v.full, n)
-        put_query_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
+        wait_full(bars.vectors.full, n)
+        if S.QUERIES == 2:
+            put_whole_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
+        else:
+            put_query_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
         fence_async_shared()
         release(bars.k.empty, n)
-        stores_done(0)  # o of the chunk before
-        release(bars.tokens.empty, 2 * n + 1, n > 0)  # uses 2 n - 2 and 2 n - 1: buffers 0 and 1
-        release(bars.tokens.empty, 2 * n, n > 0)
+        if S.QUERIES == 1:
+            stores_done(0)  # o of the chunk before
+            release(bars.tokens.empty, 2 * n + 1, n > 0)  # uses 2 n - 2 and 2 n - 1: buffers 0 and 1
+            release(bars.tokens.empty, 2 * n, n > 0)
         for w in gl.static_range(2):
             wait_full(bars.states.full, 2 * n + w)
             o = product(tiles.states.index(w + z), q.permute((1, 0)), ACC_64, 64, 64)  # [v, C]
@@ -121,7 +146,10 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
             o = o * (vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64) * numbers.scale)[None, :]
             if w == 1:
                 release(bars.q.empty, n)
-                release(bars.v.empty, n)
+                release(bars.vectors.empty, n)
+                if S.QUERIES == 2:
+                    stores_done(0)  # o of the first half
+                    release(bars.v.empty, 2 * n)
             wait_full(bars.tokens.full, 2 * n + w)
             sent = tiles.tokens.index(w + z)
             o = warpgroup_mma(sent.permute((1, 0)), A_qb.permute((1, 0)), o, is_async=True)
@@ -129,6 +157,9 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
             sent.permute((1, 0)).store(o.to(sent.dtype))  # in the place of nu
             fence_async_shared()
             store_tokens(o_d, at.span, (at.begin + n) * 64, at.head, at.channel + w * 64, sent, S)
+        if S.QUERIES == 2:
+            stores_done(0)
+            release(bars.v.empty, 2 * n + 1)
     stores_done(0)
 
 
