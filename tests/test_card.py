@@ -21,7 +21,7 @@ def test_a_job_that_takes_too_long_is_ended_and_the_next_one_runs(card, monkeypa
     stubborn = 'python -c "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"'
     monkeypatch.setattr(card, "GRACE", 1)
     jobs = {
-        "slow": card.Job(slow, 2),
+        "slow": card.Job(slow, 5),  # by then Python has begun, also beside other work
         "stubborn": card.Job(stubborn, 1),
         "quick": card.Job(quick, 20),
         "check": card.Job(quick, 20, False),
@@ -31,7 +31,7 @@ def test_a_job_that_takes_too_long_is_ended_and_the_next_one_runs(card, monkeypa
     monkeypatch.setattr(sys, "argv", ["card.py", "--out", str(tmp_path)])
     card.main()
     printed = capsys.readouterr().out
-    assert "slow: ended after its 2 s" in printed and "stubborn: ended after its 1 s" in printed
+    assert "slow: ended after its 5 s" in printed and "stubborn: ended after its 1 s" in printed
     assert (tmp_path / "slow.log").read_text() == "what there is\n"  # it was asked first
     assert "quick: exit status 0" in printed and "check: exit status 0" in printed
     assert (tmp_path / "quick.log").read_text().split() == ["3", str(tmp_path)]

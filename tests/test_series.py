@@ -48,6 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     )
     made = SimpleNamespace(
         run=run,
+        module=1,  # loaded
         function=1,
         packed_metadata=(),
         src=SimpleNamespace(signature={1: "tensordesc"}),
@@ -184,3 +185,14 @@ def test_no_more_is_kept_than_most(launched: list[Any], monkeypatch: pytest.Monk
     for given in alive:
         ready(CPU, given, partial(launch_all, made, *given))
     assert len(launched) == 16 and len(ready._known) <= 3
+
+
+def test_code_whose_load_failed_is_loaded_by_the_next_call(launched: list[Any]) -> None:
+    """Triton's `run` does not try again."""
+    made, loads = kernel.run(), []
+    made._init_handles = lambda: loads.append(made)
+    launch.Code(made, False)
+    assert not loads
+    made.module = None
+    launch.Code(made, False)
+    assert loads == [made]
