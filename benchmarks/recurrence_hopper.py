@@ -46,6 +46,7 @@ ROWS = (
     Row("kda", 8, 4096, 16, 16),
     Row("kda", 1, 8192, 96, 96),
     *(Row(rule, 8, 4096, 16, 16) for rule in ("delta_rule", "simple_gla", "retention", "gla", "rwkv7")),
+    Row("rwkv7", 8, 4096, 16, 16, 64, 64),
     *(Row("gated_delta_rule", 8, 4096, 16, 16, *widths) for widths in ((128, 64), (64, 128))),
     *(
         Row("simple_gla", *sizes, 128, 64) for sizes in ((8, 4096, 16, 16), (4, 4096, 1, 80))

@@ -13,7 +13,16 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import HOPPER_CASES, MIXED, mixed_heads, output_of_256, queries_of_256, segments_of_256
+from test_recurrence_gpu import (
+    DPLR_CASES,
+    HOPPER_CASES,
+    MIXED,
+    mixed_heads,
+    output_of_256,
+    pairs_of_dplr,
+    queries_of_256,
+    segments_of_256,
+)
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +32,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["mixed_heads", "output_of_256", "queries_of_256", "segments_of_256"]  # fixtures
+__all__ = ["mixed_heads", "output_of_256", "pairs_of_dplr", "queries_of_256", "segments_of_256"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -56,6 +65,36 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
     wide = "wide_" if case.K > 128 else ""
     output = "channel_output_kernel" if case.gate == "channel" else f"{wide}output_backward_kernel"
     assert {f"{wide}state_forward_kernel", output} <= set(launched), launched
+
+
+DPLR = [
+    Case("dplr-resets", "dplr", "channel", B=1, T=70, H=1, HV=2, K=128, V=24, decay="resets"),
+    Case("dplr-64-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=64, V=16, lengths=(5, 0, 70)),
+]
+
+
+@pytest.mark.usefixtures("pairs_of_dplr")
+@pytest.mark.parametrize(
+    "case", [*DPLR, *(pytest.param(c, marks=pytest.mark.whole) for c in DPLR_CASES)], ids=lambda case: case.name
+)
+def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between Triton's kernels, which make everything else; the sums of the decay are written in the backward."""
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert launched.count("dplr_scores_kernel") == launched.count("channel_inverse_kernel") == 2, launched
+    assert "decay_sums_kernel" not in launched and "scores_forward_kernel" not in launched, launched
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("pairs_of_dplr")
+def test_emulated_segments_of_dplr_are_within_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_into(2, monkeypatch)
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    case = Case("dplr-segments", "dplr", "channel", B=1, T=140, H=1, HV=1, K=64, V=16)
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert {"dplr_scores_kernel", "segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
 
 
 def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch: pytest.MonkeyPatch) -> None:

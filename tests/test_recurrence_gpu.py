@@ -105,6 +105,17 @@ HOPPER_CASES = [
     ),
     *(Case(f"hopper-256-beta{beta:g}", "delta", "token", K=256, V=256, beta=beta) for beta in (0.0, 2.0)),
 ]
+# Pairs by the Hopper kernels, which take a and b with heads of their own, all else by Triton's.
+DPLR_CASES = [
+    *(Case(f"hopper-dplr{n}", "dplr", "channel", **{"K": 128, "V": 128} | more) for n, more in WIDE.items()),
+    *(Case(f"hopper-dplr-decay{d}", "dplr", "channel", K=128, V=128, decay=d) for d in DECAYS if d != "-20"),
+    *(
+        Case(f"hopper-dplr-64{n}", "dplr", "channel", **{"K": 64, "V": 64} | more)
+        for n, more in WIDE.items()
+        if "K" not in more
+    ),
+    *(Case(f"hopper-dplr-{K}-{V}", "dplr", "channel", K=K, V=V, decay="resets") for K, V in ((48, 200), (104, 24))),
+]
 INTERPRETED = (
     *("linear-channel", "delta-token", "delta-channel-T33", "dplr-token-T1", "untied-token-packed-none"),
     "delta-none-nearly_parallel-betauniform",
@@ -169,6 +180,12 @@ def queries_of_256(monkeypatch):
 
 
 @pytest.fixture
+def pairs_of_dplr(monkeypatch):
+    """As with `FLASHMIX_TRY_DPLR=1`: they make the pairs of DPLR with a decay per channel."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+
+
+@pytest.fixture
 def output_of_256(monkeypatch):
     """As with `FLASHMIX_TRY_OUTPUT_OF_256=1`: the Hopper kernel makes the backward of their output; calls of before were of other sizes."""
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
@@ -180,6 +197,15 @@ def output_of_256(monkeypatch):
 @pytest.mark.usefixtures("mixed_heads")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("they need compute capability 9.0")
+    assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("pairs_of_dplr")
+@named(DPLR_CASES)
+def test_the_pairs_of_dplr_on_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("they need compute capability 9.0")
     assert_kernels_within_budget(case, torch.bfloat16, "gluon")

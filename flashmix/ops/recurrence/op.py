@@ -21,6 +21,8 @@ from flashmix.ops.recurrence.native.binding import missing
 TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
 # Nor have tiles of 64 channels beside others of 128, and of fewer channels.
 TRY_MIXED_HEADS = os.environ.get("FLASHMIX_TRY_MIXED_HEADS") == "1"
+# Nor have the kernels that make the pairs of DPLR with a decay per channel, between Triton's.
+TRY_DPLR = os.environ.get("FLASHMIX_TRY_DPLR") == "1"
 
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
@@ -41,11 +43,14 @@ def _has_tiles(call: RecurrenceCall) -> bool:
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
-    if call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
+    if TRY_DPLR and call.rule is Rule.DPLR and call.decay is Decay.CHANNEL:
+        if call.K % 8 or not 32 < call.K <= 128 or call.V > 256:
+            return f"of DPLR it has K above 32 and up to 128, a multiple of 8, and V up to 256, got K = {call.K} and V = {call.V}"
+    elif call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
         return (
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
         )
-    if not _has_tiles(call):
+    elif not _has_tiles(call):
         also = f"{'33 to 64' if TRY_MIXED_HEADS else '64 of both'} and, of the delta rule, 256 of both"
         return (
             f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel {also}, "

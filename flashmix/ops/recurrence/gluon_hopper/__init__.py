@@ -21,8 +21,9 @@ from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.remember import keep
-from flashmix.ops.recurrence.call import Decay, RecurrenceCall
-from flashmix.ops.recurrence.gluon_hopper import descriptors
+from flashmix.ops.recurrence import triton_gpu
+from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
+from flashmix.ops.recurrence.gluon_hopper import descriptors, dplr
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
 from flashmix.ops.recurrence.gluon_hopper.memory import (
     OPERANDS,
@@ -111,7 +112,9 @@ def channel_reads(run: HopperRun, keys: Tensor, A: Tensor, total: Tensor) -> Chu
 
 
 def halves(call: RecurrenceCall) -> Halves | None:
-    """Both halves of a call over ranks."""
+    """Both halves of a call over ranks; of DPLR those by Triton's kernels alone."""
+    if call.rule is Rule.DPLR:
+        return triton_gpu.halves(call)
     from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
 
     return HALVES
@@ -137,6 +140,8 @@ def launch(
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts."""
+    if call.rule is Rule.DPLR:
+        return dplr.forward(call, save)
     if is_step(call):
         return step(call), ()
     if call.tokens == 0 or call.batch == 0:
@@ -173,6 +178,8 @@ def empty(call: RecurrenceCall) -> Outputs:
 
 def keeps(call: RecurrenceCall) -> Outputs:
     """Empty tensors like those that `forward` keeps, if it does."""
+    if call.rule is Rule.DPLR:
+        return triton_gpu.keeps(call)
     sizes = symbolic_sizes_of(call)
     if is_step(call) or not sizes.kept or call.tokens == 0 or call.batch == 0:
         return ()
@@ -182,6 +189,8 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
+    if call.rule is Rule.DPLR:
+        return dplr.backward(call, kept, grads, wanted)
     if call.tokens == 0 or call.batch == 0:
         found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
         return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}

@@ -12,7 +12,7 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.triton_gpu.decay import NEAR, channel_sums, load_reach, reach_of, to_base_2
 from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
 from flashmix.ops.recurrence.triton_gpu.scores import channel_products
-from flashmix.ops.recurrence.triton_gpu.tiles import chunk_place, load_rows, pair_tile, zeros
+from flashmix.ops.recurrence.triton_gpu.tiles import chunk_place, load_rows, pair_tile, replaced, zero_vectors, zeros
 
 PROGRAM_CHUNKS: tl.constexpr = tl.constexpr(8)  # chunks and value heads that a program looks at
 
@@ -42,13 +42,15 @@ def store_reach(out, at, S: tl.constexpr):
 @with_sound_ptxas
 @triton.jit(do_not_specialize=["n"])
 def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
-    """Writes the rows of A_qb, and of A_ab as far as there is one, that are out of range for one pass, and of their chunks the reaches."""
+    """Writes the rows of pairs that are out of range for one pass, those of A_ab as float16, and of their chunks the reaches."""
     tl.static_assert(S.BK == S.REACH, "a tile's channels have one reach, which is decided for them")
     first = tl.program_id(0) * PROGRAM_CHUNKS
     which = first + tl.arange(0, PROGRAM_CHUNKS)
     flags = tl.load(out.far + which, mask=which < n.programs, other=0)  # [PROGRAM_CHUNKS]
     if tl.max(flags, 0) == 0:
         return
+    PAIRS: tl.constexpr = len(S.ROW)
+    COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
     DT: tl.constexpr = out.A.dtype.element_ty
     own = tl.arange(0, S.C)[:, None] == tl.arange(0, S.C)[None, :]  # no pass has the pairs (i, i)
     for index in tl.range(first, tl.minimum(first + PROGRAM_CHUNKS, n.programs), num_stages=1):
@@ -56,19 +58,24 @@ def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
         if (at.count > 0) & (tl.load(out.far + index) != 0):
             least = store_reach(out, at, S)  # [C]
             tl.debug_barrier()
-            A = zeros(len(S.ROW), S.C, S.C)
-            diagonal = tl.full([S.C], 0.0, tl.float32)
+            A = zeros(PAIRS, S.C, S.C)
+            diagonals = zero_vectors(COLUMNS, S.C)  # q_i . y_i of each column
             for k0 in tl.range(0, S.K, S.BK, num_stages=1):
                 d = k0 + tl.arange(0, S.BK)
                 X, Y = load_float_keys(x, n.scale, at, d, S)  # [C, BK] each
                 sums = channel_sums(out.sums, at, d, S)
-                diagonal += tl.sum(X[0] * Y[0], 1)
+                for c in tl.static_range(COLUMNS):
+                    diagonals = replaced(diagonals, c, diagonals[c] + tl.sum(X[0] * Y[c], 1))
                 reach = load_reach(out.reach, at, k0 // S.REACH, S)  # [C]
                 A = channel_products(x, A, (X, Y), sums, reach, d, at, S)  # [C, C] each
             far = ((least < S.LEVELS) | (tl.arange(0, S.C) >= at.count))[
                 :, None
             ]  # past the count: NaN from the one pass
-            qb = A[0] + tl.where(own, diagonal[:, None], 0.0)
-            tl.store(pair_tile(out.A, at, 0, S), qb.to(DT), mask=far)
-            if out.before is not None:
-                tl.store(pair_tile(out.before, at, 1, S), A[1].to(tl.float16), mask=far)
+            for p in tl.static_range(PAIRS):
+                if p < COLUMNS:  # the pairs of q come first
+                    pairs = A[p] + tl.where(own, diagonals[p][:, None], 0.0)
+                    tl.store(pair_tile(out.A, at, p, S), pairs.to(DT), mask=far)
+                elif p == COLUMNS:
+                    tl.store(pair_tile(out.before, at, p, S), A[p].to(tl.float16), mask=far)
+                else:
+                    tl.store(pair_tile(out.A, at, p, S), A[p].to(DT), mask=far)

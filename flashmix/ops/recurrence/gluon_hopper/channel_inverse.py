@@ -34,10 +34,13 @@ def load_blocks(A):
 @with_sound_ptxas
 @gluon.jit
 def channel_inverse_kernel(before, A_d, S: gl.constexpr):
-    """Writes T in place of A_ab, the second tile of `[chunks, HV, 2, 64, 64]`, of which `before` has the same bytes as float16."""
+    """Writes T in place of A_ab, the second tile of `[chunks, HV, 2, 64, 64]`, or with four TILES the third; of these `before` has the
+    same bytes as float16.
+    """
     index = gl.program_id(0)
-    blocks, first_t = load_blocks(before + index.to(gl.int64) * 8192 + 4096)  # [16, 16] each
+    PLACE: gl.constexpr = S.TILES // 2
+    blocks, first_t = load_blocks(before + index.to(gl.int64) * (S.TILES * 4096) + PLACE * 4096)  # [16, 16] each
     out = gl.allocate_shared_memory(A_d.dtype, [64, 64], TILE)
     store_inverse(blocks, diagonal_inverses(blocks, first_t), out)
-    store_tile(A_d, index * 128 + 64, out)
+    store_tile(A_d, index * (S.TILES * 64) + PLACE * 64, out)
     stores_done(0)

@@ -37,6 +37,8 @@ class HopperSpec(NamedTuple):
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu
     SHARED: int = 1  # value heads that share a key head, where each has gradients of keys of its own (then GROUP is 1)
+    HEADS: tuple[int, ...] = ()  # of DPLR: heads of q, a, k and b (GROUP is 1)
+    TILES: int = 2  # of pairs of a chunk in memory: A_qb and T, of DPLR A_qk, A_qb, T and A_ak
 
 
 class HopperNumbers(NamedTuple):
@@ -88,7 +90,7 @@ class ChannelMemory(NamedTuple):
     sums: Any  # G, [B, T, HV, K]
     reach: Any  # [chunks, HV, blocks of channels, 64] int8
     far: Any  # [chunks, HV] int32: whether a row is out of range for one pass over the pairs
-    A: Any  # [chunks, HV, 2, 64, 64]
+    A: Any  # [chunks, HV, 2, 64, 64]; of DPLR [chunks, HV, 4, 64, 64]
     before: Any  # the same memory as float16: A_ab in the place of T
 
 

@@ -137,14 +137,14 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
-    do, dstate = grads
-    do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
-    dstate = None if dstate is None else dstate.contiguous()
+    do, dstate = given_gradients(call, grads)
     decay = "log_decay" in wanted
     if call.decay is not Decay.VALUE:
-        return gradients(Run.of(call), kept, do, dstate, decay)
+        run = Run.of(call)
+        return gradients(run, scores_of(run, kept), kept, do, dstate, decay)
     own, q = transposed(call, do)
-    found = gradients(Run.of(own, True), kept, q, dstate, decay)
+    run = Run.of(own, True)
+    found = gradients(run, scores_of(run, kept), kept, q, dstate, decay)
     assert call.k is not None and call.log_decay is not None
     if decay:
         found["log_decay"] = found["log_decay"].to(call.log_decay.dtype)
@@ -152,9 +152,18 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     return found | {"q": dq, "k": dk, "v": found["k"]}
 
 
-def gradients(run: Run, kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool) -> Gradients:
-    """The gradients of a run's operands; with a transposed state in place of that of q the output."""
-    inputs, scores = scores_of(run, kept)
+def given_gradients(call: RecurrenceCall, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the output and of the final state as kernels read them."""
+    do, dstate = grads
+    do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
+    return do, None if dstate is None else dstate.contiguous()
+
+
+def gradients(
+    run: Run, made: tuple[ChunkInputs, ChunkScores], kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool
+) -> Gradients:
+    """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output."""
+    inputs, scores = made
     x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
     ends = segment_ends(run, scores, joined, do)
     if ends is not None:
