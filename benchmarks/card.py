@@ -42,8 +42,17 @@ class Job:
     seconds: int
     measures: bool = True
     folder: str = "."
+    switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
+TRIED = (  # kernels that have not run on a card yet
+    "FLASHMIX_TRY_MIXED_HEADS",
+    "FLASHMIX_TRY_SEGMENTS_OF_256",
+    "FLASHMIX_TRY_QUERIES_OF_256",
+    "FLASHMIX_TRY_OUTPUT_OF_256",
+    "FLASHMIX_TRY_DPLR",
+    "FLASHMIX_TRY_SELECTIVE_PAIRS",
+)
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -53,7 +62,22 @@ JOBS = {
         False,
     ),
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
+    "tried_tests": Job(
+        "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
+        " -k '(selective or dplr or segments_are or hopper and (mixed or 128-64 or 64-128 or 256)) and not float32_is'"
+        " tests/test_selective_scan_emulated.py tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
+        400,
+        False,
+        switches=TRIED,
+    ),
     # measurements
+    "tried_times": Job(
+        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried"
+        " --only gated_delta_rule:5,gated_delta_rule:7,gated_delta_rule:8,simple_gla:1,simple_gla:2,retention:1,rwkv7",
+        150,
+        switches=TRIED,
+    ),
+    "tried_scan": Job("python benchmarks/scan.py --selective", 60),
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
     "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels", 120),
     "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer", 120),
@@ -105,6 +129,7 @@ def run_job(name: str, job: Job, seconds: float, device: str, options: argparse.
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": cache,
         "BENCHMARK_RESULTS": str(options.out),
+        **dict.fromkeys(job.switches, "1"),
     }
     begun = time.monotonic()
     with (options.out / f"{name}.log").open("w") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def test_tests_that_failed_or_were_not_reached_are_listed(card, tmp_path: Path) 
     (tmp_path / "tests.log").write_text("\n".join(lines))
     assert "2 of 4" in card.write_missing(tmp_path, tmp_path / "all.txt")
     assert (tmp_path / "missing.txt").read_text().split("\n") == [wanted[1], wanted[3]]
+
+
+def test_kernels_that_have_not_run_on_a_card_are_switched_on(card, monkeypatch, tmp_path: Path) -> None:
+    """All variables of the library are in the list, and a job sees them."""
+    files = (ROOT / "flashmix").rglob("*.py")
+    assert set(card.TRIED) == {name for file in files for name in re.findall(r"FLASHMIX_TRY_\w+", file.read_text())}
+    job = card.Job(
+        "python -c \"import os; print(os.environ['FLASHMIX_TRY_THIS'])\"", 60, switches=("FLASHMIX_TRY_THIS",)
+    )
+    monkeypatch.setattr(card, "JOBS", {"tried": job})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(sys, "argv", ["card.py", "--out", str(tmp_path)])
+    card.main()
+    assert (tmp_path / "tried.log").read_text() == "1\n"
 
 
 def test_names_of_jobs_are_checked(card, monkeypatch, capsys) -> None:
