@@ -232,6 +232,17 @@ HOPPER = {
 }
 
 
+def assert_compile_on_hopper(found, stack, registers=None):
+    """Launches within shared memory; those in Gluon with at most these bytes of stack, and registers, and nothing that ptxas advises."""
+    for launch in found:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        if launch.kernel.is_gluon():
+            assert registers is None or made.registers <= registers[launch.name], (launch.name, made.registers)
+            assert made.stack <= stack.get(launch.name, 0), (launch.name, made.stack)
+            assert not made.advice, (launch.name, made.advice)
+
+
 NARROW = replace(WIDE, K=64, V=64)
 HEADS_OF_64 = {
     "one value head": replace(NARROW, HV=1),
@@ -254,12 +265,7 @@ HEADS_OF_64 = {
 )
 def test_hopper_kernels_of_64_channels_compile(case):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    for launch in launches(case, torch.bfloat16, (9, 0), "gluon"):
-        made = compile_launch(launch)
-        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
-        if launch.kernel.is_gluon():
-            assert made.stack <= HEADS_OF_64_STACK.get(launch.name, 0), (launch.name, made.stack)
-            assert not made.advice, (launch.name, made.advice)
+    assert_compile_on_hopper(launches(case, torch.bfloat16, (9, 0), "gluon"), HEADS_OF_64_STACK)
 
 
 MIXED = {
@@ -292,12 +298,7 @@ def test_hopper_kernels_of_mixed_widths_compile(case, keep, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early; with states kept too."""
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", keep)
-    for launch in launches(case, torch.bfloat16, (9, 0), "gluon"):
-        made = compile_launch(launch)
-        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
-        if launch.kernel.is_gluon():
-            assert made.stack <= MIXED_STACK.get(launch.name, 0), (launch.name, made.stack)
-            assert not made.advice, (launch.name, made.advice)
+    assert_compile_on_hopper(launches(case, torch.bfloat16, (9, 0), "gluon"), MIXED_STACK)
 
 
 VERY_WIDE = replace(WIDE, K=256, V=256)
@@ -340,11 +341,7 @@ def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
     found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
     assert set(HEADS_OF_256_STACK) <= {launch.name for launch in found}
-    for launch in found:
-        made = compile_launch(launch)
-        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
-        assert made.stack <= HEADS_OF_256_STACK.get(launch.name, 0), (launch.name, made.stack)
-        assert not made.advice, (launch.name, made.advice)
+    assert_compile_on_hopper(found, HEADS_OF_256_STACK)
 
 
 @pytest.mark.parametrize("name", ["two value heads", pytest.param("packed", marks=pytest.mark.whole)])
@@ -373,13 +370,7 @@ def test_hopper_kernels_compile(case):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
     assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
-    for launch in found:
-        made = compile_launch(launch)
-        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
-        if launch.kernel.is_gluon():
-            assert made.registers <= HOPPER_REGISTERS[launch.name]
-            assert made.stack <= HOPPER_STACK.get(launch.name, 0), (launch.name, made.stack)
-            assert not made.advice, (launch.name, made.advice)
+    assert_compile_on_hopper(found, HOPPER_STACK, HOPPER_REGISTERS)
 
 
 @pytest.mark.parametrize("case", [HOPPER["many heads"], WIDE, HOPPER["linear, many heads"]], ids=str)

@@ -31,9 +31,7 @@ class HopperSpec(NamedTuple):
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
     PAIRS: int = 3  # of tiles of pairs that come from memory
-    QUERIES: int = (
-        1  # stages of queries of the state pass forward with 256 channels; with two nu and o lie in the place of v
-    )
+    QUERIES: int = 1  # of queries, state forward with 256 channels; with two, nu and o lie in the place of v
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu
     SHARED: int = 1  # value heads that share a key head, where each has gradients of keys of its own (then GROUP is 1)

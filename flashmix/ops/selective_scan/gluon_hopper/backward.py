@@ -265,8 +265,8 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
         pair_buffers(),
     )
     weights_here = many(2, CHANNELS)
-    weights_here.index(0).store(numbers_of(x.bias, place))
-    weights_here.index(1).store(numbers_of(x.D, place))
+    weights_here.index(0).store(numbers_of(x.bias, place, tokens()))
+    weights_here.index(1).store(numbers_of(x.D, place, tokens()))
     nothing = gl.full([TOKENS, CHANNELS], 0.0, gl.float32, layout=tokens())
     all_of(sums.skip).store(nothing)
     all_of(sums.bias).store(nothing)

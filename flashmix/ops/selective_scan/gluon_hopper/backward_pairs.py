@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 from flashmix.gpu.hopper import await_copies, close_copies, ex2, gl, gluon
 from flashmix.gpu.rows import exp_of_minus
 from flashmix.ops.selective_scan.gluon_hopper.backward import LN_2
-from flashmix.ops.selective_scan.gluon_hopper.forward import LOG2_E, place_of
+from flashmix.ops.selective_scan.gluon_hopper.forward import LOG2_E, numbers_of, place_of
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
 from flashmix.ops.selective_scan.gluon_hopper.pair_memory import (
     Copied,
     QuadMemory,
     by_channel,
     by_state,
-    channel_numbers,
     channel_weight,
     coming_states,
     coming_steps,
@@ -201,8 +200,8 @@ def selective_backward_pairs_kernel(x, d, kept, n, S: gl.constexpr):
         many_tiles(S.CHUNK // QUAD, 8, 16),
         gl.allocate_shared_memory(gl.float32, [2, CHANNELS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    memory.weights.index(0).store(channel_numbers(x.bias, place))
-    memory.weights.index(1).store(channel_numbers(x.D, place))
+    memory.weights.index(0).store(numbers_of(x.bias, place, quad_numbers()))
+    memory.weights.index(1).store(numbers_of(x.D, place, quad_numbers()))
     nothing = gl.full([QUAD, CHANNELS], 0.0, gl.float32, layout=quad_numbers())
     carried = (c, gl.zeros_like(c), nothing, nothing)
     own = own_of(x, d, kept, place, n, S)

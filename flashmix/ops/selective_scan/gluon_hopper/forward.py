@@ -119,9 +119,9 @@ def rates_of(A, place, S: gl.constexpr):
 
 
 @gluon.jit
-def numbers_of(tensor, place):
-    """A number a channel [c] for tiles of tokens, zeros if there are none."""
-    L: gl.constexpr = gl.SliceLayout(0, tokens())
+def numbers_of(tensor, place, TILE: gl.constexpr):
+    """A number a channel [c] for tiles [t, c] of this layout, zeros if there are none."""
+    L: gl.constexpr = gl.SliceLayout(0, TILE)
     if tensor is None:
         return gl.full([CHANNELS], 0.0, gl.float32, layout=L)
     else:
@@ -219,7 +219,7 @@ def selective_hopper_kernel(x, y_ptr, states, n, S: gl.constexpr):
     place = place_of(x, n, S)
     h = states_at(states.start, place.sequence, place, S)
     rates = rates_of(x.A, place, S)
-    bias, skip = numbers_of(x.bias, place), numbers_of(x.D, place)
+    bias, skip = numbers_of(x.bias, place, tokens()), numbers_of(x.D, place, tokens())
     steps, writes, sums = many(TOKENS, CHANNELS), many(TOKENS, CHANNELS), many(TOKENS, CHANNELS)
     reads_B, reads_C = many(TOKENS, STATES), many(TOKENS, STATES)
     at = place.first

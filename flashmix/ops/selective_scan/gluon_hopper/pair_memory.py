@@ -297,17 +297,6 @@ def copy_weights(own, memory, start, tokens, S: gl.constexpr):
 
 
 @gluon.jit
-def channel_numbers(tensor, place):
-    """A number a channel [c], zeros if there are none."""
-    L: gl.constexpr = gl.SliceLayout(0, quad_numbers())
-    if tensor is None:
-        return gl.full([CHANNELS], 0.0, gl.float32, layout=L)
-    else:
-        c = gl.arange(0, CHANNELS, layout=L)
-        return gl.load(tensor + place.column + c, mask=c < place.count, other=0.0).to(gl.float32)  # [c]
-
-
-@gluon.jit
 def channel_weight(memory, i):
     """The bias (0) or the skip weight (1) of each channel, [1, c]."""
     return memory.weights.index(i).load(gl.SliceLayout(0, quad_numbers()))[None, :]
