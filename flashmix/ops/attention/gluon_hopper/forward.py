@@ -36,7 +36,7 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, row_sums, softmax
+from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, exponents, halves, joined, row_sums
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -208,14 +208,21 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
         arrive_at_group(TURNS + (group + 1) % 3, 256)
 
 
+@gluon.constexpr_function
+def late(channels):
+    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: with so many channels that takes longer than exponentials."""
+    return channels > 128
+
+
 @gluon.jit
 def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l)`."""
+    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
+    LATE: gl.constexpr = late(S.V.ALL)
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
-    acc, p, m, l = state
+    acc, p, m, l, shrink = state
     begin, end = span
     for i in range(begin, end):
         bias = m
@@ -225,17 +232,21 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         use = keys.base + i
         await_turn(group, S)
         s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
+        if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
+            acc = times_rows(acc, pin(shrink), V)
         wait_full(rings.v.full, use - 1)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
         pass_turn(group, S)
         s = products_done(PV, [s])
         let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
-        found, top = softmax(s, m, rows, keys, i, bias, n, KIND, S)
+        y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
+        first, second = halves(y)
         shrink = pin(ex2(m - top))
-        l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(found))
         m = top
-        # a branch, over which ptxas does not raise the wait for `p v`
+        first = ex2(first)
+        l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(first))
+        # a branch, over which ptxas does not raise the wait for `p v`; what is left to do runs beside the second half of the exponentials
         wait_full(rings.k.full, use + 1, i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
@@ -246,10 +257,12 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
         let_go(V_READ, rings.v, use - 1, S)
-        # a = a 2^(m - m')
-        acc = times_rows(acc, shrink, V)
-        p = as_operand(found, p_1.dtype, V)
-    return acc, p, m, l
+        second = ex2(second)
+        l += row_sums(second)
+        if not LATE:  # a = a 2^(m - m')
+            acc = times_rows(acc, shrink, V)
+        p = as_operand(joined(first.to(p_1.dtype), second.to(p_1.dtype)), p_1.dtype, V)
+    return acc, p, m, l, shrink
 
 
 @gluon.jit
@@ -264,11 +277,11 @@ def all_keys(state, keys, rows, group, rings, n, S: gl.constexpr):
         if S.LEFT:
             state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, group, rings, n, EDGE, S)
         end = gl.maximum(begin, end)
-        acc, p, m, l = state
+        acc, p, m, l, shrink = state
         before = m - rows.bias
-        acc, p, after, l = attend((acc, p, before, l), (begin, end), keys, rows, group, rings, n, WHOLE, S)
+        acc, p, after, l, shrink = attend((acc, p, before, l, shrink), (begin, end), keys, rows, group, rings, n, WHOLE, S)
         m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l), (end, keys.count), keys, rows, group, rings, n, EDGE, S)
+        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, group, rings, n, EDGE, S)
     else:
         return attend(state, (1, keys.count), keys, rows, group, rings, n, EITHER, S)
 
@@ -292,15 +305,19 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     pass_turn(group, S)
     s = products_done(0, [s])
     let_go(K_READ, rings.k, keys.base, S)
-    found, m = softmax(s, m, rows, keys, 0, m, n, FIRST, S)
-    state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found))
+    y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, S)
+    found = ex2(y)
+    one = gl.full([64], 1.0, gl.float32, L)
+    state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found), one)
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
-    acc, p, m, l = all_keys(state, keys, rows, group, rings, n, S)
+    acc, p, m, l, shrink = all_keys(state, keys, rows, group, rings, n, S)
     if S.OWN_RESULTS:
         release(rings.q.empty, turn * GROUPS + group)
     # the last product
     last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
+    if late(S.V.ALL):
+        acc = times_rows(acc, shrink, V)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
     let_go(V_READ, rings.v, last, S)
     l = gl.convert_layout(gl.sum(l, 1), L)

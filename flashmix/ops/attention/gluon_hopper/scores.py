@@ -54,8 +54,8 @@ def bias_of_tile(rows, start, n, S: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
-    """P of `q k^T` of tile `i` of the keys, `[64, BN]`, and the running maximum with it."""
+def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
+    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and the running maximum with it."""
     RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
     BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
     start = keys.low + i * S.BN
@@ -64,7 +64,7 @@ def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
     if RAW:
         s = masked(s, rows.position, key, keys.tokens, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(s, 1) * n.scale)
-        return ex2(s * n.scale - top[:, None]), top
+        return s * n.scale - top[:, None], top
     else:
         y, _ = scaled(s, n, S)
         if BY_TILE and KIND == WHOLE:
@@ -78,7 +78,26 @@ def softmax(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
         y = masked(y, rows.position, key, keys.tokens, edge, n, KIND, S)
         top = gl.maximum(m, gl.max(y, 1))
-        return ex2(y - top[:, None]), top
+        return y - top[:, None], top
+
+
+@gluon.jit
+def halves(x):
+    """The first and the second half of the columns of a tile in the layout `accumulator`; no number changes its register."""
+    ROWS: gl.constexpr = x.shape[0]
+    HALF: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
+    L: gl.constexpr = accumulator(HALF, ROWS)
+    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
+
+
+@gluon.jit
+def joined(a, b):
+    """The tile whose `halves` are a and b."""
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = 2 * a.shape[1]
+    x = gl.join(a, b).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(x, accumulator(COLUMNS, ROWS), assert_trivial=True)
 
 
 @gluon.jit
