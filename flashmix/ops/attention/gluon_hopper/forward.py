@@ -25,6 +25,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     leave,
+    operand,
     pin,
     plain,
     products_done,
@@ -208,6 +209,21 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
         arrive_at_group(TURNS + (group + 1) % 3, 256)
 
 
+@gluon.jit
+def queries_of(q, S: gl.constexpr):
+    """The left operand of scores: in shared memory, or in registers, from which narrow tiles of keys are multiplied without reading it again."""
+    if S.BN == 64 and S.QK.ALL <= 192:
+        L: gl.constexpr = operand(S.BN)
+        first, second = q
+        if S.QK.SECOND > 0:
+            return first.load(L), second.load(L)
+        else:
+            x = first.load(L)
+            return x, x
+    else:
+        return q
+
+
 @gluon.constexpr_function
 def late(channels):
     """Whether a is multiplied by 2^(m - m') under the scores of the next tile: with so many channels that takes longer than exponentials."""
@@ -215,7 +231,7 @@ def late(channels):
 
 
 @gluon.jit
-def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.constexpr):
+def attend(state, span, keys, rows, q, rings, group, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -231,7 +247,7 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
         await_turn(group, S)
-        s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
+        s = scores(q, tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
         if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
             acc = times_rows(acc, pin(shrink), V)
         wait_full(rings.v.full, use - 1)
@@ -266,7 +282,7 @@ def attend(state, span, keys, rows, group, rings, n, KIND: gl.constexpr, S: gl.c
 
 
 @gluon.jit
-def all_keys(state, keys, rows, group, rings, n, S: gl.constexpr):
+def all_keys(state, keys, rows, q, rings, group, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
     A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
@@ -275,15 +291,15 @@ def all_keys(state, keys, rows, group, rings, n, S: gl.constexpr):
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
         if S.LEFT:
-            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, group, rings, n, EDGE, S)
+            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, q, rings, group, n, EDGE, S)
         end = gl.maximum(begin, end)
         acc, p, m, l, shrink = state
         before = m - rows.bias
-        acc, p, after, l, shrink = attend((acc, p, before, l, shrink), (begin, end), keys, rows, group, rings, n, WHOLE, S)
+        acc, p, after, l, shrink = attend((acc, p, before, l, shrink), (begin, end), keys, rows, q, rings, group, n, WHOLE, S)
         m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, group, rings, n, EDGE, S)
+        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, q, rings, group, n, EDGE, S)
     else:
-        return attend(state, (1, keys.count), keys, rows, group, rings, n, EITHER, S)
+        return attend(state, (1, keys.count), keys, rows, q, rings, group, n, EITHER, S)
 
 
 @gluon.jit
@@ -301,7 +317,8 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     wait_full(rings.q.full, turn * GROUPS + group)
     wait_full(rings.k.full, keys.base)
     await_turn(group, S)
-    s = scores(tile_of(rings.q.tiles, group), tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
+    q = queries_of(tile_of(rings.q.tiles, group), S)
+    s = scores(q, tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
     pass_turn(group, S)
     s = products_done(0, [s])
     let_go(K_READ, rings.k, keys.base, S)
@@ -310,7 +327,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     one = gl.full([64], 1.0, gl.float32, L)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found), one)
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
-    acc, p, m, l, shrink = all_keys(state, keys, rows, group, rings, n, S)
+    acc, p, m, l, shrink = all_keys(state, keys, rows, q, rings, group, n, S)
     if S.OWN_RESULTS:
         release(rings.q.empty, turn * GROUPS + group)
     # the last product
