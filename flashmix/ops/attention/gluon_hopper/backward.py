@@ -145,12 +145,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, None, n, S)
         p_t = as_operand(p, dtype, V)
-        # dV += P^T dO, with eight warps when dS has left its registers
-        if ROLES == 2:
-            d_v = accumulate(d_v, p_t, d_o, V)
-            d_p = products_done(V_PARTS, [d_p])
-        else:
-            d_p = products_done(0, [d_p])
+        d_p = products_done(0, [d_p])
         # dS = P (dP - delta)
         delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         d_s = p * (d_p - delta[None, :])
@@ -159,8 +154,8 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         d_s = d_s.to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
         rings.d_s.index(i % 2 * ROLES + group).store(d_s)
-        if ROLES == 1:
-            d_v = accumulate(d_v, p_t, d_o, V)
+        # dV += P^T dO: not before, so that exponentials and dS are made side by side
+        d_v = accumulate(d_v, p_t, d_o, V)
         fence_async_shared()
         sync_group(BOTH_GROUPS, 256)
         # dQ = dS K;  dK += dS^T Q
