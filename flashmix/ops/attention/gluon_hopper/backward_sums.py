@@ -116,6 +116,7 @@ def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
     PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
     DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
+    before = counters
     head, block = at.batch * n.heads_q + at.head, steps.first
     for i in range(steps.all):
         place = (steps.sums + block) * (n.batches * n.heads_q) + head
@@ -130,11 +131,15 @@ def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
                 copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
             else:
                 add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
+        if i > 0:  # the block before this one has come to memory: pass it on
+            count_up(before, PIECES)
+        before = counter
         stores_done(0)
         for piece in gl.static_range(PIECES):
             release(rings.d_q.empty, PIECES * i + piece)
-        count_up(counter, 0)  # as soon as the block has come to memory: the next program waits for it
         head, block = next_step(head, block, steps, S)
+    if steps.all > 0:
+        count_up(before, 0)
 
 
 @gluon.jit
