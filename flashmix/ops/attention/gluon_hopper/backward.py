@@ -213,10 +213,11 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
                 [
                     (backward_group, (0, work, at, steps, rings, n, S)),
                     (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (0, at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (1, at, steps, (first_d, second_d), work.counters, rings, n, S)),
                 ],
-                [1, 1],
-                [COPIES, COPIES],
+                [1, 1, 1],
+                [COPIES, COPIES, COPIES],
             )
         else:
             gl.warp_specialize(
@@ -224,10 +225,11 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
                     (backward_group, (0, work, at, steps, rings, n, S)),
                     (backward_group, (1, work, at, steps, rings, n, S)),
                     (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (0, at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (1, at, steps, (first_d, second_d), work.counters, rings, n, S)),
                 ],
-                [4, 1, 1],
-                [REGISTERS_OF_TWO, COPIES, COPIES],
+                [4, 1, 1, 1],
+                [REGISTERS_OF_TWO, COPIES, COPIES, COPIES],
             )
 
 

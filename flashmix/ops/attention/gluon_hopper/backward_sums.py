@@ -24,14 +24,15 @@ from flashmix.gpu.hopper import (
     gluon,
     release,
     stores_done,
+    sync_group,
     take_turn,
     wait_empty,
 )
-from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums, next_step
+from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
 
-D_Q_FULL = gl.constexpr(9)  # a named barrier for each buffer of each piece
+D_Q_FULL = gl.constexpr(9)  # named barriers: two for each piece, of the two warps that add it
 
 
 @gluon.constexpr_function
@@ -111,35 +112,34 @@ def turn_of(at, block, n, S: gl.constexpr):
 
 
 @gluon.jit
-def backward_sums(at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
-    """The warp that adds to dQ, block by block, each in its turn; the first stores."""
+def backward_sums(turns: gl.constexpr, at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
+    """One of two warps that add to dQ, every second block each, in its turn; the first to add stores.
+
+    Until a block is added, has left shared memory and is in memory takes longer than a step of the groups, so that one warp would hold
+    them up. It is passed on as soon as it is in memory.
+    """
     PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
     DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
-    before = counters
-    head, block = at.batch * n.heads_q + at.head, steps.first
-    for i in range(steps.all):
-        place = (steps.sums + block) * (n.batches * n.heads_q) + head
-        counter = counters + 1 + place
+    head = at.batch * n.heads_q + at.head
+    for own in range((steps.all + 1 - turns) // 2):
+        i = 2 * own + turns
+        block = steps.first + i
+        counter = counters + 1 + (steps.sums + block) * (n.batches * n.heads_q) + head
         turn = turn_of(at, block, n, S)
         await_count(counter, turn)
         for piece in gl.static_range(PIECES):
-            take_turn(D_Q_FULL + DEPTH * piece, i, THREADS, True, DEPTH)
-            row = piece_row(place, piece, S)
+            sync_group(D_Q_FULL + 2 * piece + turns, THREADS)
+            row = piece_row((steps.sums + block) * (n.batches * n.heads_q) + head, piece, S)
             tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
             if turn == 0:
                 copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
             else:
                 add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
-        if i > 0:  # the block before this one has come to memory: pass it on
-            count_up(before, PIECES)
-        before = counter
         stores_done(0)
         for piece in gl.static_range(PIECES):
             release(rings.d_q.empty, PIECES * i + piece)
-        head, block = next_step(head, block, steps, S)
-    if steps.all > 0:
-        count_up(before, 0)
+        count_up(counter, 0)
 
 
 @gluon.jit
@@ -152,7 +152,7 @@ def put_piece(piece: gl.constexpr, d_q, i, rings, S: gl.constexpr):
     d_q = d_q.reshape([4, 2, 8, d_q.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
     to.store(d_q)
     fence_async_shared()
-    take_turn(D_Q_FULL + DEPTH * piece, i, 256 // PIECES + 32, False, DEPTH)
+    take_turn(D_Q_FULL + 2 * piece, i, 256 // PIECES + 32, False)
 
 
 @gluon.jit
