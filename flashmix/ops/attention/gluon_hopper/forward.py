@@ -61,6 +61,7 @@ LEAST = gl.constexpr(LOWEST.value)
 # Named barriers: a number for each group that takes turns, and for each tile of k and of v whose readers leave
 TURNS, K_READ, V_READ = gl.constexpr(5), gl.constexpr(8), gl.constexpr(11)
 COPIES = gl.constexpr(REGISTERS[2][2])
+TURNS_OF_TWO = ()  # numbers of channels
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
 
@@ -196,17 +197,24 @@ def told(queue, drawn):
     return gl.max(number, 0)
 
 
+@gluon.constexpr_function
+def take_turns(rows, channels):
+    """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others."""
+    return rows == 192 or channels in TURNS_OF_TWO
+
+
 @gluon.jit
 def await_turn(group: gl.constexpr, S: gl.constexpr):
-    """Three groups issue their products in turns, so that the softmax of one runs beside the products of others."""
-    if S.BM == 192:
+    """Until the group before has issued its products."""
+    if take_turns(S.BM, S.QK.ALL):
         sync_group(TURNS + group, 256)
 
 
 @gluon.jit
 def pass_turn(group: gl.constexpr, S: gl.constexpr):
-    if S.BM == 192:
-        arrive_at_group(TURNS + (group + 1) % 3, 256)
+    """It is the turn of the next group."""
+    if take_turns(S.BM, S.QK.ALL):
+        arrive_at_group(TURNS + (group + 1) % (S.BM // 64), 256)
 
 
 @gluon.jit
@@ -362,7 +370,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
 @gluon.jit
 def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr):
     """Four warps with 64 queries of each block."""
-    if group == 2:
+    if group == S.BM // 64 - 1:  # the first group begins
         pass_turn(group, S)
     blocks = n.blocks * n.batches * n.heads_q
     number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
