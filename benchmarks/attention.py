@@ -351,7 +351,7 @@ def main() -> None:
         rows += [{"what": name, "value": value} for name, value in found.items()]
     if chosen.write:
         timing.write_results(
-            "attention_h200", rows, more={"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
+            f"attention_{timing.card()}", rows, more={"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
         )
 
 

@@ -301,7 +301,7 @@ def main() -> None:
     rows = chosen_rows(chosen.rows)
     if chosen.processes:
         compile_all(rows, chosen.sides, chosen.processes)
-    name = "attention_fa4_h200" if "fa4" in chosen.sides else "attention_hopper_all_h200"
+    name = f"attention_{'fa4' if 'fa4' in chosen.sides else 'hopper_all'}_{timing.card()}"
     more = {"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
     found: list[dict[str, Any]] = []
 

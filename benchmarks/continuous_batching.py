@@ -95,7 +95,7 @@ def main() -> None:
         card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         rows = [{"attention": name, "tokens_per_second": rate} for name, rate in best.items()]
         where = Path(options.write) if options.write else None
-        print(timing.write_results("continuous_batching_h200", rows, where, {"card": card}))
+        print(timing.write_results(f"continuous_batching_{timing.card()}", rows, where, {"card": card}))
 
 
 if __name__ == "__main__":

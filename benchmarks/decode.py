@@ -253,7 +253,7 @@ def main() -> None:
             return
         rows = run(options.peer_most, [int(B) for B in options.batches.split(",")])
     if options.write:
-        print(timing.write_results("decode_h200", rows, Path(options.write)))
+        print(timing.write_results(f"decode_{timing.card()}", rows, Path(options.write)))
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, metavar="N", help="first compile in N processes")
     parser.add_argument("--compile", action="store_true", help="only run each row once")
     parser.add_argument("--out", type=Path, help="folder of the JSON")
-    parser.add_argument("--name", default="recurrence_gpu_h200", help="of the JSON, after the date")
+    parser.add_argument("--name", default=f"recurrence_gpu_{timing.card()}", help="of the JSON, after the date")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--table", action="store_true", help="candidates of the table of tiles; --only names kernels")
     parser.add_argument("--first-call", action="store_true")

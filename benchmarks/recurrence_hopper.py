@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--tuning", type=int, default=100, metavar="MS", help="for each candidate of FLA's autotuner")
     parser.add_argument("--out", type=Path, help="folder of the JSON")
-    parser.add_argument("--name", default="recurrence_hopper_h200", help="of the JSON, after the date")
+    parser.add_argument("--name", default=f"recurrence_hopper_{timing.card()}", help="of the JSON, after the date")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--layer", action="store_true")
     parser.add_argument("--host", action="store_true")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,6 +67,14 @@ def graph_of(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     return graph
+
+
+def card() -> str:
+    """The GPU, as files of results are named for it: "h100", "h200", or the last word of its name; else "cpu"."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    words = torch.cuda.get_device_name().lower().split()
+    return next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), words[-1])
 
 
 def matrix_product_rate(size: int = 2048) -> float:
