@@ -103,7 +103,7 @@ def keeps_states(call: RecurrenceCall) -> bool:
 
 def triton_output(call: RecurrenceCall) -> bool:
     """Whether Triton's kernel makes the backward of the output of a call without a decay per channel."""
-    return not TRY_OUTPUT_OF_256 and max(call.K, call.V) > 128
+    return not TRY_OUTPUT_OF_256 and call.rule.corrected and max(call.K, call.V) > 128
 
 
 def aligned(x: Tensor) -> Tensor:
