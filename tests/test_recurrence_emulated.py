@@ -17,6 +17,7 @@ from test_recurrence_gpu import (
     DPLR_CASES,
     HOPPER_CASES,
     MIXED,
+    linear_of_256,
     mixed_heads,
     output_of_256,
     pairs_of_dplr,
@@ -32,7 +33,9 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["mixed_heads", "output_of_256", "pairs_of_dplr", "queries_of_256", "segments_of_256"]  # fixtures
+__all__ = [  # fixtures
+    *("linear_of_256", "mixed_heads", "output_of_256", "pairs_of_dplr", "queries_of_256", "segments_of_256")
+]
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -49,12 +52,15 @@ CASES = [
     Case("narrow-K48V40", "delta", "token", B=1, T=70, H=1, HV=2, K=48, V=40),
     Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
     Case("256-none-packed", "delta", "none", B=1, T=70, H=1, HV=1, K=256, V=256, lengths=(5, 65)),
+    Case("256-linear-grouped-token", "linear", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
+    Case("256-linear-head", "linear", "head", B=2, T=66, H=2, HV=2, K=256, V=256),
+    Case("256-linear-none-packed", "linear", "none", B=1, T=75, H=1, HV=2, K=256, V=256, lengths=(5, 0, 70)),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -64,7 +70,8 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     wide = "wide_" if case.K > 128 else ""
     output = "channel_output_kernel" if case.gate == "channel" else f"{wide}output_backward_kernel"
-    assert {f"{wide}state_forward_kernel", output} <= set(launched), launched
+    state = "linear" if wide and case.rule == "linear" else "state"
+    assert {f"{wide}{state}_forward_kernel", f"{wide}{state}_backward_kernel", output} <= set(launched), launched
 
 
 DPLR = [
@@ -179,13 +186,14 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(
     "rule, K, V",
     [
         *(("delta", 128, 128), ("delta", 64, 64), ("linear", 64, 64), ("delta", 256, 256), ("delta", 128, 64)),
+        ("linear", 256, 256),
         *(("linear", 128, 64), ("delta", 64, 128), ("linear", 64, 128), ("delta", 96, 40), ("delta", 40, 80)),
     ],
 )
@@ -237,10 +245,12 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         pytest.param(("tied", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
         pytest.param(("tied", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
+        pytest.param(("linear", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
+        pytest.param(("linear", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

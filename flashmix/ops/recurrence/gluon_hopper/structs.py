@@ -30,7 +30,9 @@ class HopperSpec(NamedTuple):
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; the others are other programs'
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
-    PAIRS: int = 3  # of tiles of pairs that come from memory; without corrections with 256 channels of A_qb, which is made
+    PAIRS: int = (
+        3  # of tiles of pairs that come from memory; without corrections with 256 channels of A_qb, which is made
+    )
     QUERIES: int = 1  # of queries, state forward with 256 channels; with two, nu and o lie in the place of v
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu

@@ -33,11 +33,7 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, columns
-from flashmix.ops.recurrence.gluon_hopper.place import (
-    fetch_tokens,
-    segment_of_program,
-    vector,
-)
+from flashmix.ops.recurrence.gluon_hopper.place import fetch_tokens, segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     COLUMN_FACTOR,
     ROW_FACTOR,
@@ -152,7 +148,9 @@ def factor(tiles, stage, scale, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+def linear_consumer(
+    w: gl.constexpr, d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
+):
     """The rows 64 w ... of S^T, or of dS^T from the end."""
     result_d, s_d = d
     DT: gl.constexpr = tiles.writer.dtype
