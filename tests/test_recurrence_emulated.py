@@ -34,7 +34,12 @@ pytest.importorskip("triton")
 from compilers.gluon_emulator import hopper_card
 
 __all__ = [  # fixtures
-    *("linear_of_256", "mixed_heads", "output_of_256", "pairs_of_dplr", "queries_of_256", "segments_of_256")
+    "linear_of_256",
+    "mixed_heads",
+    "output_of_256",
+    "pairs_of_dplr",
+    "queries_of_256",
+    "segments_of_256",
 ]
 
 CASES = [

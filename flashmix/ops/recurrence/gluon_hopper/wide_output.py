@@ -1,8 +1,9 @@
 """The backward of `output` and `scores` with 256 channels: the equations of `output.py`, an item is a (chunk, value head).
 
 The warpgroup for dA and the finisher are those of one value head a key head. Each of two consumers has 64 of 128 channels of keys, then 64
-of the other 128: S and dS' go by in tiles of 64 values by 64 keys, of which five (without corrections nine) are in shared memory, while dO, dR and nu stay for the
-whole item. <S, dS'> is summed by elements, so that no third of the registers of sums is for a product whose diagonal alone is wanted.
+of the other 128: S and dS' go by in tiles of 64 values by 64 keys, of which five are in shared memory (nine without corrections, which have
+no dR), while dO, dR and nu stay for the whole item. <S, dS'> is summed by elements, so that no third of the registers of sums is for a
+product whose diagonal alone is wanted.
 Letters of tiles: `C` = 64 tokens, `K` = 64 channels of keys of a consumer, `V` = 256 of values, `v` = 64 of them.
 """
 
