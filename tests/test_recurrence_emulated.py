@@ -85,6 +85,40 @@ DPLR = [
 ]
 
 
+def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of 512 channels, two value heads of 256; beside it the kernel of `scaled_rows`. Triton's kernels are emulated too."""
+    mechanism = importlib.import_module("flashmix.mechanisms.mlstm")
+    scan = mechanism.scan_beside  # the emulator does not have its kernels
+    monkeypatch.setattr(mechanism, "scan_beside", lambda *x, **options: scan(*x, **(options | {"impl": "portable"})))
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 70, 1, D) for name, D in (("q", 256), ("k", 256), ("v", 512))}
+    x = {name: t.bfloat16() for name, t in x.items()} | {"log_write": torch.randn(1, 70, 1)}
+    x["log_forget"] = torch.nn.functional.logsigmoid(torch.randn(1, 70, 1) + 3)
+    do = torch.randn(1, 70, 1, 512)
+
+    def run(inputs: dict[str, torch.Tensor], impl: str) -> dict[str, torch.Tensor]:
+        leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
+        o, _ = flashmix.mlstm(**leaves, impl=impl)
+        return {"o": o.detach()} | dict(
+            zip(leaves, torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype)), strict=True)
+        )
+
+    exact = run({name: t.double() for name, t in x.items()}, "portable")
+    # On a CPU it would widen 16-bit operands.
+    monkeypatch.setattr("flashmix.mechanisms.common.product_dtype", lambda x, impl: x.dtype)
+    with hopper_card() as launched:
+        baseline = run(x, "auto")
+    assert "wide_linear_forward_kernel" not in launched and "scaled_rows_forward_kernel" not in launched, launched
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
+    monkeypatch.setattr(mechanism, "TRY_LINEAR_OF_256", True)
+    with hopper_card() as launched:
+        found = run(x, "auto")
+    assert launched.count("scaled_rows_backward_kernel") == 2, launched
+    assert {"wide_linear_backward_kernel", "wide_output_backward_kernel"} <= set(launched), launched
+    for name, t in found.items():
+        assert_within_budget(name, t, exact[name], baseline[name], torch.bfloat16)
+
+
 @pytest.mark.usefixtures("pairs_of_dplr")
 @pytest.mark.parametrize(
     "case", [*DPLR, *(pytest.param(c, marks=pytest.mark.whole) for c in DPLR_CASES)], ids=lambda case: case.name

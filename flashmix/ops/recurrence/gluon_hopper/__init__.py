@@ -195,6 +195,13 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
         return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
     call, operands = ready(call)
+    return finished(call, launch_backward(call, operands, kept, grads), wanted)
+
+
+def launch_backward(
+    call: RecurrenceCall, operands: list[Tensor | None], kept: Outputs, grads: Sequence[Tensor | None]
+) -> Gradients:
+    """What `results` has, made. The memory that it is made in, the most of a backward, is free again before value heads are summed."""
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
     do, dstate = grads
@@ -225,7 +232,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
 
     own = memory, *kept[1:], decayed, work
     launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
-    return finished(call, found, wanted)
+    return found
 
 
 def results(call: RecurrenceCall) -> Gradients:

@@ -176,7 +176,8 @@ def linear_consumer(
         if S.MAKES:
             wait_full(bars.reader.full, n)
             o = product(shared, tiles.reader.index(z).permute((1, 0)), ACC_64, 64, 64)
-        written = v.load(ACC_64).to(gl.float32) * factor(tiles, stage, numbers.scale, BACK)[None, :]
+        written = v.load(ACC_64)  # [v, C]
+        written = written.to(gl.float32) * factor(tiles, stage, numbers.scale, BACK)[None, :]
         written = gl.convert_layout(written.to(DT), operand(128))
         wait_full(bars.writer.full, n)
         state = warpgroup_mma(written, tiles.writer.index(n % S.KEYS), state, is_async=True)  # (5.3), (5.7)
@@ -214,7 +215,8 @@ def linear_consumer(
 def linear_pass(inputs, results, x, n, BACK: gl.constexpr, S: gl.constexpr):
     """A pass of one direction: its roles."""
     MAPS: gl.constexpr = x.ends is not None and not BACK
-    tiles, bars = linear_tiles(inputs[1].dtype, S)
+    _, writer_d, _, _ = inputs
+    tiles, bars = linear_tiles(writer_d.dtype, S)
     if S.MAKES:
         gl.warp_specialize(
             [
