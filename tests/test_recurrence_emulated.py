@@ -212,14 +212,19 @@ def test_emulated_states_that_are_kept_change_no_bit(
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256")
 @pytest.mark.parametrize(
     "rule, K",
-    [("delta", 128), ("linear", 128), *(pytest.param(r, 64, marks=pytest.mark.whole) for r in ("delta", "linear"))],
+    [
+        ("delta", 128),
+        ("linear", 128),
+        *(pytest.param(r, 64, marks=pytest.mark.whole) for r in ("delta", "linear")),
+        ("linear", 256),
+    ],
 )
 def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
     """With few programs a state pass has one warpgroup and half of the values, beside the one that makes A_qb."""
-    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=K, V=128)
+    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=K, V=max(128, K))
     wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
     for name, t in wanted.items():
         same_bits(found[name], t, name)

@@ -345,8 +345,11 @@ def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
 
 
 LINEAR_OF_256 = {name: replace(case, rule="linear") for name, case in HEADS_OF_256.items()}
-LINEAR_OF_256 |= {"a decay per head": replace(VERY_WIDE, rule="linear", gate="head")}
-# Of the state pass forward addresses in front of the loop, and of segments the state that they start from.
+LINEAR_OF_256 |= {
+    "a decay per head": replace(VERY_WIDE, rule="linear", gate="head"),
+    "many segments": replace(LINEAR_OF_256["segments"], B=5),
+}
+# Of the state pass forward, where it has two warpgroups, addresses in front of the loop, and of segments the state that they start from.
 LINEAR_OF_256_STACK = {"wide_linear_forward_kernel": 16, "wide_output_backward_kernel": 24}
 
 
@@ -365,7 +368,11 @@ def test_linear_attention_with_256_channels_is_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "two value heads")) for name in LINEAR_OF_256]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("two value heads", "many heads")))
+        for name in LINEAR_OF_256
+    ],
 )
 def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
@@ -375,7 +382,10 @@ def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name, monk
     found = [launch for launch in found if launch.kernel.is_gluon()]
     names = {"wide_linear_forward_kernel", "wide_linear_backward_kernel", "wide_output_backward_kernel"}
     assert names <= {launch.name for launch in found}
-    segments = {"wide_linear_forward_kernel": 168} if name == "segments" else {}
+    states = [launch for launch in found if launch.name.startswith("wide_linear")]
+    many = 2 if name.startswith("many") else 1  # warpgroups: with few heads a program has 64 of the values
+    assert {launch.args[-1].WARPGROUPS for launch in states} == {many}
+    segments = {"wide_linear_forward_kernel": 168} if name == "many segments" else {}
     assert_compile_on_hopper(found, LINEAR_OF_256_STACK | segments)
 
 

@@ -62,7 +62,10 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
     BV = width_of(call.V)
-    few = BV == 128 and 2 * programs <= gpu.target(call.device).multiprocessors
+    split = (
+        BV if BV == 128 or (BV == 256 and not call.rule.corrected) else 0
+    )  # channels of values that may be divided anew
+    few = split and split // 64 * programs <= gpu.target(call.device).multiprocessors
     warpgroups = 1 if BV == 64 or few else 2
     basic = HopperSpec(
         HV=call.value_heads,
@@ -145,7 +148,7 @@ def _wide_linear(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
     wide = wide_linear_forward_kernel if kernel is state_forward_kernel else wide_linear_backward_kernel
     keys, values = (2, 2) if made else (3, 3)
     spec = spec._replace(MAKES=made, KEYS=keys, VALUES=values, PAIRS=2)
-    return Kernel(wide, spec, num_warps=4, maxnreg=128 if made else 168)
+    return Kernel(wide, spec, num_warps=4, maxnreg=128 if spec.WARPGROUPS + made == 3 else 168)
 
 
 def _output(spec: HopperSpec) -> Kernel:

@@ -217,7 +217,7 @@ def linear_pass(inputs, results, x, n, BACK: gl.constexpr, S: gl.constexpr):
     MAPS: gl.constexpr = x.ends is not None and not BACK
     _, writer_d, _, _ = inputs
     tiles, bars = linear_tiles(writer_d.dtype, S)
-    if S.MAKES:
+    if S.WARPGROUPS == 2 and S.MAKES:
         gl.warp_specialize(
             [
                 (linear_consumer, (0, results, x, n, tiles, bars, BACK, MAPS, S)),
@@ -228,7 +228,7 @@ def linear_pass(inputs, results, x, n, BACK: gl.constexpr, S: gl.constexpr):
             [4, 4, 1],
             [208, 72, 24],
         )
-    else:
+    elif S.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (linear_consumer, (0, results, x, n, tiles, bars, BACK, MAPS, S)),
@@ -237,6 +237,25 @@ def linear_pass(inputs, results, x, n, BACK: gl.constexpr, S: gl.constexpr):
             ],
             [4, 1],
             [240, 24],
+        )
+    elif S.MAKES:
+        gl.warp_specialize(
+            [
+                (linear_consumer, (0, results, x, n, tiles, bars, BACK, MAPS, S)),
+                (linear_pairs, (x, n, tiles, bars, BACK, S)),
+                (linear_producer, (inputs, x, n, tiles, bars, BACK, MAPS, S)),
+            ],
+            [4, 1],
+            [120, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (linear_consumer, (0, results, x, n, tiles, bars, BACK, MAPS, S)),
+                (linear_producer, (inputs, x, n, tiles, bars, BACK, MAPS, S)),
+            ],
+            [1],
+            [24],
         )
 
 
