@@ -230,6 +230,25 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
         same_bits(found[name], t, name)
 
 
+@pytest.mark.usefixtures("linear_of_256")
+@pytest.mark.parametrize("gate", ["head", pytest.param("token", marks=pytest.mark.whole)])
+def test_emulated_parts_of_a_batch_change_no_bit(gate: str) -> None:
+    """With 256 channels the backward of linear attention is made in parts that cost no round of programs, in the same memory."""
+    case = Case("parts", "linear", gate, B=4, T=70, H=1, HV=2, K=256, V=256)
+    (wanted, once), (found, launched) = emulated(case, 132), emulated(case, 8)  # 16 programs: of one round, of two
+    assert once.count("wide_output_backward_kernel") == 1 and launched.count("wide_output_backward_kernel") == 2
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
+
+
+def test_parts_cost_no_round_of_programs() -> None:
+    from flashmix.ops.recurrence.gluon_hopper.memory import parts_of_rounds
+
+    assert parts_of_rounds(8, 32, 132) == 2  # of mLSTM: 256 programs, two rounds of 128
+    assert parts_of_rounds(4, 32, 132) == parts_of_rounds(1, 512, 132) == parts_of_rounds(7, 32, 132) == 1
+    assert parts_of_rounds(64, 32, 132) == 16
+
+
 @pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
