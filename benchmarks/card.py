@@ -50,6 +50,7 @@ TRIED = (  # kernels that have not run on a card yet
     "FLASHMIX_TRY_SEGMENTS_OF_256",
     "FLASHMIX_TRY_QUERIES_OF_256",
     "FLASHMIX_TRY_OUTPUT_OF_256",
+    "FLASHMIX_TRY_LINEAR_OF_256",
     "FLASHMIX_TRY_DPLR",
     "FLASHMIX_TRY_SELECTIVE_PAIRS",
 )
@@ -73,7 +74,7 @@ JOBS = {
     # measurements
     "tried_times": Job(
         "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried"
-        " --only gated_delta_rule:5,gated_delta_rule:7,gated_delta_rule:8,simple_gla:1,simple_gla:2,retention:1,rwkv7",
+        " --only gated_delta_rule:5,gated_delta_rule:7,gated_delta_rule:8,simple_gla:1,simple_gla:2,simple_gla:3,retention:1,rwkv7",
         150,
         switches=TRIED,
     ),

@@ -52,6 +52,7 @@ ROWS = (
         Row("simple_gla", *sizes, 128, 64) for sizes in ((8, 4096, 16, 16), (4, 4096, 1, 80))
     ),  # the latter Mamba-2's of 2.7B
     Row("retention", 8, 4096, 16, 16, 64, 128),
+    Row("simple_gla", 8, 2048, 8, 16, 256, 256),  # of xLSTM-7B's mLSTM, whose values of 512 channels are two heads
 )
 WIDTH, KEY_HEADS, VALUE_HEADS, CHANNELS, TOKENS = 2048, 16, 32, 128, 8192  # of the layer
 

@@ -11,7 +11,7 @@ from test_recurrence import STAGES, same_bits
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops.recurrence.op import TRY_DPLR, TRY_MIXED_HEADS
+from flashmix.ops.recurrence.op import TRY_DPLR, TRY_LINEAR_OF_256, TRY_MIXED_HEADS
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -46,6 +46,12 @@ if TRY_MIXED_HEADS:  # else they are Triton's
         Case("hopper-128-64-linear", "linear", "token", HV=2, K=128, V=64),
         Case("hopper-64-128-token", "delta", "token", HV=2, K=64, V=128),
         Case("hopper-64-128-linear", "linear", "head", K=64, V=128),
+    ]
+if TRY_LINEAR_OF_256:
+    HOPPER += [
+        Case("hopper-256-linear", "linear", "token", K=256, V=256),
+        Case("hopper-256-linear-none", "linear", "none", HV=2, K=256, V=256),
+        Case("hopper-256-linear-head", "linear", "head", H=1, K=256, V=256),
     ]
 if TRY_DPLR:
     HOPPER += [

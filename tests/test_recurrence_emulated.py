@@ -17,6 +17,7 @@ from test_recurrence_gpu import (
     DPLR_CASES,
     HOPPER_CASES,
     MIXED,
+    linear_of_256,
     mixed_heads,
     output_of_256,
     pairs_of_dplr,
@@ -32,7 +33,14 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["mixed_heads", "output_of_256", "pairs_of_dplr", "queries_of_256", "segments_of_256"]  # fixtures
+__all__ = [  # fixtures
+    "linear_of_256",
+    "mixed_heads",
+    "output_of_256",
+    "pairs_of_dplr",
+    "queries_of_256",
+    "segments_of_256",
+]
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -49,12 +57,15 @@ CASES = [
     Case("narrow-K48V40", "delta", "token", B=1, T=70, H=1, HV=2, K=48, V=40),
     Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
     Case("256-none-packed", "delta", "none", B=1, T=70, H=1, HV=1, K=256, V=256, lengths=(5, 65)),
+    Case("256-linear-grouped-token", "linear", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
+    Case("256-linear-head", "linear", "head", B=2, T=66, H=2, HV=2, K=256, V=256),
+    Case("256-linear-none-packed", "linear", "none", B=1, T=75, H=1, HV=2, K=256, V=256, lengths=(5, 0, 70)),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
 ]
 
 
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -64,13 +75,48 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     wide = "wide_" if case.K > 128 else ""
     output = "channel_output_kernel" if case.gate == "channel" else f"{wide}output_backward_kernel"
-    assert {f"{wide}state_forward_kernel", output} <= set(launched), launched
+    state = "linear" if wide and case.rule == "linear" else "state"
+    assert {f"{wide}{state}_forward_kernel", f"{wide}{state}_backward_kernel", output} <= set(launched), launched
 
 
 DPLR = [
     Case("dplr-resets", "dplr", "channel", B=1, T=70, H=1, HV=2, K=128, V=24, decay="resets"),
     Case("dplr-64-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=64, V=16, lengths=(5, 0, 70)),
 ]
+
+
+def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of 512 channels, two value heads of 256; beside it the kernel of `scaled_rows`. Triton's kernels are emulated too."""
+    mechanism = importlib.import_module("flashmix.mechanisms.mlstm")
+    scan = mechanism.scan_beside  # the emulator does not have its kernels
+    monkeypatch.setattr(mechanism, "scan_beside", lambda *x, **options: scan(*x, **(options | {"impl": "portable"})))
+    torch.manual_seed(0)
+    x = {name: torch.randn(1, 70, 1, D) for name, D in (("q", 256), ("k", 256), ("v", 512))}
+    x = {name: t.bfloat16() for name, t in x.items()} | {"log_write": torch.randn(1, 70, 1)}
+    x["log_forget"] = torch.nn.functional.logsigmoid(torch.randn(1, 70, 1) + 3)
+    do = torch.randn(1, 70, 1, 512)
+
+    def run(inputs: dict[str, torch.Tensor], impl: str) -> dict[str, torch.Tensor]:
+        leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
+        o, _ = flashmix.mlstm(**leaves, impl=impl)
+        return {"o": o.detach()} | dict(
+            zip(leaves, torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype)), strict=True)
+        )
+
+    exact = run({name: t.double() for name, t in x.items()}, "portable")
+    # On a CPU it would widen 16-bit operands.
+    monkeypatch.setattr("flashmix.mechanisms.common.product_dtype", lambda x, impl: x.dtype)
+    with hopper_card() as launched:
+        baseline = run(x, "auto")
+    assert "wide_linear_forward_kernel" not in launched and "scaled_rows_forward_kernel" not in launched, launched
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
+    monkeypatch.setattr(mechanism, "TRY_LINEAR_OF_256", True)
+    with hopper_card() as launched:
+        found = run(x, "auto")
+    assert launched.count("scaled_rows_backward_kernel") == 2, launched
+    assert {"wide_linear_backward_kernel", "wide_output_backward_kernel"} <= set(launched), launched
+    for name, t in found.items():
+        assert_within_budget(name, t, exact[name], baseline[name], torch.bfloat16)
 
 
 @pytest.mark.usefixtures("pairs_of_dplr")
@@ -166,26 +212,51 @@ def test_emulated_states_that_are_kept_change_no_bit(
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256")
 @pytest.mark.parametrize(
     "rule, K",
-    [("delta", 128), ("linear", 128), *(pytest.param(r, 64, marks=pytest.mark.whole) for r in ("delta", "linear"))],
+    [
+        ("delta", 128),
+        ("linear", 128),
+        *(pytest.param(r, 64, marks=pytest.mark.whole) for r in ("delta", "linear")),
+        ("linear", 256),
+    ],
 )
 def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
     """With few programs a state pass has one warpgroup and half of the values, beside the one that makes A_qb."""
-    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=K, V=128)
+    case = Case("halves", rule, "token", B=1, T=134, H=1, HV=1, K=K, V=max(128, K))
     wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
     for name, t in wanted.items():
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("linear_of_256")
+@pytest.mark.parametrize("gate", ["head", pytest.param("token", marks=pytest.mark.whole)])
+def test_emulated_parts_of_a_batch_change_no_bit(gate: str) -> None:
+    """With 256 channels the backward of linear attention is made in parts that cost no round of programs, in the same memory."""
+    case = Case("parts", "linear", gate, B=4, T=70, H=1, HV=2, K=256, V=256)
+    (wanted, once), (found, launched) = emulated(case, 132), emulated(case, 8)  # 16 programs: of one round, of two
+    assert once.count("wide_output_backward_kernel") == 1 and launched.count("wide_output_backward_kernel") == 2
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
+
+
+def test_parts_cost_no_round_of_programs() -> None:
+    from flashmix.ops.recurrence.gluon_hopper.memory import parts_of_rounds
+
+    assert parts_of_rounds(8, 32, 132) == 2  # of mLSTM: 256 programs, two rounds of 128
+    assert parts_of_rounds(4, 32, 132) == parts_of_rounds(1, 512, 132) == parts_of_rounds(7, 32, 132) == 1
+    assert parts_of_rounds(64, 32, 132) == 16
+
+
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(
     "rule, K, V",
     [
         *(("delta", 128, 128), ("delta", 64, 64), ("linear", 64, 64), ("delta", 256, 256), ("delta", 128, 64)),
+        ("linear", 256, 256),
         *(("linear", 128, 64), ("delta", 64, 128), ("linear", 64, 128), ("delta", 96, 40), ("delta", 40, 80)),
     ],
 )
@@ -237,10 +308,12 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         pytest.param(("tied", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
         pytest.param(("tied", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
+        pytest.param(("linear", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
+        pytest.param(("linear", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

@@ -84,6 +84,13 @@ HOPPER_CASES = [
     ),
     *(Case(f"hopper-256-decay{d}", "delta", "token", K=256, V=256, decay=d) for d in DECAYS),
     *(
+        Case(f"hopper-256-linear-{gate}{n}", "linear", gate, **{"K": 256, "V": 256} | more)
+        for gate in ("none", "head", "token")
+        for n, more in WIDE.items()
+        if "K" not in more and (gate == "token" or n in ("-T129", "-packed"))
+    ),
+    *(Case(f"hopper-256-linear-decay{d}", "linear", "token", K=256, V=256, decay=d) for d in DECAYS),
+    *(
         Case(f"hopper-{K}-{V}-{rule}-{gate}{n}", rule, gate, **{"K": K, "V": V} | more)
         for K, V in MIXED
         for rule in ("delta", "linear")
@@ -162,6 +169,12 @@ def segments_of_256(monkeypatch):
 
 
 @pytest.fixture
+def linear_of_256(monkeypatch):
+    """As with `FLASHMIX_TRY_LINEAR_OF_256=1`: they take linear attention with heads of 256 channels."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
+
+
+@pytest.fixture
 def mixed_heads(monkeypatch):
     """As with `FLASHMIX_TRY_MIXED_HEADS=1`: they take keys and values of different widths, and 33 to 63 channels."""
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
@@ -194,7 +207,7 @@ def output_of_256(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("mixed_heads")
+@pytest.mark.usefixtures("mixed_heads", "linear_of_256")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

@@ -344,6 +344,51 @@ def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
     assert_compile_on_hopper(found, HEADS_OF_256_STACK)
 
 
+LINEAR_OF_256 = {name: replace(case, rule="linear") for name, case in HEADS_OF_256.items()}
+LINEAR_OF_256 |= {
+    "a decay per head": replace(VERY_WIDE, rule="linear", gate="head"),
+    "many segments": replace(LINEAR_OF_256["segments"], B=5),
+}
+# Of the state pass forward, where it has two warpgroups, addresses in front of the loop, and of segments the state that they start from.
+LINEAR_OF_256_STACK = {"wide_linear_forward_kernel": 16, "wide_output_backward_kernel": 24}
+
+
+def test_linear_attention_with_256_channels_is_asked_for(monkeypatch):
+    """It has not run on a card: see `TRY_LINEAR_OF_256`. With a decay per channel and in segments it is refused with it too."""
+    linear = LINEAR_OF_256["two value heads"]
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", False)
+    with pytest.raises(ValueError, match="of the delta rule, 256 of both"):
+        launches(linear, torch.bfloat16, (9, 0), "gluon")
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
+    assert "wide_linear_forward_kernel" in {launch.name for launch in launches(linear, torch.bfloat16, (9, 0), "auto")}
+    with pytest.raises(ValueError, match="without a decay per channel 64 of both and 256 of both"):
+        launches(replace(linear, gate="channel"), torch.bfloat16, (9, 0), "gluon")
+    with pytest.raises(ValueError, match="FLASHMIX_TRY_SEGMENTS_OF_256"):
+        launches(LINEAR_OF_256["segments"], torch.bfloat16, (9, 0), "gluon")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("two value heads", "many heads")))
+        for name in LINEAR_OF_256
+    ],
+)
+def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name, monkeypatch):
+    """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
+    found = launches(LINEAR_OF_256[name], torch.bfloat16, (9, 0), "gluon")
+    found = [launch for launch in found if launch.kernel.is_gluon()]
+    names = {"wide_linear_forward_kernel", "wide_linear_backward_kernel", "wide_output_backward_kernel"}
+    assert names <= {launch.name for launch in found}
+    states = [launch for launch in found if launch.name.startswith("wide_linear")]
+    many = 2 if name.startswith("many") else 1  # warpgroups: with few heads a program has 64 of the values
+    assert {launch.args[-1].WARPGROUPS for launch in states} == {many}
+    segments = {"wide_linear_forward_kernel": 168} if name == "many segments" else {}
+    assert_compile_on_hopper(found, LINEAR_OF_256_STACK | segments)
+
+
 @pytest.mark.parametrize("name", ["two value heads", pytest.param("packed", marks=pytest.mark.whole)])
 def test_two_stages_of_queries_of_256_channels_compile(name, queries_of_256):
     queries_of_256()

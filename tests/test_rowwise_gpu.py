@@ -26,6 +26,7 @@ from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
+from flashmix.ops.scaled_rows.op import scaled_rows
 from flashmix.ops.token_shift.op import token_shift
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -220,6 +221,17 @@ CASES = [
         for shape in ((2, 5, 24), (1, 1, 7), (3, 0, 8), (70, 1001))
     ),
     *(halves_case(width) for width in (1, 24, 1000, 11008)),
+    *(
+        Case(f"scaled_rows {shape}", scaled_rows, definitions.scaled_rows, (shape, shape[:-1]), tiny=shape[-1] == 24)
+        for shape in ((2, 5, 24), (1, 1, 7), (3, 0, 8), (3, 2, 0), (70, 1001), (4, 33, 256), (9, 512), (3, 5000))
+    ),
+    Case(
+        "scaled_rows of a transposed tensor",
+        lambda x, factor: scaled_rows(x.transpose(1, 2), factor.mT),
+        lambda x, factor: definitions.scaled_rows(x.transpose(1, 2), factor.mT),
+        ((2, 3, 5, 24), (2, 3, 5)),
+        tiny=True,
+    ),
 ]
 
 

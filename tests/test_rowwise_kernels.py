@@ -24,6 +24,7 @@ from flashmix.ops.gated_product.linear import SwiGLULinear
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.rotary.op import rotary, rotary_qk
+from flashmix.ops.scaled_rows.op import scaled_rows
 from flashmix.ops.short_conv.op import short_conv
 from flashmix.ops.token_shift.op import token_shift
 
@@ -123,6 +124,17 @@ def gates(dtype: torch.dtype) -> dict[str, Call]:
     }
 
 
+def factors(width: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
+    def call(transposed: bool) -> Tensor:
+        x, factor = leaf(2, 9, 3, width, dtype=dtype), leaf(2, 9, 3, dtype=torch.float32)
+        return scaled_rows(x.transpose(1, 2), factor.mT) if transposed else scaled_rows(x, factor)
+
+    return {
+        f"scaled_rows {width} {dtype}": lambda: call(False),
+        f"transposed scaled_rows {width} {dtype}": lambda: call(True),
+    }
+
+
 # The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
 for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
@@ -131,6 +143,8 @@ for _shape in ((32, 128, 128), (4, 64, 64), (5, 96, 32), (3, 7, 2), (16, 256, 25
     CALLS |= rotations(*_shape) | (rotations(*_shape, torch.float32) if _shape[1] in (7, 128) else {})
 for _width in (1, 100, 2048, 5000):
     CALLS |= shifts(_width) | shifts(_width, torch.float32)
+for _width in (1, 100, 256, 512, 5000):
+    CALLS |= factors(_width) | factors(_width, torch.float32)
 CALLS |= products(BF16) | products(torch.float32) | gates(BF16) | gates(torch.float32)
 FAST = {
     "interleaved rotary_qk 32 x 128, 128 turned, torch.bfloat16",
@@ -144,6 +158,7 @@ FAST = {
     "gated rms_norm 128 torch.bfloat16",
     "gated layer_norm 8192 torch.float32",
     "group_norm 65536 torch.bfloat16",
+    "scaled_rows 512 torch.bfloat16",
 }
 # Bytes of stack that a kernel of a call may take, where it takes any.
 STACK = {

@@ -21,6 +21,11 @@ class MemoryPart(NamedTuple):
         """What it takes of the allocation, in which every tensor begins at a multiple of 16 bytes."""
         return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 16
 
+    def of(self, parts: int) -> MemoryPart:
+        """The same for one of so many parts of its first axis."""
+        first, *rest = self.shape
+        return self if parts == 1 else MemoryPart(self.dtype, (first // parts, *rest))
+
 
 def allocate(size: int, device: torch.device) -> Tensor | None:
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None

@@ -15,12 +15,15 @@ from flashmix.mechanisms.common import check_states, normaliser, scan_beside, un
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_choice, check_floating, check_like, check_range, check_shape
+from flashmix.op.choose import preparing
 from flashmix.op.dtypes import at_least_float32, state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.norm.op import group_norm
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.recurrence.op import TRY_LINEAR_OF_256
+from flashmix.ops.scaled_rows.op import IMPLEMENTATIONS, scaled_rows
 from flashmix.ops.scan.op import finite, scan_max
 
 LARGEST_HEAD = 256  # channels of a value that kernels hold; larger values are several heads on one key
@@ -83,13 +86,22 @@ def mlstm(
         past = torch.exp(m - finite(m.detach())).unsqueeze(-1)  # 1, through which the gradient of m_0 passes
         C, n = C * past.repeat_interleave(v.shape[2] // H, 1).unsqueeze(-1), n * past
     write, decay, m_t, m = stabilised(log_write.to(wide), log_forget.to(wide), m, packing, impl)
-    k = (k * write.unsqueeze(-1)).to(q.dtype)
+    k = scaled(k, write, impl)
     given: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
     o, C = large_values(q, k, v, decay, initial_state=C, scale=scale, **given)
     weight, n = normaliser(q, k, decay, initial_state=n, scale=scale, **given)
     divisor = torch.maximum(weight.abs(), torch.exp(-m_t).unsqueeze(-1)) + eps
-    o = o / divisor.repeat_interleave(v.shape[2] // H, 2)
-    return o.to(q.dtype), None if C is None or n is None else (C, n, m)
+    divisor = divisor.repeat_interleave(v.shape[2] // H, 2)
+    o = scaled(o, 1 / divisor.squeeze(-1), impl) if TRY_LINEAR_OF_256 else (o / divisor).to(q.dtype)
+    return o, None if C is None or n is None else (C, n, m)
+
+
+def scaled(x: Tensor, factor: Tensor, impl: str) -> Tensor:
+    """`factor x` of `x [B, T, H, D]`, a factor `[B, T, H]`, in the dtype of `x`: by a kernel of its own where that is asked for."""
+    if not TRY_LINEAR_OF_256:
+        return (x * factor.unsqueeze(-1)).to(x.dtype)
+    with preparing():
+        return scaled_rows(x, factor, impl if impl in [one.name for one in IMPLEMENTATIONS] else "auto")
 
 
 def stabilised(

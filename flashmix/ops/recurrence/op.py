@@ -19,6 +19,8 @@ from flashmix.ops.recurrence.native.binding import missing
 
 # Segments of heads of 256 channels have not run on a card by the Hopper kernels, which take them only where they are asked for.
 TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
+# Nor has linear attention with heads of 256 channels.
+TRY_LINEAR_OF_256 = os.environ.get("FLASHMIX_TRY_LINEAR_OF_256") == "1"
 # Nor have tiles of 64 channels beside others of 128, and of fewer channels.
 TRY_MIXED_HEADS = os.environ.get("FLASHMIX_TRY_MIXED_HEADS") == "1"
 # Nor have the kernels that make the pairs of DPLR with a decay per channel, between Triton's.
@@ -39,7 +41,8 @@ def _has_tiles(call: RecurrenceCall) -> bool:
     if 64 < K <= 128 and 64 < V <= 128:
         return True
     mixed = TRY_MIXED_HEADS and min(K, V) > 32 and max(K, V) <= 128
-    return call.decay is not Decay.CHANNEL and (mixed or K == V == 64 or (K == V == 256 and call.rule is Rule.TIED))
+    wide = K == V == 256 and (TRY_LINEAR_OF_256 or call.rule is Rule.TIED)
+    return call.decay is not Decay.CHANNEL and (mixed or K == V == 64 or wide)
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
@@ -51,7 +54,8 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
         )
     elif not _has_tiles(call):
-        also = f"{'33 to 64' if TRY_MIXED_HEADS else '64 of both'} and, of the delta rule, 256 of both"
+        rule = "" if TRY_LINEAR_OF_256 else ", of the delta rule,"
+        also = f"{'33 to 64' if TRY_MIXED_HEADS else '64 of both'} and{rule} 256 of both"
         return (
             f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel {also}, "
             f"got K = {call.K} and V = {call.V}"

@@ -8,7 +8,7 @@ channel the state passes read decayed keys, `output`'s backward is `channel_outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,11 @@ from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_ba
 from flashmix.ops.recurrence.gluon_hopper.memory import (
     OPERANDS,
     aligned,
+    backward_parts,
     keeps_states,
     kind_of,
     ready,
+    results,
     sizes_of,
     symbolic_sizes_of,
     triton_output,
@@ -120,6 +122,12 @@ def halves(call: RecurrenceCall) -> Halves | None:
     return HALVES
 
 
+# A run, what `scores` returns of it, the gradients of the output, of final states and of what segments leave, and memory for what is made.
+BackwardParts = tuple[
+    HopperRun, tuple[ChunkReads, Sequence[Tensor], Any], tuple[Tensor, Tensor | None, Tensor | None], Gradients
+]
+
+
 def launch(
     known: dict[Hashable, LaunchSeries],
     device: torch.device,
@@ -195,57 +203,59 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
         found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
         return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
     call, operands = ready(call)
+    return finished(call, launch_backward(call, operands, kept, grads), wanted)
+
+
+def launch_backward(
+    call: RecurrenceCall, operands: list[Tensor | None], kept: Outputs, grads: Sequence[Tensor | None]
+) -> Gradients:
+    """What `results` has, made. The memory that it is made in, the most of a backward, is free again before value heads are summed."""
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
     do, dstate = grads
     do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
-    decayed, saved = allocate(sizes.decayed_bytes, device), len(kept) > 1
-    work = allocate(sizes.work_bytes + (0 if saved else sizes.states_bytes), device)
+    decayed, saved, parts = allocate(sizes.decayed_bytes, device), len(kept) > 1, backward_parts(call, sizes)
+    worked = [part.of(parts) for part in (sizes.work if saved else sizes.work + sizes.states)]
+    work = allocate(sum(part.bytes for part in worked), device)
     found = results(call)
 
     def make() -> None:
         run = HopperRun(Run.of(call))
         own = views(memory, sizes.kept), views(decayed, sizes.decayed)
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
-        parts = views(work, sizes.work if saved else sizes.work + sizes.states)
-        states = views(kept[1], sizes.states) if saved else parts[len(sizes.work) :]
+        room = views(work, worked)
+        states = views(kept[1], sizes.states) if saved else room[len(sizes.work) :]
         starts = None
         if scored[1]:
-            ends, starts = parts[1:3]
+            ends, starts = room[1:3]
             write_ends(run, scored[0], do, ends)
             base = run.base
             base.plan.join_backward(
                 base.join_programs(), scored[1][0], ends, dstate, starts, None, None, base.segmented
             )
-        if not saved:
-            save_states(run, scored, states)
-        gradients(run, scored, (do, dstate, starts), (parts[0], *states), found)
+        whole = run, scored, (do, dstate, starts), found
+        for one, read, given, made in [whole] if parts == 1 else sequences(whole, own[0], parts):
+            if not saved:
+                save_states(one, read, states)
+            gradients(one, read, given, (room[0], *states), made)
 
     own = memory, *kept[1:], decayed, work
     launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
-    return finished(call, found, wanted)
-
-
-def results(call: RecurrenceCall) -> Gradients:
-    """Memory for the gradients: those of keys with a decay per channel or 256 channels by value head, that of a decay per head by token in
-    float32, and in float32 that of a float64 decay per channel, which the copy engine does not write.
-    """
-    make_like = torch.zeros_like if call.packed else torch.empty_like
-    found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
-    decay = call.log_decay
-    if decay is not None:
-        per_token = call.v[..., 0]
-        narrow = decay.dtype == torch.float64 and call.decay is Decay.CHANNEL
-        like, dtype = (decay, decay.dtype) if decay.dim() > 1 else (per_token, torch.float32)
-        found["log_decay"] = make_like(like, dtype=torch.float32 if narrow else dtype)
-    if (call.decay is Decay.CHANNEL or max(call.K, call.V) > 128) and call.heads != call.value_heads:
-        shape = *call.v.shape[:3], call.K
-        found |= {name: call.v.new_zeros(shape) if call.packed else call.v.new_empty(shape) for name in ("q", "k")}
-    if call.initial_state is not None:
-        found["initial_state"] = torch.empty_like(call.initial_state)
     return found
+
+
+def sequences(whole: BackwardParts, kept: Sequence[Tensor], parts: int) -> Iterator[BackwardParts]:
+    """The same for each of so many parts of a dense batch that is not cut into segments."""
+    run, _, (do, dstate, _), found = whole
+    each = run.call.batch // parts
+    for first in range(0, run.call.batch, each):
+        stop = first + each
+        one = HopperRun(run.base.part(first, stop))
+        reads = reads_of(one, *(run.base.of_chunks(t, first, stop) for t in kept[:2]))
+        given = do[first:stop], None if dstate is None else dstate[first:stop], None
+        yield one, (reads, [], None), given, {name: t[first:stop] for name, t in found.items()}
 
 
 def saved_tiles(run: HopperRun, states: Sequence[Tensor]) -> tuple[Tiles, Tiles | None]:

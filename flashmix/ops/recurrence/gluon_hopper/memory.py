@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.memory import MemoryPart
+from flashmix.op.call import Gradients
 from flashmix.op.remember import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
@@ -96,14 +99,53 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])
 
 
+def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> int:
+    """In how many parts of its sequences the backward of a call is made, one after the other in the same memory.
+
+    With 256 channels S and dS' take 256 KiB a chunk and value head. Linear attention takes as many parts as cost no time.
+    """
+    segmented = len(sizes.work) > 1
+    if call.rule.corrected or call.packed or min(call.K, call.V) <= 128 or segmented:
+        return 1
+    return parts_of_rounds(call.batch, 2 * call.value_heads, gpu.target(call.device).multiprocessors)
+
+
+@lru_cache(maxsize=1024)
+def parts_of_rounds(batch: int, programs: int, multiprocessors: int) -> int:
+    """The most parts, up to 16, of so many sequences of so many programs each that take no more rounds than all at once."""
+    rounds = cdiv(batch * programs, multiprocessors)
+    divisors = [n for n in range(1, min(batch, 16) + 1) if batch % n == 0]
+    return max(n for n in divisors if n * cdiv(batch // n * programs, multiprocessors) <= rounds)
+
+
 def keeps_states(call: RecurrenceCall) -> bool:
     """Whether the forward keeps the states of chunks: they have no room beside the keys of a decay per channel or 256 channels."""
     return KEEP_STATES and call.decay is not Decay.CHANNEL and max(call.K, call.V) <= 128
 
 
+def results(call: RecurrenceCall) -> Gradients:
+    """Memory for the gradients: those of keys with a decay per channel or 256 channels by value head, that of a decay per head by token in
+    float32, and in float32 that of a float64 decay per channel, which the copy engine does not write.
+    """
+    make_like = torch.zeros_like if call.packed else torch.empty_like
+    found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
+    decay = call.log_decay
+    if decay is not None:
+        per_token = call.v[..., 0]
+        narrow = decay.dtype == torch.float64 and call.decay is Decay.CHANNEL
+        like, dtype = (decay, decay.dtype) if decay.dim() > 1 else (per_token, torch.float32)
+        found["log_decay"] = make_like(like, dtype=torch.float32 if narrow else dtype)
+    if (call.decay is Decay.CHANNEL or max(call.K, call.V) > 128) and call.heads != call.value_heads:
+        shape = *call.v.shape[:3], call.K
+        found |= {name: call.v.new_zeros(shape) if call.packed else call.v.new_empty(shape) for name in ("q", "k")}
+    if call.initial_state is not None:
+        found["initial_state"] = torch.empty_like(call.initial_state)
+    return found
+
+
 def triton_output(call: RecurrenceCall) -> bool:
     """Whether Triton's kernel makes the backward of the output of a call without a decay per channel."""
-    return not TRY_OUTPUT_OF_256 and max(call.K, call.V) > 128
+    return not TRY_OUTPUT_OF_256 and call.rule.corrected and max(call.K, call.V) > 128
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
+from flashmix.ops.recurrence.gluon_hopper.wide_linear import wide_linear_backward_kernel, wide_linear_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_output import wide_output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state import wide_state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state_backward import wide_state_backward_kernel
@@ -61,7 +62,10 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
     """
     programs = call.sequences * call.value_heads * own.tiles.segments
     BV = width_of(call.V)
-    few = BV == 128 and 2 * programs <= gpu.target(call.device).multiprocessors
+    split = (
+        BV if BV == 128 or (BV == 256 and not call.rule.corrected) else 0
+    )  # channels of values that may be divided anew
+    few = split and split // 64 * programs <= gpu.target(call.device).multiprocessors
     warpgroups = 1 if BV == 64 or few else 2
     basic = HopperSpec(
         HV=call.value_heads,
@@ -117,7 +121,7 @@ def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
     """
     made = queries and not spec.CHANNEL
     if spec.BK == 256:
-        return _wide_state(kernel, spec, made)
+        return (_wide_state if spec.CORRECTED else _wide_linear)(kernel, spec, made)
     registers = 128 if spec.WARPGROUPS + made == 3 else 168
     if spec.BK == 64:
         stages, registers = (4, registers) if made else (3, 128)
@@ -137,6 +141,14 @@ def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
     queries = 2 if spec.OUTPUT and TRY_QUERIES_OF_256 else 1
     spec = spec._replace(MAKES=made, KEYS=keys, VALUES=2, PAIRS=pairs, QUERIES=queries)
     return Kernel(wide, spec, num_warps=4, maxnreg=128 if made else 168)
+
+
+def _wide_linear(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
+    """The same without corrections: no T and no nu, so that there is room for two stages of queries, and for A_qb of two chunks."""
+    wide = wide_linear_forward_kernel if kernel is state_forward_kernel else wide_linear_backward_kernel
+    keys, values = (2, 2) if made else (3, 3)
+    spec = spec._replace(MAKES=made, KEYS=keys, VALUES=values, PAIRS=2)
+    return Kernel(wide, spec, num_warps=4, maxnreg=128 if spec.WARPGROUPS + made == 3 else 168)
 
 
 def _output(spec: HopperSpec) -> Kernel:

@@ -18,14 +18,13 @@ from flashmix.ops.recurrence.gluon_hopper import (
     finished,
     gradients,
     reads_of,
-    results,
     save_states,
     scores,
     state_output,
     write_ends,
     write_maps,
 )
-from flashmix.ops.recurrence.gluon_hopper.memory import aligned, symbolic_sizes_of
+from flashmix.ops.recurrence.gluon_hopper.memory import aligned, results, symbolic_sizes_of
 from flashmix.ops.recurrence.triton_gpu import empty_maps
 from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut

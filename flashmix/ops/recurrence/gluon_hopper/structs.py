@@ -30,7 +30,9 @@ class HopperSpec(NamedTuple):
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; the others are other programs'
     KEYS: int = 2  # stages of the ring of keys (and queries)
     VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
-    PAIRS: int = 3  # of tiles of pairs that come from memory
+    PAIRS: int = (
+        3  # of tiles of pairs that come from memory; without corrections with 256 channels of A_qb, which is made
+    )
     QUERIES: int = 1  # of queries, state forward with 256 channels; with two, nu and o lie in the place of v
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu
@@ -174,6 +176,27 @@ class WideBarriers(NamedTuple):
     states: Ring  # S in 16 bits, for the warpgroup of the outputs
     tokens: Ring  # nu, likewise
     vectors: Ring  # that of v, or with two stages of queries one of its own
+
+
+class LinearTiles(NamedTuple):
+    """Shared memory of a state pass without corrections with 256 channels (`wide_linear.py`)."""
+
+    reader: Any  # [1, 64, BK]: what multiplies the state, forward queries, backward keys
+    writer: Any  # [KEYS, 64, BK]: the other, which is written under
+    v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
+    vectors: Any  # [4 VALUES, 64]
+    made: Any  # [PAIRS, 64, 64]: A_qb
+    states: Any  # [WARPGROUPS, 64, BK]: the state in 16 bits
+    tokens: Any  # [WARPGROUPS, 64, 64]: o or dV, on its way to memory
+
+
+class LinearBarriers(NamedTuple):
+    """Its rings; `v` has the vectors too."""
+
+    reader: Ring
+    writer: Ring
+    v: Ring
+    made: Ring
 
 
 class OutputTiles(NamedTuple):

@@ -1,0 +1,5 @@
+"""Rows that have a factor each."""
+
+from flashmix.ops.scaled_rows.op import scaled_rows
+
+__all__ = ["scaled_rows"]
