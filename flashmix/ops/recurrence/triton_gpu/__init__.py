@@ -9,7 +9,7 @@ gradient of a query makes the output; backward, what makes an output makes the g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
+
+OutputBackward = Callable[[ChunkValues], Gradients]
 
 
 def is_step(call: RecurrenceCall) -> bool:
@@ -160,9 +162,18 @@ def given_gradients(call: RecurrenceCall, grads: Sequence[Tensor | None]) -> tup
 
 
 def gradients(
-    run: Run, made: tuple[ChunkInputs, ChunkScores], kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool
+    run: Run,
+    made: tuple[ChunkInputs, ChunkScores],
+    kept: Outputs,
+    do: Tensor,
+    dstate: Tensor | None,
+    decay: bool,
+    output: OutputBackward | None = None,
 ) -> Gradients:
-    """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output."""
+    """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output.
+
+    Another backward of `output` may stand in for `output_backward`.
+    """
     inputs, scores = made
     x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
     ends = segment_ends(run, scores, joined, do)
@@ -170,11 +181,17 @@ def gradients(
         starts = torch.empty_like(ends)
         run.plan.join_backward(run.join_programs(), joined[0], ends, dstate, starts, None, None, run.segmented)
         x = x._replace(starts=starts)
-    return gradients_from(run, inputs, scores, joined, x, decay)
+    return gradients_from(run, inputs, scores, joined, x, decay, output)
 
 
 def gradients_from(
-    run: Run, inputs: ChunkInputs, scores: ChunkScores, joined: Outputs, x: StateGradients, decay: bool
+    run: Run,
+    inputs: ChunkInputs,
+    scores: ChunkScores,
+    joined: Outputs,
+    x: StateGradients,
+    decay: bool,
+    output: OutputBackward | None = None,
 ) -> Gradients:
     """The same from the scores, the maps and starts of the segments, and the gradients that reach their ends."""
     call, do = run.call, x.do
@@ -193,7 +210,8 @@ def gradients_from(
     state_backward(run, scores, x, results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
-    found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), decay)
+    values = ChunkValues(dz, w, states, dstates)
+    found = output_backward(run, inputs, scores, values, decay) if output is None else output(values)
     assert dv is not None
     found["v"] = dv
     if o is not None:
