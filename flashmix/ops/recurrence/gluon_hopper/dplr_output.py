@@ -56,7 +56,7 @@ from flashmix.ops.recurrence.gluon_hopper.dplr_copies import (
 )
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE, TILE_32
 from flashmix.ops.recurrence.gluon_hopper.state_parts import ring
-from flashmix.ops.recurrence.gluon_hopper.structs import DplrBarriers, DplrOwnTiles, DplrTiles
+from flashmix.ops.recurrence.gluon_hopper.structs import DplrBarriers, DplrTiles
 
 
 @gluon.jit
@@ -106,47 +106,170 @@ def pairs_and_triangles(x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def by_state(w: gl.constexpr, use, i, key, own, tiles, bars):
-    """w of a column, and its key times that, [K, C]."""
-    values = tiles.slots.index(W + opaque_zero()).permute((1, 0))  # [V, C]
+def keys_of(slot: gl.constexpr, w: gl.constexpr, tiles):
+    """A consumer's half of a slot of tokens, [C, K]. Its index is opaque, so that what was read is read anew: registers are scarce."""
+    DT: gl.constexpr = tiles.slots.dtype
+    return reinterpret(tiles.slots, DT, [2 * SLOTS, 64, 64], TILE).index(2 * slot + w + opaque_zero())
+
+
+@gluon.jit
+def float_keys_of(slot: gl.constexpr, w: gl.constexpr, tiles):
+    """The same as [K, C] in float32."""
+    return float_keys(keys_of(slot, w, tiles))
+
+
+@gluon.jit
+def sums_of(w: gl.constexpr, tiles):
+    """A consumer's half of G, [K, C]."""
+    return float_sums(reinterpret(tiles.slots, gl.float32, [SLOTS, 64, 64], TILE_32).index(G + w + opaque_zero()))
+
+
+@gluon.jit
+def state_of(slot: gl.constexpr, w: gl.constexpr, tiles):
+    """A consumer's half of a state, [V, K]."""
+    DT: gl.constexpr = tiles.slots.dtype
+    return reinterpret(tiles.slots, DT, [SLOTS, 128, 64], TILE).index(slot + w + opaque_zero())
+
+
+@gluon.jit
+def values_of(slot: gl.constexpr, tiles):
+    """Values or their gradients, [V, C]."""
+    return tiles.slots.index(slot + opaque_zero()).permute((1, 0))
+
+
+@gluon.jit
+def rows_of_pairs(row: gl.constexpr, tiles):
+    """The transpose of dA of a row, [C, C]."""
+    return tiles.pairs.index(row + opaque_zero()).permute((1, 0))
+
+
+@gluon.jit
+def begin_state(w: gl.constexpr, use, i, tiles, bars):
+    """W_c dS'^T of a column, transposed, [K, C], begun."""
     await_slot(bars.slots, W, use)
     await_slot(bars.slots, DSTATE + w, i)
-    d = product(own.dstate.permute((1, 0)), values, ACC_64, 64, 64)  # (6.2)
-    await_slot(bars.slots, G + w, 2 * i)
-    sums = float_sums(own.decay)  # [K, C]
-    column = ex2(gl.min(sums, 1)[:, None] - sums)  # sums never rise
-    d, column = products_done(0, deps=[d, column])
-    leave_slot(bars.slots, W, 1)
-    d = d * column
-    return d, d * float_keys(key)
+    return product(state_of(DSTATE, w, tiles).permute((1, 0)), values_of(W, tiles), ACC_64, 64, 64)  # (6.2)
 
 
 @gluon.jit
-def back_factor(decay):
+def back_factor(w: gl.constexpr, tiles):
     """e^{-G}, [K, C]; of rows out of range no pair is seen."""
-    return ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
+    return ex2(gl.minimum(0.0 - sums_of(w, tiles), LIMIT))
 
 
 @gluon.jit
-def scaled_keys(key, own):
+def scaled_keys(slot: gl.constexpr, w: gl.constexpr, tiles):
     """y of a column, [K, C]."""
-    return (float_keys(key) * back_factor(own.decay)).to(key.dtype)
+    return (float_keys_of(slot, w, tiles) * back_factor(w, tiles)).to(tiles.slots.dtype)
 
 
 @gluon.jit
-def begin_columns(own, tiles):
+def begin_column(w: gl.constexpr, tiles):
     """dY^T of a column, [K, C], begun."""
-    zero = opaque_zero()
-    d = product(own.q.permute((1, 0)), tiles.pairs.index(zero), ACC_64, 64, 64)  # (3.3)
-    return warpgroup_mma(own.a.permute((1, 0)), tiles.pairs.index(1 + zero), d, is_async=True)
+    q = keys_of(Q, w, tiles).permute((1, 0))  # [K, C]
+    a = keys_of(A, w, tiles).permute((1, 0))  # [K, C]
+    d = product(q, tiles.pairs.index(opaque_zero()), ACC_64, 64, 64)  # (3.3)
+    return warpgroup_mma(a, tiles.pairs.index(1 + opaque_zero()), d, is_async=True)
 
 
 @gluon.jit
-def store_keys(own, gradient, number: gl.constexpr, bars):
-    """Leaves the gradient of a column in the place of its key to the finisher."""
-    own.permute((1, 0)).store(gradient.to(own.dtype))
+def store_keys(slot: gl.constexpr, w: gl.constexpr, gradient, tiles):
+    """Leaves a gradient in the place of its key."""
+    keys_of(slot, w, tiles).permute((1, 0)).store(gradient.to(tiles.slots.dtype))
+
+
+@gluon.jit
+def pass_on(bars, number: gl.constexpr):
+    """Tells the finisher that gradients lie in their places."""
     fence_async_shared()
     mbarrier.arrive(bars.gradients.index(number), count=1)
+
+
+@gluon.jit
+def leave_pairs(bars):
+    mbarrier.arrive(bars.pairs.empty.index(0), count=1)
+
+
+@gluon.jit
+def columns(w: gl.constexpr, i, tiles, bars):
+    """dk and db, left to the finisher; dX_q and dX_a by way of pairs, z and rest as far as columns go."""
+    dk = begin_state(w, 2 * i, i, tiles, bars)
+    await_slot(bars.slots, G + w, 2 * i)
+    sums = sums_of(w, tiles)  # [K, C]
+    last = gl.min(sums, 1)  # [K]; sums never rise
+    column = ex2(last[:, None] - sums)
+    dk, column = products_done(0, deps=[dk, column])
+    leave_slot(bars.slots, W, 1)
+    dk = dk * column
+    await_slot(bars.slots, K, i)
+    shares = dk * float_keys_of(K, w, tiles)
+    z = 0.0 - shares
+    rest = gl.sum(shares, 1)  # [K]
+    y_left = gl.convert_layout(scaled_keys(K, w, tiles), LEFT_64)
+    await_slot(bars.slots, Q, i)
+    await_slot(bars.slots, A, i)
+    wait_full(bars.pairs.full, 3 * i)
+    d = begin_column(w, tiles)
+    d, dk, z, y_left = products_done(0, deps=[d, dk, z, y_left])
+    z -= gl.convert_layout(y_left, ACC_64).to(gl.float32) * d
+    dk += d * back_factor(w, tiles)
+    store_keys(K, w, dk, tiles)
+    pass_on(bars, 0)
+    dX_q = product(y_left, rows_of_pairs(0, tiles), ACC_64, 64, 64)
+    dX_a = product(y_left, rows_of_pairs(1, tiles), ACC_64, 64, 64)
+    await_slot(bars.slots, B, i)
+    dX_q, dX_a, y_left, z = products_done(0, deps=[dX_q, dX_a, y_left, z])
+    leave_pairs(bars)
+    y_left = gl.convert_layout(scaled_keys(B, w, tiles), LEFT_64)
+    wait_full(bars.pairs.full, 3 * i + 1)
+    d = begin_column(w, tiles)
+    dX_q = warpgroup_mma(y_left, rows_of_pairs(0, tiles), dX_q, is_async=True)
+    dX_a = warpgroup_mma(y_left, rows_of_pairs(1, tiles), dX_a, is_async=True)
+    d, dX_q, dX_a, y_left, z = products_done(0, deps=[d, dX_q, dX_a, y_left, z])
+    leave_pairs(bars)
+    z -= gl.convert_layout(y_left, ACC_64).to(gl.float32) * d
+    db = d * back_factor(w, tiles)
+    d = begin_state(w, 2 * i + 1, i, tiles, bars)
+    d, dX_q, dX_a, z, db = products_done(0, deps=[d, dX_q, dX_a, z, db])
+    leave_slot(bars.slots, W, 1)
+    d = d * ex2(last[:, None] - sums_of(w, tiles))
+    shares = d * float_keys_of(B, w, tiles)
+    z -= shares
+    rest += gl.sum(shares, 1)
+    store_keys(B, w, db + d, tiles)
+    pass_on(bars, 1)
+    return dX_q, dX_a, z, rest, last
+
+
+@gluon.jit
+def rows(w: gl.constexpr, i, found, scale, tiles, bars):
+    """dq and da, left in the places of q and a; z, ~a dX_a and rest."""
+    dX_q, dX_a, z, rest, last = found
+    await_slot(bars.slots, STATE + w, i)
+    await_slot(bars.slots, DO, i)
+    state = state_of(STATE, w, tiles).permute((1, 0))  # [K, V]
+    dX_q = warpgroup_mma(state, values_of(DO, tiles), dX_q, is_async=True)
+    inner = product(state, state_of(DSTATE, w, tiles), ACC_64, 64, 64)  # [K, K]
+    dX_q, inner, dX_a, z = products_done(0, deps=[dX_q, inner, dX_a, z])
+    leave_slot(bars.slots, DO, 1)
+    leave_slot(bars.slots, DSTATE + w, READERS)
+    await_slot(bars.slots, DR, i)
+    state = state_of(STATE, w, tiles).permute((1, 0))  # [K, V]
+    dX_a = warpgroup_mma(state, values_of(DR, tiles), dX_a, is_async=True)
+    rest += diagonal_sums(inner) * ex2(last)
+    z += float_keys_of(Q, w, tiles) * dX_q
+    dq = dX_q * (ex2(sums_of(w, tiles)) * scale)
+    dX_a, z, dq, rest = products_done(0, deps=[dX_a, z, dq, rest])
+    leave_slot(bars.slots, DR, 1)
+    leave_slot(bars.slots, G + w, READERS)
+    store_keys(Q, w, dq, tiles)
+    exclusive = float_keys_of(A, w, tiles) * dX_a
+    await_slot(bars.slots, G + w, 2 * i + 1)
+    first = (gl.arange(0, 64, COLUMNS_64) == 0)[None, :]  # no decay precedes its read; there lie sums of another chunk
+    before = gl.where(first, 0.0, sums_of(w, tiles))  # [K, C]
+    store_keys(A, w, dX_a * ex2(before), tiles)
+    leave_slot(bars.slots, G + w, READERS)
+    return z, exclusive, rest
 
 
 @gluon.jit
@@ -171,118 +294,23 @@ def add_sums(z, triangle, d, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def leave_pairs(bars):
-    mbarrier.arrive(bars.pairs.empty.index(0), count=1)
-
-
-@gluon.jit
-def columns(w: gl.constexpr, i, own, tiles, bars):
-    """dk and db, left to the finisher; dX_q and dX_a by way of pairs, z and rest as far as columns go."""
-    await_slot(bars.slots, K, i)
-    dk, shares = by_state(w, 2 * i, i, own.k, own, tiles, bars)  # [K, C] twice
-    z = 0.0 - shares
-    rest = gl.sum(shares, 1)  # [K]
-    y = scaled_keys(own.k, own)
-    await_slot(bars.slots, Q, i)
-    await_slot(bars.slots, A, i)
-    wait_full(bars.pairs.full, 3 * i)
-    d = begin_columns(own, tiles)
-    d, dk, z = products_done(0, deps=[d, dk, z])
-    z -= y.to(gl.float32) * d
-    dk += d * back_factor(own.decay)
-    store_keys(own.k, dk, 0, bars)
-    y_left = gl.convert_layout(y, LEFT_64)
-    zero = opaque_zero()
-    dX_q = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
-    dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
-    await_slot(bars.slots, B, i)
-    dX_q, dX_a, y_left, z = products_done(0, deps=[dX_q, dX_a, y_left, z])
-    leave_pairs(bars)
-    y = scaled_keys(own.b, own)
-    y_left = gl.convert_layout(y, LEFT_64)
-    wait_full(bars.pairs.full, 3 * i + 1)
-    d = begin_columns(own, tiles)
-    zero = opaque_zero()
-    dX_q = warpgroup_mma(y_left, tiles.pairs.index(zero).permute((1, 0)), dX_q, is_async=True)
-    dX_a = warpgroup_mma(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), dX_a, is_async=True)
-    d, dX_q, dX_a, y_left, z = products_done(0, deps=[d, dX_q, dX_a, y_left, z])
-    leave_pairs(bars)
-    z -= y.to(gl.float32) * d
-    db = d * back_factor(own.decay)
-    d, shares = by_state(w, 2 * i + 1, i, own.b, own, tiles, bars)  # [K, C] twice
-    z -= shares
-    rest += gl.sum(shares, 1)
-    store_keys(own.b, db + d, 1, bars)
-    return dX_q, dX_a, z, rest
-
-
-@gluon.jit
-def rows(w: gl.constexpr, i, gradients, own, tiles, scale, bars):
-    """dq and da, left in the places of q and a; z, ~a dX_a and rest."""
-    dX_q, dX_a, z, rest = gradients
-    DT: gl.constexpr = tiles.slots.dtype
-    zero = opaque_zero()
-    await_slot(bars.slots, STATE + w, i)
-    await_slot(bars.slots, DO, i)
-    dX_q = warpgroup_mma(own.state, tiles.slots.index(DO + zero).permute((1, 0)), dX_q, is_async=True)
-    inner = product(own.state, own.dstate, ACC_64, 64, 64)  # [K, K]
-    dX_q, inner, dX_a, z = products_done(0, deps=[dX_q, inner, dX_a, z])
-    leave_slot(bars.slots, DO, 1)
-    leave_slot(bars.slots, DSTATE + w, READERS)
-    await_slot(bars.slots, DR, i)
-    dX_a = warpgroup_mma(own.state, tiles.slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)
-    sums = float_sums(own.decay)  # [K, C]
-    rest += diagonal_sums(inner) * ex2(gl.min(sums, 1))
-    row = ex2(sums) * scale
-    z += float_keys(own.q) * dX_q
-    dq = (dX_q * row).to(DT)
-    dX_a, z, dq, rest = products_done(0, deps=[dX_a, z, dq, rest])
-    leave_slot(bars.slots, DR, 1)
-    leave_slot(bars.slots, G + w, READERS)
-    own.q.permute((1, 0)).store(dq)
-    exclusive = float_keys(own.a) * dX_a
-    await_slot(bars.slots, G + w, 2 * i + 1)
-    first = (gl.arange(0, 64, COLUMNS_64) == 0)[
-        None, :
-    ]  # no decay precedes its read; what lies there is another chunk's
-    da = dX_a * ex2(gl.where(first, 0.0, float_sums(own.decay)))
-    own.a.permute((1, 0)).store(da.to(DT))
-    leave_slot(bars.slots, G + w, READERS)
-    return z, exclusive, rest
-
-
-@gluon.jit
 def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
     """The channels 64 w ... of dq, da, dk, db and dg, which are left in the places of the keys and of S."""
-    DT: gl.constexpr = tiles.slots.dtype
     slots = tiles.slots
-    halves = reinterpret(slots, DT, [2 * SLOTS, 64, 64], TILE)
-    states = reinterpret(slots, DT, [SLOTS, 128, 64], TILE)
-    decays = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
     for i in range(channel_item_count(numbers, S)):
-        zero = opaque_zero()  # lest addresses of slots be hoisted into registers
-        own = DplrOwnTiles(
-            q=halves.index(2 * Q + w + zero),
-            a=halves.index(2 * A + w + zero),
-            k=halves.index(2 * K + w + zero),
-            b=halves.index(2 * B + w + zero),
-            decay=decays.index(G + w + zero),
-            state=states.index(STATE + w + zero).permute((1, 0)),
-            dstate=states.index(DSTATE + w + zero),
-        )
-        gradients = columns(w, i, own, tiles, bars)
-        z, exclusive, rest = rows(w, i, gradients, own, tiles, numbers.scale, bars)  # [K, C] twice, [K]
+        found = columns(w, i, tiles, bars)
+        z, exclusive, rest = rows(w, i, found, numbers.scale, tiles, bars)  # [K, C] twice, [K]
         wait_full(bars.pairs.full, 3 * i + 2)
-        dg = add_sums(exclusive, tiles.pairs.index(1 + zero), z, True)
-        dg = add_sums(z, tiles.pairs.index(zero), dg, False) + rest[:, None]
+        dg = add_sums(exclusive, tiles.pairs.index(1 + opaque_zero()), z, True)
+        dg = add_sums(z, tiles.pairs.index(opaque_zero()), dg, False) + rest[:, None]
         leave_pairs(bars)
         if dg_d.dtype == gl.float32:
-            decays.index(STATE + w + zero).permute((1, 0)).store(dg)
+            sums = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
+            sums.index(STATE + w + opaque_zero()).permute((1, 0)).store(dg)
         else:
             narrow = reinterpret(slots, dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
-            narrow.index(2 * (STATE + w) + zero).permute((1, 0)).store(dg.to(dg_d.dtype))
-        fence_async_shared()
-        mbarrier.arrive(bars.gradients.index(2), count=1)
+            narrow.index(2 * (STATE + w) + opaque_zero()).permute((1, 0)).store(dg.to(dg_d.dtype))
+        pass_on(bars, 2)
 
 
 @gluon.jit

@@ -262,18 +262,6 @@ class DplrTiles(NamedTuple):
     pairs: Any  # [2, 64, 64]: dA of q and of a with one column; triangles of ones
 
 
-class DplrOwnTiles(NamedTuple):
-    """The tiles of an item that one consumer alone reads, 64 channels of keys of each."""
-
-    q: Any  # [C, K], decayed with scale
-    a: Any  # [C, K], decayed
-    k: Any  # [C, K]
-    b: Any  # [C, K]
-    decay: Any  # [C, K] float32: G, then that of the token before
-    state: Any  # [K, V]
-    dstate: Any  # [V, K]
-
-
 class DplrBarriers(NamedTuple):
     """A ring of one stage for each slot and for the pairs; `gradients` tells that dk, db, and dq, da and dg lie in their places."""
 
