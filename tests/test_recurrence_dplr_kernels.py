@@ -1,4 +1,4 @@
-"""The kernels that make the pairs of DPLR on Hopper compile without a GPU, and serve only where they are asked for."""
+"""The Hopper kernels of DPLR (pairs, backward of `output`) compile without a GPU, and serve only where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import make_inputs
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 
@@ -60,3 +61,41 @@ def test_pairs_of_dplr_on_hopper_compile(case, monkeypatch):
             assert 2 * (made.shared + 1024) <= (SHARED_MEMORY_KIB[9, 0] + 1) * 1024, (launch.name, made.shared)
             assert made.stack == 0, (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
+
+
+OUTPUT = {name: case for name, case in DPLR.items() if case.K > 64} | {
+    "decays in bfloat16": LOW_RANK,
+    "heads shared": replace(LOW_RANK, HV=4),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "two value heads")) for name in OUTPUT]
+)
+def test_the_backward_of_the_output_of_dplr_on_hopper_compiles(name, monkeypatch):
+    """Within shared memory, without spills in the loops of the consumers, lost descriptors or products awaited early."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+    dtype = torch.bfloat16 if name == "decays in bfloat16" else torch.float32
+    monkeypatch.setattr("test_recurrence_kernels.make_inputs", with_decays_of(dtype))
+    found = launches(OUTPUT[name], torch.bfloat16, (9, 0), "gluon")
+    assert "output_backward_kernel" not in {launch.name for launch in found}
+    (launch,) = (launch for launch in found if launch.name == "dplr_output_kernel")
+    made = compile_launch(launch)
+    assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024 and made.registers <= 128, (made.shared, made.registers)
+    assert made.stack <= 32, made.stack  # the warpgroup for dA
+    assert not made.advice, made.advice
+
+
+def with_decays_of(dtype):
+    def made(case, inputs):
+        x = make_inputs(case, inputs)
+        return x | {"log_decay": x["log_decay"].to(dtype)}
+
+    return made
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64), (128, 136), (72, 76)])
+def test_the_backward_of_the_output_of_dplr_that_hopper_kernels_leave(K, V, monkeypatch):
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+    names = {launch.name for launch in launches(replace(LOW_RANK, K=K, V=V), torch.bfloat16, (9, 0), "gluon")}
+    assert "output_backward_kernel" in names and "dplr_output_kernel" not in names
