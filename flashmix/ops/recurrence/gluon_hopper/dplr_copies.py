@@ -76,28 +76,27 @@ def dplr_producer(read, x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def send_keys(d, SLOT: gl.constexpr, at, head, slots, S: gl.constexpr):
-    store_tokens(d, at.span, at.t, head, 0, slots.index(SLOT), S)
-
-
-@gluon.jit
 def dplr_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """The gradients of each item on their way to memory, after which the slots are left: those of k, of b, and the others."""
+    """The gradients of each item on their way to memory, after which the slots are left: dk, then db, dq with da, and dg."""
     dq_d, da_d, dk_d, db_d, dg_d = gradients_d
     slots = tiles.slots
     for i in range(channel_item_count(numbers, S)):
         _, head, at = channel_item(x, numbers, i, S)
         mbarrier.wait(bars.gradients.index(0), i & 1)
-        send_keys(dk_d, K, at, head, slots, S)
+        store_tokens(dk_d, at.span, at.t, head, 0, slots.index(K), S)
         stores_done(0)
         leave_slot(bars.slots, K, READERS)
         mbarrier.wait(bars.gradients.index(1), i & 1)
-        send_keys(db_d, B, at, head, slots, S)
+        store_tokens(db_d, at.span, at.t, head, 0, slots.index(B), S)
         stores_done(0)
         leave_slot(bars.slots, B, READERS)
         mbarrier.wait(bars.gradients.index(2), i & 1)
-        send_keys(dq_d, Q, at, head, slots, S)
-        send_keys(da_d, A, at, head, slots, S)
+        store_tokens(dq_d, at.span, at.t, head, 0, slots.index(Q), S)
+        store_tokens(da_d, at.span, at.t, head, 0, slots.index(A), S)
+        stores_done(0)
+        leave_slot(bars.slots, Q, READERS)
+        leave_slot(bars.slots, A, READERS)
+        mbarrier.wait(bars.gradients.index(3), i & 1)
         for w in gl.static_range(2):
             if dg_d.dtype == gl.float32:
                 sums = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
@@ -106,7 +105,5 @@ def dplr_finisher(gradients_d, x, numbers, tiles, bars, S: gl.constexpr):
                 narrow = reinterpret(slots, dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
                 store_tokens(dg_d, at.span, at.t, head, w * 64, narrow.index(2 * (STATE + w)), S)
         stores_done(0)
-        leave_slot(bars.slots, Q, READERS)
-        leave_slot(bars.slots, A, READERS)
         for w in gl.static_range(2):
             leave_slot(bars.slots, STATE + w, READERS)

@@ -60,29 +60,38 @@ from flashmix.ops.recurrence.gluon_hopper.structs import DplrBarriers, DplrTiles
 
 
 @gluon.jit
+def values_of(slot: gl.constexpr, tiles):
+    """Values or their gradients, [V, C]."""
+    return tiles.slots.index(slot + opaque_zero()).permute((1, 0))
+
+
+@gluon.jit
 def column_pairs(column: gl.constexpr, x, item, far, i, tiles, bars, S: gl.constexpr):
-    """dA of the rows q and a with one column, of the pairs that a row sees, if it is in range for one pass."""
+    """dA of the rows q and a with one column, of the pairs that a row sees, if it is in range for one pass.
+
+    Both are made before their places are awaited, so that consumers wait for two stores alone.
+    """
     DT: gl.constexpr = tiles.slots.dtype
     here = (gl.arange(0, 64, ROWS_64) + opaque_zero())[:, None]
     there = gl.arange(0, 64, COLUMNS_64)[None, :]
-    values = tiles.slots.index(W).permute((1, 0))  # [V, C]
+    values = values_of(W, tiles)  # [V, C]
     await_slot(bars.slots, W, 2 * i + column)
     await_slot(bars.slots, DO, i)
     dA = product(tiles.slots.index(DO), values, ACC_64, 64, 64)
     dA = products_done(0, deps=[dA])
     if column == 1:
         leave_slot(bars.slots, DO, 1)
-    dA = rows_in_range(gl.where(here >= there, dA, 0.0), x, item, far, S)
-    wait_empty(bars.pairs.empty, 3 * i + column)
-    tiles.pairs.index(0).store(dA.to(DT))
+    dA_q = rows_in_range(gl.where(here >= there, dA, 0.0), x, item, far, S).to(DT)
     await_slot(bars.slots, DR, i)
     dA = product(tiles.slots.index(DR), values, ACC_64, 64, 64)
     dA = products_done(0, deps=[dA])
     leave_slot(bars.slots, W, 1)
     if column == 1:
         leave_slot(bars.slots, DR, 1)
-    dA = rows_in_range(gl.where(here > there, dA, 0.0), x, item, far, S)
-    tiles.pairs.index(1).store(dA.to(DT))
+    dA_a = rows_in_range(gl.where(here > there, dA, 0.0), x, item, far, S).to(DT)
+    wait_empty(bars.pairs.empty, 3 * i + column)
+    tiles.pairs.index(0).store(dA_q)
+    tiles.pairs.index(1).store(dA_a)
     fence_async_shared()
     signal(bars.pairs.full, 3 * i + column)
 
@@ -129,12 +138,6 @@ def state_of(slot: gl.constexpr, w: gl.constexpr, tiles):
     """A consumer's half of a state, [V, K]."""
     DT: gl.constexpr = tiles.slots.dtype
     return reinterpret(tiles.slots, DT, [SLOTS, 128, 64], TILE).index(slot + w + opaque_zero())
-
-
-@gluon.jit
-def values_of(slot: gl.constexpr, tiles):
-    """Values or their gradients, [V, C]."""
-    return tiles.slots.index(slot + opaque_zero()).permute((1, 0))
 
 
 @gluon.jit
@@ -243,7 +246,7 @@ def columns(w: gl.constexpr, i, tiles, bars):
 
 @gluon.jit
 def rows(w: gl.constexpr, i, found, scale, tiles, bars):
-    """dq and da, left in the places of q and a; z, ~a dX_a and rest."""
+    """dq and da, left to the finisher; z, ~a dX_a and rest."""
     dX_q, dX_a, z, rest, last = found
     await_slot(bars.slots, STATE + w, i)
     await_slot(bars.slots, DO, i)
@@ -268,6 +271,7 @@ def rows(w: gl.constexpr, i, found, scale, tiles, bars):
     first = (gl.arange(0, 64, COLUMNS_64) == 0)[None, :]  # no decay precedes its read; there lie sums of another chunk
     before = gl.where(first, 0.0, sums_of(w, tiles))  # [K, C]
     store_keys(A, w, dX_a * ex2(before), tiles)
+    pass_on(bars, 2)
     leave_slot(bars.slots, G + w, READERS)
     return z, exclusive, rest
 
@@ -310,7 +314,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         else:
             narrow = reinterpret(slots, dg_d.dtype, [2 * SLOTS, 64, 64], TILE)
             narrow.index(2 * (STATE + w) + opaque_zero()).permute((1, 0)).store(dg.to(dg_d.dtype))
-        pass_on(bars, 2)
+        pass_on(bars, 3)
 
 
 @gluon.jit
@@ -319,7 +323,7 @@ def dplr_tiles(DT: gl.constexpr):
     tiles = DplrTiles(
         gl.allocate_shared_memory(DT, [SLOTS, 64, 128], TILE), gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
     )
-    return tiles, DplrBarriers(ring(SLOTS, 1, READERS), ring(1, 1, 2), allocate_barriers(3, 2))
+    return tiles, DplrBarriers(ring(SLOTS, 1, READERS), ring(1, 1, 2), allocate_barriers(4, 2))
 
 
 @with_sound_ptxas

@@ -263,7 +263,7 @@ class DplrTiles(NamedTuple):
 
 
 class DplrBarriers(NamedTuple):
-    """A ring of one stage for each slot and for the pairs; `gradients` tells that dk, db, and dq, da and dg lie in their places."""
+    """A ring of one stage for each slot and for the pairs; `gradients` tells that dk, db, dq with da, and dg lie in their places."""
 
     slots: Ring
     pairs: Ring
