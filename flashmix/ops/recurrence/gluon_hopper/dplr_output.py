@@ -344,5 +344,5 @@ def dplr_output_kernel(
             (dplr_finisher, ((dq_d, da_d, dk_d, db_d, dg_d), x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
-        [208, 208, 24, 24],
+        [192, 192, 24, 24],
     )
