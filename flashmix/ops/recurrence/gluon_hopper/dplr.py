@@ -23,6 +23,7 @@ from flashmix.ops.recurrence.gluon_hopper.channel_far_rows import channel_far_ro
 from flashmix.ops.recurrence.gluon_hopper.channel_inverse import channel_inverse_kernel
 from flashmix.ops.recurrence.gluon_hopper.dplr_output import dplr_output_kernel
 from flashmix.ops.recurrence.gluon_hopper.dplr_scores import dplr_scores_kernel
+from flashmix.ops.recurrence.gluon_hopper.dplr_state import dplr_state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.memory import aligned
 from flashmix.ops.recurrence.gluon_hopper.structs import (
     ChannelMemory,
@@ -30,10 +31,11 @@ from flashmix.ops.recurrence.gluon_hopper.structs import (
     FarNumbers,
     HopperNumbers,
     HopperSpec,
+    StateMemory,
 )
 from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
-from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores, ChunkValues, KeyGradients
+from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores, ChunkValues, KeyGradients, StateResults
 
 
 class DplrPlan(NamedTuple):
@@ -43,6 +45,8 @@ class DplrPlan(NamedTuple):
     scores_save: Kernel
     far_rows: Kernel
     inverse: Kernel
+    state_output: Kernel
+    state_save: Kernel
     output: Kernel
 
 
@@ -51,18 +55,23 @@ class DplrScores(NamedTuple):
 
     inputs: ChunkInputs
     scores: ChunkScores
+    keys: Tensor  # decayed: those of `scores`, behind one another
     before: Tensor  # sums of the decay of the token before: the memory of `inputs.decay`, one token earlier
     far: Tensor
 
 
 @lru_cache(maxsize=1024)
-def dplr_plan(own: Plan, basic: HopperSpec) -> DplrPlan:
+def dplr_plan(own: Plan, basic: HopperSpec, warpgroups: int) -> DplrPlan:
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
+    state = basic._replace(HEADS=(), CHANNEL=True, WARPGROUPS=warpgroups, VALUES=2, PAIRS=2)
+    states = partial(Kernel, dplr_state_forward_kernel, num_warps=4, maxnreg=168)
     return DplrPlan(
         scores=Kernel(dplr_scores_kernel, basic, num_warps=4),
         scores_save=Kernel(dplr_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=8),
         inverse=Kernel(channel_inverse_kernel, HopperSpec(0, 0, 0, 0, TILES=4), num_warps=1),
+        state_output=states(state._replace(OUTPUT=True)),
+        state_save=states(state._replace(SAVE=True)),
         output=Kernel(dplr_output_kernel, basic, num_warps=4, maxnreg=128),
     )
 
@@ -72,16 +81,19 @@ def in_chunks(call: RecurrenceCall) -> bool:
     return not triton_gpu.is_step(call) and call.tokens > 0 and call.batch > 0
 
 
-def has_output(call: RecurrenceCall) -> bool:
-    """Whether the backward of `output` has tiles for the heads of a call; else it is Triton's."""
+def has_tiles(call: RecurrenceCall) -> bool:
+    """Whether the state pass forward and the backward of `output` have tiles for the heads of a call; else they are Triton's."""
     return 64 < call.K and 64 < call.V <= 128 and call.V % 8 == 0
 
 
 def plan_of(run: Run) -> DplrPlan:
     call = run.call
     heads = tuple([t.shape[2] for t in (*row_keys(call), *column_keys(call))])
-    BK = 64 if call.K <= 64 else 128
-    return dplr_plan(run.plan, HopperSpec(call.value_heads, 1, call.K, call.V, BK=BK, PACKED=call.packed, HEADS=heads))
+    basic = HopperSpec(
+        call.value_heads, 1, call.K, call.V, BK=64 if call.K <= 64 else 128, PACKED=call.packed, HEADS=heads
+    )
+    few = 2 * run.rows * run.plan.tiles.segments <= gpu.target(call.device).multiprocessors
+    return dplr_plan(run.plan, basic, 1 if few else 2)
 
 
 def numbers_of(run: Run) -> HopperNumbers:
@@ -114,7 +126,25 @@ def made_scores(run: Run, save: bool) -> DplrScores:
     plan.far_rows(cdiv(run.chunk_programs, FAR_CHUNKS), inputs, out, run.where, numbers)
     plan.inverse(run.chunk_programs, A_ab, descriptors.pairs(A, 1))
     q, a, k, b = keys.unbind(0)
-    return DplrScores(inputs, ChunkScores((q, a), (k, b), A, None, total), before, far)
+    return DplrScores(inputs, ChunkScores((q, a), (k, b), A, None, total), keys, before, far)
+
+
+def state_forward(run: Run, made: DplrScores, joined: Outputs, out: StateResults) -> None:
+    """What `triton_gpu.state_forward` makes of the states: with the output if there is memory for it, else what the backward reads."""
+    call, scores = run.call, made.scores
+    tokens = partial(descriptors.tokens, packed=call.packed)
+    keys, v = tokens(made.keys.flatten(0, 1), 128), tokens(aligned(call.v), 64)
+    where = run.where
+    starts = joined[1] if joined else None
+    x = StateMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, out.final_state, None)
+    plan = plan_of(run)
+    kernel = plan.state_save if out.o is None else plan.state_output
+    n = numbers_of(run)._replace(segments=run.plan.tiles.segments if joined else 1)
+    written = [None if t is None else tokens(t, 64) for t in (out.o, out.nu)]
+    states = None if out.states is None else descriptors.states(out.states, 64, 128)
+    programs = run.rows * n.segments * (2 // kernel.spec.WARPGROUPS)
+    read = keys, v, descriptors.pairs(scores.A, 2), descriptors.totals(scores.total)
+    kernel(programs, *read, written[0], states, written[1], x, n)
 
 
 def output_backward(run: Run, made: DplrScores, values: ChunkValues, decay: bool) -> Gradients:
@@ -146,8 +176,13 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     if not in_chunks(call):
         return triton_gpu.forward(call, save)
     run = Run.of(call)
-    scores = made_scores(run, False).scores
-    return triton_gpu.outputs(run, scores, triton_gpu.join_forward(run, triton_gpu.segment_maps(run, scores)), save)
+    made = made_scores(run, False)
+    joined = triton_gpu.join_forward(run, triton_gpu.segment_maps(run, made.scores))
+    if not has_tiles(call):
+        return triton_gpu.outputs(run, made.scores, joined, save)
+    o, state = run.gradient_like(call.V), run.states()
+    state_forward(run, made, joined, StateResults(o, state, None, None, None))
+    return (o, state), joined if save else ()
 
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
@@ -157,9 +192,10 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     do, dstate = triton_gpu.given_gradients(call, grads)
     run = Run.of(call)
     made, decay = made_scores(run, True), "log_decay" in wanted
-
-    def output(values: ChunkValues) -> Gradients:
-        return output_backward(run, made, values, decay)
-
-    found = made.inputs, made.scores
-    return triton_gpu.gradients(run, found, kept, do, dstate, decay, output if has_output(call) else None)
+    phases = None
+    if has_tiles(call):
+        phases = triton_gpu.Phases(
+            lambda joined, out: state_forward(run, made, joined, out),
+            lambda values: output_backward(run, made, values, decay),
+        )
+    return triton_gpu.gradients(run, (made.inputs, made.scores), kept, do, dstate, decay, phases)

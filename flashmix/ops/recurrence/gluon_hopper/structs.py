@@ -268,3 +268,15 @@ class DplrBarriers(NamedTuple):
     slots: Ring
     pairs: Ring
     gradients: Any
+
+
+class DplrStateTiles(NamedTuple):
+    """Shared memory of the state pass of DPLR with a per-channel decay."""
+
+    keys: Any  # [4 or 3 KEYS, 64, BK]: q with the output, a, k, b, decayed
+    v: Any  # [WARPGROUPS VALUES, 64, 64]
+    vectors: Any  # [BK / 64 VALUES, 64]: 2^(G_C) of each channel
+    A: Any  # [PAIRS, 128, 64]: T, A_ak
+    of_q: Any  # [1, 128, 64]: A_qk, A_qb
+    states: Any  # [WARPGROUPS, 64, BK]: on their way to memory
+    tokens: Any  # [WARPGROUPS, 64, 64]: o or nu, likewise

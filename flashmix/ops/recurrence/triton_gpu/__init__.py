@@ -10,6 +10,7 @@ gradient of a query makes the output; backward, what makes an output makes the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,12 @@ from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
 
-OutputBackward = Callable[[ChunkValues], Gradients]
+
+class Phases(NamedTuple):
+    """What may stand in for phases of the backward: for `state_forward`, given the segments and its results, and for `output_backward`."""
+
+    state: Callable[[Outputs, StateResults], None]
+    output: Callable[[ChunkValues], Gradients]
 
 
 def is_step(call: RecurrenceCall) -> bool:
@@ -168,11 +174,11 @@ def gradients(
     do: Tensor,
     dstate: Tensor | None,
     decay: bool,
-    output: OutputBackward | None = None,
+    phases: Phases | None = None,
 ) -> Gradients:
     """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output.
 
-    Another backward of `output` may stand in for `output_backward`.
+    Other `phases` may stand in for those of this module.
     """
     inputs, scores = made
     x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
@@ -181,7 +187,7 @@ def gradients(
         starts = torch.empty_like(ends)
         run.plan.join_backward(run.join_programs(), joined[0], ends, dstate, starts, None, None, run.segmented)
         x = x._replace(starts=starts)
-    return gradients_from(run, inputs, scores, joined, x, decay, output)
+    return gradients_from(run, inputs, scores, joined, x, decay, phases)
 
 
 def gradients_from(
@@ -191,7 +197,7 @@ def gradients_from(
     joined: Outputs,
     x: StateGradients,
     decay: bool,
-    output: OutputBackward | None = None,
+    phases: Phases | None = None,
 ) -> Gradients:
     """The same from the scores, the maps and starts of the segments, and the gradients that reach their ends."""
     call, do = run.call, x.do
@@ -200,7 +206,11 @@ def gradients_from(
     nu = run.tokens_like(call.V) if corrected else None
     o = run.gradient_like(call.V) if run.transposed else None
     kernel = run.plan.state_save if o is None else run.plan.state_both
-    state_forward(run, scores, joined, kernel, StateResults(o, None, nu, states, None))
+    saved = StateResults(o, None, nu, states, None)
+    if phases is None:
+        state_forward(run, scores, joined, kernel, saved)
+    else:
+        phases.state(joined, saved)
     dr = dv = None
     if corrected:
         dr = run.tokens_like(call.V) if raw else run.gradient_like(call.V)
@@ -211,7 +221,7 @@ def gradients_from(
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
     values = ChunkValues(dz, w, states, dstates)
-    found = output_backward(run, inputs, scores, values, decay) if output is None else output(values)
+    found = output_backward(run, inputs, scores, values, decay) if phases is None else phases.output(values)
     assert dv is not None
     found["v"] = dv
     if o is not None:
