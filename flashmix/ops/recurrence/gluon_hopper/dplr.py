@@ -1,5 +1,5 @@
-"""DPLR (RWKV-7) with a per-channel decay: `decay`, `scores`, `transform` and the backward of `output` in Gluon, the state passes and the
-pairs of rows out of range by Triton's kernels.
+"""DPLR (RWKV-7) with a per-channel decay: `decay`, `scores` and `transform` in Gluon, above 64 and up to 128 channels the state passes and the
+backward of `output` too; the maps of segments and the pairs of rows out of range by Triton's kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
+from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence import triton_gpu
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -24,6 +25,7 @@ from flashmix.ops.recurrence.gluon_hopper.channel_inverse import channel_inverse
 from flashmix.ops.recurrence.gluon_hopper.dplr_output import dplr_output_kernel
 from flashmix.ops.recurrence.gluon_hopper.dplr_scores import dplr_scores_kernel
 from flashmix.ops.recurrence.gluon_hopper.dplr_state import dplr_state_forward_kernel
+from flashmix.ops.recurrence.gluon_hopper.dplr_state_backward import dplr_state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.memory import aligned
 from flashmix.ops.recurrence.gluon_hopper.structs import (
     ChannelMemory,
@@ -35,7 +37,15 @@ from flashmix.ops.recurrence.gluon_hopper.structs import (
 )
 from flashmix.ops.recurrence.triton_gpu.plan import Plan, column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
-from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkScores, ChunkValues, KeyGradients, StateResults
+from flashmix.ops.recurrence.triton_gpu.structs import (
+    ChunkInputs,
+    ChunkScores,
+    ChunkValues,
+    KeyGradients,
+    StateGradientResults,
+    StateGradients,
+    StateResults,
+)
 
 
 class DplrPlan(NamedTuple):
@@ -47,6 +57,7 @@ class DplrPlan(NamedTuple):
     inverse: Kernel
     state_output: Kernel
     state_save: Kernel
+    state_backward: Kernel
     output: Kernel
 
 
@@ -64,14 +75,15 @@ class DplrScores(NamedTuple):
 def dplr_plan(own: Plan, basic: HopperSpec, warpgroups: int) -> DplrPlan:
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     state = basic._replace(HEADS=(), CHANNEL=True, WARPGROUPS=warpgroups, VALUES=2, PAIRS=2)
-    states = partial(Kernel, dplr_state_forward_kernel, num_warps=4, maxnreg=168)
+    states = partial(Kernel, num_warps=4, maxnreg=168)
     return DplrPlan(
         scores=Kernel(dplr_scores_kernel, basic, num_warps=4),
         scores_save=Kernel(dplr_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=8),
         inverse=Kernel(channel_inverse_kernel, HopperSpec(0, 0, 0, 0, TILES=4), num_warps=1),
-        state_output=states(state._replace(OUTPUT=True)),
-        state_save=states(state._replace(SAVE=True)),
+        state_output=states(dplr_state_forward_kernel, state._replace(OUTPUT=True)),
+        state_save=states(dplr_state_forward_kernel, state._replace(SAVE=True)),
+        state_backward=states(dplr_state_backward_kernel, state._replace(SAVE=True, PAIRS=1)),
         output=Kernel(dplr_output_kernel, basic, num_warps=4, maxnreg=128),
     )
 
@@ -82,7 +94,7 @@ def in_chunks(call: RecurrenceCall) -> bool:
 
 
 def has_tiles(call: RecurrenceCall) -> bool:
-    """Whether the state pass forward and the backward of `output` have tiles for the heads of a call; else they are Triton's."""
+    """Whether the state passes and the backward of `output` have tiles for the heads of a call; else they are Triton's."""
     return 64 < call.K and 64 < call.V <= 128 and call.V % 8 == 0
 
 
@@ -129,22 +141,43 @@ def made_scores(run: Run, save: bool) -> DplrScores:
     return DplrScores(inputs, ChunkScores((q, a), (k, b), A, None, total), keys, before, far)
 
 
+def state_pass(
+    run: Run,
+    made: DplrScores,
+    kernel: Kernel,
+    values: Tensor,
+    written: Sequence[Tiles | None],
+    ends: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Launches a state pass, of V or dO; `ends` are the states of sequences and of segments that it begins with, and the result."""
+    tokens = partial(descriptors.tokens, packed=run.call.packed)
+    sequence_state, starts, result = ends
+    x = StateMemory(run.where.cu_seqlens, run.where.offsets, sequence_state, starts, result, None)
+    n = numbers_of(run)._replace(segments=1 if starts is None else run.plan.tiles.segments)
+    programs = run.rows * n.segments * (2 // kernel.spec.WARPGROUPS)
+    read = tokens(made.keys.flatten(0, 1), 128), tokens(aligned(values), 64)
+    kernel(programs, *read, descriptors.pairs(made.scores.A, 2), descriptors.totals(made.scores.total), *written, x, n)
+
+
+def written_tokens(run: Run, t: Tensor | None) -> Tiles | None:
+    return None if t is None else descriptors.tokens(t, 64, run.call.packed)
+
+
 def state_forward(run: Run, made: DplrScores, joined: Outputs, out: StateResults) -> None:
     """What `triton_gpu.state_forward` makes of the states: with the output if there is memory for it, else what the backward reads."""
-    call, scores = run.call, made.scores
-    tokens = partial(descriptors.tokens, packed=call.packed)
-    keys, v = tokens(made.keys.flatten(0, 1), 128), tokens(aligned(call.v), 64)
-    where = run.where
-    starts = joined[1] if joined else None
-    x = StateMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, out.final_state, None)
     plan = plan_of(run)
     kernel = plan.state_save if out.o is None else plan.state_output
-    n = numbers_of(run)._replace(segments=run.plan.tiles.segments if joined else 1)
-    written = [None if t is None else tokens(t, 64) for t in (out.o, out.nu)]
     states = None if out.states is None else descriptors.states(out.states, 64, 128)
-    programs = run.rows * n.segments * (2 // kernel.spec.WARPGROUPS)
-    read = keys, v, descriptors.pairs(scores.A, 2), descriptors.totals(scores.total)
-    kernel(programs, *read, written[0], states, written[1], x, n)
+    written = written_tokens(run, out.o), states, written_tokens(run, out.nu)
+    ends = run.call.initial_state, joined[1] if joined else None, out.final_state
+    state_pass(run, made, kernel, run.call.v, written, ends)
+
+
+def state_backward(run: Run, made: DplrScores, x: StateGradients, out: StateGradientResults) -> None:
+    """What `triton_gpu.state_backward` makes."""
+    written = [descriptors.states(out.dstates, 64, 128), *[written_tokens(run, t) for t in (out.dr, out.dv)]]
+    ends = x.final_state, x.starts, out.initial_state
+    state_pass(run, made, plan_of(run).state_backward, x.do, written, ends)
 
 
 def output_backward(run: Run, made: DplrScores, values: ChunkValues, decay: bool) -> Gradients:
@@ -196,6 +229,7 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     if has_tiles(call):
         phases = triton_gpu.Phases(
             lambda joined, out: state_forward(run, made, joined, out),
+            lambda x, out: state_backward(run, made, x, out),
             lambda values: output_backward(run, made, values, decay),
         )
     return triton_gpu.gradients(run, (made.inputs, made.scores), kept, do, dstate, decay, phases)

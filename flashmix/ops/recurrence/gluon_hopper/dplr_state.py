@@ -9,7 +9,6 @@ left operand as it lies in shared memory. The pairs of q come in a ring of their
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    expect_bytes,
     gl,
     gluon,
     operand,
@@ -17,81 +16,20 @@ from flashmix.gpu.hopper import (
     products_done,
     release,
     stores_done,
-    wait_empty,
     wait_full,
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, LEFT_64, TILE, VECTOR
-from flashmix.ops.recurrence.gluon_hopper.place import (
-    OUTSIDE,
-    fetch_tile,
-    fetch_tokens,
-    kind_of_keys,
-    segment_of_program,
-)
+from flashmix.ops.recurrence.gluon_hopper.dplr_state_parts import dplr_state_producer, dplr_state_tiles, kinds_of
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, LEFT_64
+from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
-    fetch_values,
     load_state,
     put_state,
     put_tokens,
-    ring,
     store_result,
     total_decay,
 )
-from flashmix.ops.recurrence.gluon_hopper.structs import DplrStateTiles, StateBarriers
-
-
-@gluon.constexpr_function
-def kinds_of(output):
-    """Decayed keys that a pass reads: a, k and b, for the output q before them."""
-    return 4 if output else 3
-
-
-@gluon.jit
-def dplr_state_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory and barriers."""
-    keys = gl.allocate_shared_memory(DT, [kinds_of(S.OUTPUT) * S.KEYS, 64, S.BK], TILE)
-    v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
-    A = gl.allocate_shared_memory(DT, [S.PAIRS, 128, 64], TILE)
-    tokens = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, 64], TILE)
-    vectors = gl.allocate_shared_memory(gl.float32, [S.BK // 64 * S.VALUES, 64], VECTOR)
-    states = keys
-    of_q = A
-    pairs = ring(S.PAIRS, 1, S.WARPGROUPS)
-    made = pairs
-    if S.SAVE:
-        states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, S.BK], TILE)
-    if S.OUTPUT:
-        of_q = gl.allocate_shared_memory(DT, [1, 128, 64], TILE)
-        made = ring(1, 1, S.WARPGROUPS)
-    values = ring(S.VALUES, 1, S.WARPGROUPS)
-    bars = StateBarriers(ring(S.KEYS, 1, S.WARPGROUPS), values, pairs, made)
-    return DplrStateTiles(keys, v, vectors, A, of_q, states, tokens), bars
-
-
-@gluon.jit
-def dplr_state_producer(d, x, numbers, tiles, bars, S: gl.constexpr):
-    """Fills the rings."""
-    keys_d, v_d, A_d, total_d = d
-    KINDS: gl.constexpr = kinds_of(S.OUTPUT)
-    at = segment_of_program(x, numbers, False, S)
-    for n in range(at.count):
-        chunk = at.begin + n
-        row = (at.chunk0 + chunk) * S.HV + at.head
-        fetch_values((v_d, total_d), at, chunk * 64, row, n, tiles, bars, False, S)
-        wait_empty(bars.A.empty, n)
-        bar = expect_bytes(bars.A.full, n, 128 * 64 * 2)
-        fetch_tile(A_d, [row * 256 + 128, 0], bar, tiles.A.index(n % S.PAIRS))
-        wait_empty(bars.k.empty, n)
-        bar = expect_bytes(bars.k.full, n, KINDS * 64 * S.BK * 2)
-        for kind in gl.static_range(KINDS):
-            span = kind_of_keys(at.span, 4 - KINDS + kind, numbers)
-            fetch_tokens(keys_d, span, chunk * 64, at.head, 0, bar, tiles.keys.index((n % S.KEYS) * KINDS + kind), S)
-        if S.OUTPUT:
-            wait_empty(bars.made.empty, n)
-            bar = expect_bytes(bars.made.full, n, 128 * 64 * 2)
-            fetch_tile(A_d, [row * 256, 0], bar, tiles.of_q.index(0))
 
 
 @gluon.jit
@@ -166,7 +104,7 @@ def dplr_state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.const
 @gluon.jit(do_not_specialize=["n"])
 def dplr_state_forward_kernel(keys_d, v_d, A_d, total_d, o_d, s_d, nu_d, x, n, S: gl.constexpr):
     """OUTPUT writes o; SAVE writes nu and the state that each chunk starts from."""
-    tiles, bars = dplr_state_tiles(keys_d.dtype, S)
+    tiles, bars = dplr_state_tiles(False, keys_d.dtype, S)
     read = (keys_d, v_d, A_d, total_d)
     results = (o_d, s_d, nu_d)
     if S.WARPGROUPS == 2:
@@ -174,7 +112,7 @@ def dplr_state_forward_kernel(keys_d, v_d, A_d, total_d, o_d, s_d, nu_d, x, n, S
             [
                 (dplr_state_consumer, (0, results, x, n, tiles, bars, S)),
                 (dplr_state_consumer, (1, results, x, n, tiles, bars, S)),
-                (dplr_state_producer, (read, x, n, tiles, bars, S)),
+                (dplr_state_producer, (read, x, n, tiles, bars, False, S)),
             ],
             [4, 1],
             [240, 24],
@@ -183,7 +121,7 @@ def dplr_state_forward_kernel(keys_d, v_d, A_d, total_d, o_d, s_d, nu_d, x, n, S
         gl.warp_specialize(
             [
                 (dplr_state_consumer, (0, results, x, n, tiles, bars, S)),
-                (dplr_state_producer, (read, x, n, tiles, bars, S)),
+                (dplr_state_producer, (read, x, n, tiles, bars, False, S)),
             ],
             [1],
             [24],

@@ -40,9 +40,12 @@ __all__ = ["backward", "forward", "halves", "keeps"]
 
 
 class Phases(NamedTuple):
-    """What may stand in for phases of the backward: for `state_forward`, given the segments and its results, and for `output_backward`."""
+    """What may stand in for phases of the backward: `state_forward`, given the segments and its results, `state_backward` and
+    `output_backward`.
+    """
 
     state: Callable[[Outputs, StateResults], None]
+    state_backward: Callable[[StateGradients, StateGradientResults], None]
     output: Callable[[ChunkValues], Gradients]
 
 
@@ -217,7 +220,10 @@ def gradients_from(
     dv = run.gradient_like(call.V) if raw else dr
     dS0 = None if call.initial_state is None else run.states()
     results = StateGradientResults(dstates, dr, dv if raw else None, dS0, None)
-    state_backward(run, scores, x, results)
+    if phases is None:
+        state_backward(run, scores, x, results)
+    else:
+        phases.state_backward(x, results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
     values = ChunkValues(dz, w, states, dstates)
