@@ -70,7 +70,7 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
 DPLR = [
     Case("dplr-resets", "dplr", "channel", B=1, T=70, H=1, HV=2, K=128, V=24, decay="resets"),
     Case("dplr-64-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=64, V=16, lengths=(5, 0, 70)),
-    # These with the Hopper kernel for the backward of `output`.
+    # These with the Hopper kernels for the state passes and the backward of `output`.
     Case("dplr-output", "dplr", "channel", B=1, T=134, H=1, HV=2, K=128, V=128),
     Case("dplr-output-resets", "dplr", "channel", B=2, T=70, H=1, HV=1, K=72, V=120, decay="resets"),
     Case("dplr-output-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=96, V=80, lengths=(5, 0, 70)),
@@ -82,8 +82,8 @@ DPLR = [
     "case", [*DPLR, *(pytest.param(c, marks=pytest.mark.whole) for c in DPLR_CASES)], ids=lambda case: case.name
 )
 def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between Triton's kernels, which make everything else, with other than 72 to 128 channels the backward of `output` too; the sums of
-    the decay are written in the backward.
+    """Between Triton's kernels, which make everything else, with other than 72 to 128 channels the state passes and the backward of
+    `output` too; the sums of the decay are written in the backward.
     """
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
     with hopper_card() as launched:
@@ -91,7 +91,9 @@ def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytes
     assert launched.count("dplr_scores_kernel") == launched.count("channel_inverse_kernel") == 2, launched
     assert "decay_sums_kernel" not in launched and "scores_forward_kernel" not in launched, launched
     own = case.K > 64 and 64 < case.V <= 128
-    assert ("dplr_output_kernel" in launched, "output_backward_kernel" in launched) == (own, not own), launched
+    for phase in ("state_forward", "state_backward", "output"):
+        triton = "output_backward" if phase == "output" else phase
+        assert (f"dplr_{phase}_kernel" in launched, f"{triton}_kernel" in launched) == (own, not own), launched
 
 
 @pytest.mark.usefixtures("pairs_of_dplr")
@@ -127,7 +129,16 @@ def test_emulated_segments_of_dplr_are_within_budget(monkeypatch: pytest.MonkeyP
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert {"dplr_scores_kernel", "segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
-    assert "dplr_output_kernel" in launched, launched
+    assert {"dplr_state_forward_kernel", "dplr_state_backward_kernel", "dplr_output_kernel"} <= set(launched), launched
+
+
+@pytest.mark.usefixtures("pairs_of_dplr")
+def test_emulated_halves_of_the_values_of_dplr_change_no_bit() -> None:
+    """With few programs a state pass has one warpgroup and half of the values."""
+    case = Case("dplr-halves", "dplr", "channel", B=1, T=134, H=1, HV=1, K=72, V=104)
+    wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
 
 
 def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch: pytest.MonkeyPatch) -> None:

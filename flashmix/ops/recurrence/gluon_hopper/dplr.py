@@ -1,5 +1,5 @@
-"""DPLR (RWKV-7) with a per-channel decay: `decay`, `scores` and `transform` in Gluon, above 64 and up to 128 channels the state passes and the
-backward of `output` too; the maps of segments and the pairs of rows out of range by Triton's kernels.
+"""DPLR (RWKV-7) with a per-channel decay: `decay`, `scores` and `transform` in Gluon; above 64 and up to 128 channels the state passes and
+the backward of `output` too. The maps of segments and the pairs of rows out of range are made by Triton's kernels.
 """
 
 from __future__ import annotations
