@@ -1,4 +1,4 @@
-"""The kernels that make the pairs of DPLR on Hopper compile without a GPU, and serve only where they are asked for."""
+"""The Hopper kernels of DPLR (pairs, state passes, backward of `output`) compile without a GPU, and serve only where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import make_inputs
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 
@@ -60,3 +61,55 @@ def test_pairs_of_dplr_on_hopper_compile(case, monkeypatch):
             assert 2 * (made.shared + 1024) <= (SHARED_MEMORY_KIB[9, 0] + 1) * 1024, (launch.name, made.shared)
             assert made.stack == 0, (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
+
+
+OUTPUT = {name: case for name, case in DPLR.items() if case.K > 64} | {
+    "decays in bfloat16": LOW_RANK,
+    "heads shared": replace(LOW_RANK, HV=4),
+}
+
+
+STACK = {"dplr_output_kernel": 32, "dplr_state_forward_kernel": 0, "dplr_state_backward_kernel": 0}  # bytes
+REGISTERS = {"dplr_output_kernel": 128, "dplr_state_forward_kernel": 168, "dplr_state_backward_kernel": 168}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("two value heads", "many heads")))
+        for name in OUTPUT
+    ],
+)
+def test_state_passes_and_the_backward_of_the_output_of_dplr_on_hopper_compile(name, monkeypatch):
+    """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+    dtype = torch.bfloat16 if name == "decays in bfloat16" else torch.float32
+    monkeypatch.setattr("test_recurrence_kernels.make_inputs", with_decays_of(dtype))
+    found = launches(OUTPUT[name], torch.bfloat16, (9, 0), "gluon")
+    own = [launch for launch in found if launch.name in STACK]
+    assert sorted(launch.name for launch in own) == sorted([*STACK, "dplr_state_forward_kernel"])
+    triton = {"output_backward_kernel", "state_backward_kernel"}  # of segments Triton makes the maps
+    assert not triton & {launch.name for launch in found} or name == "segments"
+    for launch in own:
+        made = compile_launch(launch)
+        assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        assert made.registers <= REGISTERS[launch.name], (launch.name, made.registers)
+        stack = 64 if name == "decays in bfloat16" and launch.name == "dplr_output_kernel" else STACK[launch.name]
+        assert made.stack <= stack, (launch.name, made.stack)
+        assert not made.advice, (launch.name, made.advice)
+
+
+def with_decays_of(dtype):
+    def made(case, inputs):
+        x = make_inputs(case, inputs)
+        return x | {"log_decay": x["log_decay"].to(dtype)}
+
+    return made
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64), (128, 136), (72, 76)])
+def test_phases_of_dplr_that_hopper_kernels_leave(K, V, monkeypatch):
+    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+    names = {launch.name for launch in launches(replace(LOW_RANK, K=K, V=V), torch.bfloat16, (9, 0), "gluon")}
+    assert {"output_backward_kernel", "state_forward_kernel", "state_backward_kernel"} <= names
+    assert not set(STACK) & names

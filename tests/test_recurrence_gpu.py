@@ -112,7 +112,8 @@ HOPPER_CASES = [
     ),
     *(Case(f"hopper-256-beta{beta:g}", "delta", "token", K=256, V=256, beta=beta) for beta in (0.0, 2.0)),
 ]
-# Pairs by the Hopper kernels, which take a and b with heads of their own, all else by Triton's.
+# Pairs by the Hopper kernels, which take a and b with heads of their own; above 64 and up to 128 channels the state passes and the
+# backward of the output too; all else by Triton's.
 DPLR_CASES = [
     *(Case(f"hopper-dplr{n}", "dplr", "channel", **{"K": 128, "V": 128} | more) for n, more in WIDE.items()),
     *(Case(f"hopper-dplr-decay{d}", "dplr", "channel", K=128, V=128, decay=d) for d in DECAYS if d != "-20"),
@@ -194,7 +195,7 @@ def queries_of_256(monkeypatch):
 
 @pytest.fixture
 def pairs_of_dplr(monkeypatch):
-    """As with `FLASHMIX_TRY_DPLR=1`: they make the pairs of DPLR with a decay per channel."""
+    """As with `FLASHMIX_TRY_DPLR=1`: they make the pairs, states and output's backward of DPLR with a decay per channel."""
     monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
 
 

@@ -23,7 +23,7 @@ TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
 TRY_LINEAR_OF_256 = os.environ.get("FLASHMIX_TRY_LINEAR_OF_256") == "1"
 # Nor have tiles of 64 channels beside others of 128, and of fewer channels.
 TRY_MIXED_HEADS = os.environ.get("FLASHMIX_TRY_MIXED_HEADS") == "1"
-# Nor have the kernels that make the pairs of DPLR with a decay per channel, between Triton's.
+# Nor have those of DPLR with a decay per channel: pairs, state passes and the backward of the output, between Triton's.
 TRY_DPLR = os.environ.get("FLASHMIX_TRY_DPLR") == "1"
 
 

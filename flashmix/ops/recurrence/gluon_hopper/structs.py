@@ -276,3 +276,30 @@ class ChannelBarriers(NamedTuple):
     pairs: Ring
     beta: Any
     gradients: Any
+
+
+class DplrTiles(NamedTuple):
+    """Shared memory of the output's backward of DPLR with a per-channel decay."""
+
+    slots: Any  # [SLOTS, 64, 128]: V or nu, dO, dR, dS', S, ~q, ~a, k, b and, in float32, G or that of the token before
+    pairs: Any  # [2, 64, 64]: dA of q and of a with one column; triangles of ones
+
+
+class DplrBarriers(NamedTuple):
+    """A ring of one stage for each slot and for the pairs; `gradients` tells that dk, db, dq with da, and dg lie in their places."""
+
+    slots: Ring
+    pairs: Ring
+    gradients: Any
+
+
+class DplrStateTiles(NamedTuple):
+    """Shared memory of the state pass of DPLR with a per-channel decay."""
+
+    keys: Any  # [4 or 3 KEYS, 64, BK]: q with the output, a, k, b, decayed
+    v: Any  # [WARPGROUPS VALUES, 64, 64]
+    vectors: Any  # [BK / 64 VALUES, 64]: 2^(G_C) of each channel
+    A: Any  # [PAIRS, 128, 64]: T, A_ak
+    of_q: Any  # [1, 128, 64]: A_qk, A_qb
+    states: Any  # [WARPGROUPS, 64, BK]: on their way to memory
+    tokens: Any  # [WARPGROUPS, 64, 64]: o or nu, likewise

@@ -9,7 +9,8 @@ gradient of a query makes the output; backward, what makes an output makes the g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ from flashmix.ops.recurrence.triton_gpu.structs import (
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
+
+
+class Phases(NamedTuple):
+    """What may stand in for phases of the backward: `state_forward`, given the segments and its results, `state_backward` and
+    `output_backward`.
+    """
+
+    state: Callable[[Outputs, StateResults], None]
+    state_backward: Callable[[StateGradients, StateGradientResults], None]
+    output: Callable[[ChunkValues], Gradients]
 
 
 def is_step(call: RecurrenceCall) -> bool:
@@ -160,9 +171,18 @@ def given_gradients(call: RecurrenceCall, grads: Sequence[Tensor | None]) -> tup
 
 
 def gradients(
-    run: Run, made: tuple[ChunkInputs, ChunkScores], kept: Outputs, do: Tensor, dstate: Tensor | None, decay: bool
+    run: Run,
+    made: tuple[ChunkInputs, ChunkScores],
+    kept: Outputs,
+    do: Tensor,
+    dstate: Tensor | None,
+    decay: bool,
+    phases: Phases | None = None,
 ) -> Gradients:
-    """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output."""
+    """The gradients of a run's operands from what `scores_of` returns; with a transposed state in place of that of q the output.
+
+    Other `phases` may stand in for those of this module.
+    """
     inputs, scores = made
     x, joined = StateGradients(do, dstate, None), kept[-2:] if run.plan.tiles.segments > 1 else ()
     ends = segment_ends(run, scores, joined, do)
@@ -170,11 +190,17 @@ def gradients(
         starts = torch.empty_like(ends)
         run.plan.join_backward(run.join_programs(), joined[0], ends, dstate, starts, None, None, run.segmented)
         x = x._replace(starts=starts)
-    return gradients_from(run, inputs, scores, joined, x, decay)
+    return gradients_from(run, inputs, scores, joined, x, decay, phases)
 
 
 def gradients_from(
-    run: Run, inputs: ChunkInputs, scores: ChunkScores, joined: Outputs, x: StateGradients, decay: bool
+    run: Run,
+    inputs: ChunkInputs,
+    scores: ChunkScores,
+    joined: Outputs,
+    x: StateGradients,
+    decay: bool,
+    phases: Phases | None = None,
 ) -> Gradients:
     """The same from the scores, the maps and starts of the segments, and the gradients that reach their ends."""
     call, do = run.call, x.do
@@ -183,17 +209,25 @@ def gradients_from(
     nu = run.tokens_like(call.V) if corrected else None
     o = run.gradient_like(call.V) if run.transposed else None
     kernel = run.plan.state_save if o is None else run.plan.state_both
-    state_forward(run, scores, joined, kernel, StateResults(o, None, nu, states, None))
+    saved = StateResults(o, None, nu, states, None)
+    if phases is None:
+        state_forward(run, scores, joined, kernel, saved)
+    else:
+        phases.state(joined, saved)
     dr = dv = None
     if corrected:
         dr = run.tokens_like(call.V) if raw else run.gradient_like(call.V)
     dv = run.gradient_like(call.V) if raw else dr
     dS0 = None if call.initial_state is None else run.states()
     results = StateGradientResults(dstates, dr, dv if raw else None, dS0, None)
-    state_backward(run, scores, x, results)
+    if phases is None:
+        state_backward(run, scores, x, results)
+    else:
+        phases.state_backward(x, results)
     dz = (do,) if dr is None else (do, dr)
     w = ((call.v,) if raw else ()) + ((nu,) if corrected else ())
-    found = output_backward(run, inputs, scores, ChunkValues(dz, w, states, dstates), decay)
+    values = ChunkValues(dz, w, states, dstates)
+    found = output_backward(run, inputs, scores, values, decay) if phases is None else phases.output(values)
     assert dv is not None
     found["v"] = dv
     if o is not None:
