@@ -45,15 +45,10 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = (  # kernels that have not run on a card yet
-    "FLASHMIX_TRY_MIXED_HEADS",
-    "FLASHMIX_TRY_SEGMENTS_OF_256",
-    "FLASHMIX_TRY_QUERIES_OF_256",
+TRIED = (
     "FLASHMIX_TRY_OUTPUT_OF_256",
-    "FLASHMIX_TRY_LINEAR_OF_256",
-    "FLASHMIX_TRY_DPLR",
     "FLASHMIX_TRY_SELECTIVE_PAIRS",
-)
+)  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -65,7 +60,7 @@ JOBS = {
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     "tried_tests": Job(
         "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
-        " -k '(selective or dplr or segments_are or hopper and (mixed or 128-64 or 64-128 or 256)) and not float32_is'"
+        " -k '(selective or segments_are or hopper and 256) and not float32_is'"
         " tests/test_selective_scan_emulated.py tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
         400,
         False,
@@ -73,8 +68,7 @@ JOBS = {
     ),
     # measurements
     "tried_times": Job(
-        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried"
-        " --only gated_delta_rule:5,gated_delta_rule:7,gated_delta_rule:8,simple_gla:1,simple_gla:2,simple_gla:3,retention:1,rwkv7",
+        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:5",
         150,
         switches=TRIED,
     ),

@@ -11,7 +11,6 @@ from test_recurrence import STAGES, same_bits
 from torch import Tensor
 
 from flashmix import Packing
-from flashmix.ops.recurrence.op import TRY_DPLR, TRY_LINEAR_OF_256, TRY_MIXED_HEADS
 
 BF16 = torch.bfloat16
 DEVICE = "cuda"
@@ -39,25 +38,16 @@ HOPPER = [
     Case("hopper-64-linear", "linear", "token", HV=2, K=64, V=64),
     Case("hopper-256-token", "delta", "token", K=256, V=256),
     Case("hopper-256-none", "delta", "none", HV=2, K=256, V=256),
+    Case("hopper-128-64-token", "delta", "token", K=128, V=64),
+    Case("hopper-128-64-linear", "linear", "token", HV=2, K=128, V=64),
+    Case("hopper-64-128-token", "delta", "token", HV=2, K=64, V=128),
+    Case("hopper-64-128-linear", "linear", "head", K=64, V=128),
+    Case("hopper-256-linear", "linear", "token", K=256, V=256),
+    Case("hopper-256-linear-none", "linear", "none", HV=2, K=256, V=256),
+    Case("hopper-256-linear-head", "linear", "head", H=1, K=256, V=256),
+    Case("hopper-dplr", "dplr", "channel", K=128, V=128),
+    Case("hopper-dplr-64", "dplr", "channel", K=64, V=64),
 ]
-if TRY_MIXED_HEADS:  # else they are Triton's
-    HOPPER += [
-        Case("hopper-128-64-token", "delta", "token", K=128, V=64),
-        Case("hopper-128-64-linear", "linear", "token", HV=2, K=128, V=64),
-        Case("hopper-64-128-token", "delta", "token", HV=2, K=64, V=128),
-        Case("hopper-64-128-linear", "linear", "head", K=64, V=128),
-    ]
-if TRY_LINEAR_OF_256:
-    HOPPER += [
-        Case("hopper-256-linear", "linear", "token", K=256, V=256),
-        Case("hopper-256-linear-none", "linear", "none", HV=2, K=256, V=256),
-        Case("hopper-256-linear-head", "linear", "head", H=1, K=256, V=256),
-    ]
-if TRY_DPLR:
-    HOPPER += [
-        Case("hopper-dplr", "dplr", "channel", K=128, V=128),
-        Case("hopper-dplr-64", "dplr", "channel", K=64, V=64),
-    ]
 KINDS += HOPPER
 STATES = ("initial_state", "dinitial_state", "state")
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels of DPLR (pairs, state passes, backward of `output`) compile without a GPU, and serve only where they are asked for."""
+"""The Hopper kernels of DPLR (pairs, state passes, backward of `output`) compile without a GPU, and serve by themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB
 
 pytest.importorskip("triton")
 from kernels import compile_launch
-from test_recurrence_kernels import WIDE, launches
+from test_recurrence_kernels import WIDE, gluon_kernels, launches
 
 LOW_RANK = replace(WIDE, rule="dplr", gate="channel")
 DPLR = {
@@ -25,17 +25,17 @@ DPLR = {
 }
 
 
-def test_pairs_of_dplr_on_hopper_are_asked_for():
-    """They have not run on a card: see `TRY_DPLR`."""
-    with pytest.raises(ValueError, match="the tied delta rule"):
-        launches(LOW_RANK, torch.bfloat16, (9, 0), "gluon")
-    assert not any(launch.kernel.is_gluon() for launch in launches(LOW_RANK, torch.bfloat16, (9, 0), "auto"))
+def test_pairs_of_dplr_on_hopper_are_taken_with_a_decay_per_channel_alone():
+    assert {"dplr_scores_kernel", "dplr_output_kernel"} <= gluon_kernels(LOW_RANK)
+    other = replace(LOW_RANK, gate="token")
+    with pytest.raises(ValueError, match="and DPLR with a decay per channel"):
+        launches(other, torch.bfloat16, (9, 0), "gluon")
+    assert not gluon_kernels(other)
 
 
 @pytest.mark.parametrize("K, V, dtype", [(32, 64, torch.bfloat16), (136, 64, torch.bfloat16), (64, 64, torch.float16)])
-def test_pairs_of_dplr_that_hopper_kernels_leave(K, V, dtype, monkeypatch):
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
-    with pytest.raises(ValueError, match=r"above 32 and up to 128|float16"):
+def test_pairs_of_dplr_that_hopper_kernels_leave(K, V, dtype):
+    with pytest.raises(ValueError, match=r"K of 33 to 128|float16"):
         launches(replace(LOW_RANK, K=K, V=V), dtype, (9, 0), "gluon")
 
 
@@ -48,9 +48,8 @@ def test_pairs_of_dplr_that_hopper_kernels_leave(K, V, dtype, monkeypatch):
         for name, case in DPLR.items()
     ],
 )
-def test_pairs_of_dplr_on_hopper_compile(case, monkeypatch):
+def test_pairs_of_dplr_on_hopper_compile(case):
     """Within shared memory for two programs a multiprocessor, without spills, lost descriptors or products awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
     made = {launch.name for launch in found}
     assert {"dplr_scores_kernel", "channel_far_rows_kernel", "channel_inverse_kernel"} <= made
@@ -82,7 +81,6 @@ REGISTERS = {"dplr_output_kernel": 128, "dplr_state_forward_kernel": 168, "dplr_
 )
 def test_state_passes_and_the_backward_of_the_output_of_dplr_on_hopper_compile(name, monkeypatch):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
     dtype = torch.bfloat16 if name == "decays in bfloat16" else torch.float32
     monkeypatch.setattr("test_recurrence_kernels.make_inputs", with_decays_of(dtype))
     found = launches(OUTPUT[name], torch.bfloat16, (9, 0), "gluon")
@@ -108,8 +106,14 @@ def with_decays_of(dtype):
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (64, 128), (128, 64), (128, 136), (72, 76)])
-def test_phases_of_dplr_that_hopper_kernels_leave(K, V, monkeypatch):
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
+def test_phases_of_dplr_that_hopper_kernels_leave(K, V):
     names = {launch.name for launch in launches(replace(LOW_RANK, K=K, V=V), torch.bfloat16, (9, 0), "gluon")}
     assert {"output_backward_kernel", "state_forward_kernel", "state_backward_kernel"} <= names
     assert not set(STACK) & names
+
+
+def test_state_passes_of_dplr_are_left_to_triton_in_one_place(monkeypatch):
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.dplr.has_states", lambda call: False)
+    names = {launch.name for launch in launches(LOW_RANK, torch.bfloat16, (9, 0), "gluon")}
+    assert {"dplr_scores_kernel", "dplr_output_kernel", "state_forward_kernel", "state_backward_kernel"} <= names
+    assert not {"dplr_state_forward_kernel", "dplr_state_backward_kernel", "output_backward_kernel"} & names

@@ -13,17 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import (
-    DPLR_CASES,
-    HOPPER_CASES,
-    MIXED,
-    linear_of_256,
-    mixed_heads,
-    output_of_256,
-    pairs_of_dplr,
-    queries_of_256,
-    segments_of_256,
-)
+from test_recurrence_gpu import DPLR_CASES, HOPPER_CASES, MIXED, output_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -33,14 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = [  # fixtures
-    "linear_of_256",
-    "mixed_heads",
-    "output_of_256",
-    "pairs_of_dplr",
-    "queries_of_256",
-    "segments_of_256",
-]
+__all__ = ["output_of_256"]  # a fixture
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -56,6 +39,8 @@ CASES = [
     Case("64-128-linear", "linear", "token", B=1, T=70, H=1, HV=2, K=64, V=128),
     Case("narrow-K48V40", "delta", "token", B=1, T=70, H=1, HV=2, K=48, V=40),
     Case("256-grouped-token", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
+    Case("256-token", "delta", "token", B=1, T=262, H=1, HV=1, K=256, V=256),
+    Case("256-packed", "delta", "token", B=1, T=262, H=1, HV=2, K=256, V=256, lengths=(5, 0, 64, 65, 128)),
     Case("256-none-packed", "delta", "none", B=1, T=70, H=1, HV=1, K=256, V=256, lengths=(5, 65)),
     Case("256-linear-grouped-token", "linear", "token", B=1, T=134, H=1, HV=2, K=256, V=256),
     Case("256-linear-head", "linear", "head", B=2, T=66, H=2, HV=2, K=256, V=256),
@@ -65,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("output_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -110,11 +95,10 @@ def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatc
     exact = run({name: t.double() for name, t in x.items()}, "portable")
     # On a CPU it would widen 16-bit operands.
     monkeypatch.setattr("flashmix.mechanisms.common.product_dtype", lambda x, impl: x.dtype)
-    with hopper_card() as launched:
-        baseline = run(x, "auto")
+    with monkeypatch.context() as patch, hopper_card() as launched:
+        patch.setattr(mechanism, "scaled", lambda x, factor, impl: (x * factor.unsqueeze(-1)).to(x.dtype))
+        baseline = run(x, "triton")
     assert "wide_linear_forward_kernel" not in launched and "scaled_rows_forward_kernel" not in launched, launched
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
-    monkeypatch.setattr(mechanism, "TRY_LINEAR_OF_256", True)
     with hopper_card() as launched:
         found = run(x, "auto")
     assert launched.count("scaled_rows_backward_kernel") == 2, launched
@@ -123,7 +107,6 @@ def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatc
         assert_within_budget(name, t, exact[name], baseline[name], torch.bfloat16)
 
 
-@pytest.mark.usefixtures("pairs_of_dplr")
 @pytest.mark.parametrize(
     "case", [*DPLR, *(pytest.param(c, marks=pytest.mark.whole) for c in DPLR_CASES)], ids=lambda case: case.name
 )
@@ -142,7 +125,6 @@ def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytes
         assert (f"dplr_{phase}_kernel" in launched, f"{triton}_kernel" in launched) == (own, not own), launched
 
 
-@pytest.mark.usefixtures("pairs_of_dplr")
 def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None:
     """Nor on the dtype of a decay that holds the same numbers, nor on which program makes a chunk and which of its roles comes first."""
     case = Case("dplr", "dplr", "channel", B=1, T=134, H=1, HV=2, K=72, V=72)
@@ -167,7 +149,16 @@ def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None
 
 
 @pytest.mark.whole
-@pytest.mark.usefixtures("pairs_of_dplr")
+def test_emulated_output_of_dplr_beside_tritons_state_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.dplr.has_states", lambda call: False)
+    case = Case("dplr-output", "dplr", "channel", B=1, T=75, H=1, HV=1, K=96, V=80, lengths=(5, 0, 70))
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert {"state_forward_kernel", "state_backward_kernel", "dplr_output_kernel"} <= set(launched), launched
+
+
+@pytest.mark.whole
 def test_emulated_segments_of_dplr_are_within_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_into(2, monkeypatch)
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
@@ -178,7 +169,6 @@ def test_emulated_segments_of_dplr_are_within_budget(monkeypatch: pytest.MonkeyP
     assert {"dplr_state_forward_kernel", "dplr_state_backward_kernel", "dplr_output_kernel"} <= set(launched), launched
 
 
-@pytest.mark.usefixtures("pairs_of_dplr")
 def test_emulated_halves_of_the_values_of_dplr_change_no_bit() -> None:
     """With few programs a state pass has one warpgroup and half of the values."""
     case = Case("dplr-halves", "dplr", "channel", B=1, T=134, H=1, HV=1, K=72, V=104)
@@ -188,24 +178,12 @@ def test_emulated_halves_of_the_values_of_dplr_change_no_bit() -> None:
 
 
 def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `FLASHMIX_TRY_OUTPUT_OF_256=1`."""
+    """Of the delta rule with a decay, without `FLASHMIX_TRY_OUTPUT_OF_256=1`."""
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
     case = Case("256-states", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256)
     with hopper_card() as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert {"wide_state_backward_kernel", "output_backward_kernel"} <= set(launched), launched
-
-
-@pytest.mark.parametrize("lengths", [None, (5, 0, 64, 65, 128)])
-def test_emulated_two_stages_of_queries_change_no_bit(lengths: Any, queries_of_256: Any) -> None:
-    """`FLASHMIX_TRY_QUERIES_OF_256=1`: nu and o lie in the place of the values."""
-    case = Case("queries", "delta", "token", B=1, T=262, H=1, HV=2, K=256, V=256, lengths=lengths)
-    wanted, _ = emulated(case)
-    queries_of_256()
-    found, launched = emulated(case)
-    assert "wide_state_forward_kernel" in launched
-    for name, t in wanted.items():
-        same_bits(found[name], t, name)
 
 
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
@@ -230,7 +208,6 @@ def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tens
         return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
-@pytest.mark.usefixtures("mixed_heads", "output_of_256", "segments_of_256")
 @pytest.mark.parametrize(
     "rule, K, V",
     [
@@ -256,7 +233,6 @@ def test_emulated_states_that_are_kept_change_no_bit(
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("mixed_heads", "linear_of_256")
 @pytest.mark.parametrize(
     "rule, K",
     [
@@ -274,7 +250,6 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
         same_bits(found[name], t, name)
 
 
-@pytest.mark.usefixtures("linear_of_256")
 @pytest.mark.parametrize("gate", ["head", pytest.param("token", marks=pytest.mark.whole)])
 def test_emulated_parts_of_a_batch_change_no_bit(gate: str) -> None:
     """With 256 channels the backward of linear attention is made in parts that cost no round of programs, in the same memory."""
@@ -293,7 +268,7 @@ def test_parts_cost_no_round_of_programs() -> None:
     assert parts_of_rounds(64, 32, 132) == 16
 
 
-@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("output_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(
@@ -357,7 +332,7 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("mixed_heads", "linear_of_256", "output_of_256", "segments_of_256")
+@pytest.mark.usefixtures("output_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from dataclasses import replace
 
@@ -164,42 +163,6 @@ def test_half_precision_is_within_budget(case, dtype):
 
 
 @pytest.fixture
-def segments_of_256(monkeypatch):
-    """As with `FLASHMIX_TRY_SEGMENTS_OF_256=1`: the Hopper kernels take heads of 256 channels in segments."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
-
-
-@pytest.fixture
-def linear_of_256(monkeypatch):
-    """As with `FLASHMIX_TRY_LINEAR_OF_256=1`: they take linear attention with heads of 256 channels."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
-
-
-@pytest.fixture
-def mixed_heads(monkeypatch):
-    """As with `FLASHMIX_TRY_MIXED_HEADS=1`: they take keys and values of different widths, and 33 to 63 channels."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
-
-
-@pytest.fixture
-def queries_of_256(monkeypatch):
-    """Call it to go on as with `FLASHMIX_TRY_QUERIES_OF_256=1`: two stages of queries in their state pass."""
-    plan = importlib.import_module("flashmix.ops.recurrence.gluon_hopper.plan")
-
-    def change():
-        monkeypatch.setattr(plan, "TRY_QUERIES_OF_256", True)
-        monkeypatch.setattr(plan, "_cached", plan._cached.__wrapped__)
-
-    return change
-
-
-@pytest.fixture
-def pairs_of_dplr(monkeypatch):
-    """As with `FLASHMIX_TRY_DPLR=1`: they make the pairs, states and output's backward of DPLR with a decay per channel."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_DPLR", True)
-
-
-@pytest.fixture
 def output_of_256(monkeypatch):
     """As with `FLASHMIX_TRY_OUTPUT_OF_256=1`: the Hopper kernel makes the backward of their output; calls of before were of other sizes."""
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
@@ -208,7 +171,6 @@ def output_of_256(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("mixed_heads", "linear_of_256")
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):
@@ -217,7 +179,6 @@ def test_the_kernels_of_hopper_are_within_budget(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("pairs_of_dplr")
 @named(DPLR_CASES)
 def test_the_pairs_of_dplr_on_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

@@ -16,9 +16,7 @@ from flashmix.gpu.ptxas import needed
 pytest.importorskip("triton")
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
-from test_recurrence_gpu import queries_of_256
 
-__all__ = ["queries_of_256"]  # a fixture
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
@@ -80,6 +78,11 @@ def launches(case: Case, dtype: torch.dtype, capability: tuple[int, int], impl: 
         o, state = run_op(case, leaves, impl)
         torch.autograd.grad([o, state], list(leaves.values()), [torch.zeros_like(o), torch.zeros_like(state)])
     return found
+
+
+def gluon_kernels(case: Case) -> set[str]:
+    """The kernels in Gluon that a call in bfloat16 launches on Hopper by itself."""
+    return {launch.name for launch in launches(case, torch.bfloat16, (9, 0), "auto") if launch.kernel.is_gluon()}
 
 
 # Code that the dense bfloat16 cases do not have: tables of packed batches, no decay, pairs of float32.
@@ -276,12 +279,21 @@ MIXED |= {"48/40": replace(NARROW, K=48, V=40)}
 MIXED_STACK = {"output_backward_kernel": 152, "state_forward_kernel": 8, "state_backward_kernel": 8}
 
 
-def test_hopper_kernels_of_mixed_widths_are_asked_for(monkeypatch):
-    """They have not run on a card: see `TRY_MIXED_HEADS`."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", False)
-    for K, V in ((128, 64), (64, 128), (48, 48)):
-        with pytest.raises(ValueError, match="above 64 and up to 128"):
-            launches(replace(WIDE, K=K, V=V), torch.bfloat16, (9, 0), "gluon")
+@pytest.mark.parametrize("K, V", [(128, 64), (64, 128), (48, 48)])
+def test_mixed_widths_are_taken_but_with_a_decay_per_channel(K, V):
+    case = replace(WIDE, K=K, V=V)
+    assert "output_backward_kernel" in gluon_kernels(case)
+    with pytest.raises(ValueError, match="multiples of 8 of 65 to 128, got"):
+        launches(replace(case, gate="channel"), torch.bfloat16, (9, 0), "gluon")
+
+
+@pytest.mark.parametrize("K, V", [(32, 64), (64, 32), (136, 64), (256, 128), (76, 64)])
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_widths_without_tiles_are_refused(rule, K, V):
+    case = replace(WIDE, rule=rule, K=K, V=V)
+    with pytest.raises(ValueError, match=f"multiples of 8 of 33 to 128, and 256 of both, got K = {K} and V = {V}"):
+        launches(case, torch.bfloat16, (9, 0), "gluon")
+    assert not gluon_kernels(case)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +308,6 @@ def test_hopper_kernels_of_mixed_widths_are_asked_for(monkeypatch):
 @pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_hopper_kernels_of_mixed_widths_compile(case, keep, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early; with states kept too."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_MIXED_HEADS", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", keep)
     assert_compile_on_hopper(launches(case, torch.bfloat16, (9, 0), "gluon"), MIXED_STACK)
 
@@ -318,13 +329,20 @@ HEADS_OF_256_STACK = {
 }
 
 
-def test_segments_of_256_channels_are_asked_for():
-    """They have not run on a card: see `TRY_SEGMENTS_OF_256`."""
-    with pytest.raises(ValueError, match="FLASHMIX_TRY_SEGMENTS_OF_256"):
-        launches(HEADS_OF_256["segments"], torch.bfloat16, (9, 0), "gluon")
-    for case in (HEADS_OF_256["many heads"], replace(HEADS_OF_256["segments"], H=9, HV=9)):  # more heads: no segments
-        plan = {launch.name for launch in launches(case, torch.bfloat16, (9, 0), "gluon")}
-        assert "wide_state_forward_kernel" in plan and "segments_forward_kernel" not in plan
+def test_few_heads_of_256_channels_are_cut_into_segments():
+    more = replace(HEADS_OF_256["segments"], H=9, HV=9)
+    for case in (HEADS_OF_256["segments"], HEADS_OF_256["many heads"], more):
+        plan = {launch.name for launch in launches(case, torch.bfloat16, (9, 0))}
+        assert ("segments_forward_kernel" in plan) == (case is HEADS_OF_256["segments"])
+
+
+def test_the_backward_of_the_output_of_256_channels():
+    """That of the delta rule with a decay is Triton's: see `TRY_OUTPUT_OF_256`."""
+    by_triton = {"token": True, "head": True, "none": False}
+    for gate, triton in by_triton.items():
+        made = gluon_kernels(replace(VERY_WIDE, gate=gate))
+        assert "wide_state_forward_kernel" in made and ("wide_output_backward_kernel" in made) != triton
+        assert "wide_output_backward_kernel" in gluon_kernels(replace(VERY_WIDE, rule="linear", gate=gate))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +354,6 @@ def test_segments_of_256_channels_are_asked_for():
 )
 def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
     found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
@@ -353,18 +370,11 @@ LINEAR_OF_256 |= {
 LINEAR_OF_256_STACK = {"wide_linear_forward_kernel": 16, "wide_output_backward_kernel": 24}
 
 
-def test_linear_attention_with_256_channels_is_asked_for(monkeypatch):
-    """It has not run on a card: see `TRY_LINEAR_OF_256`. With a decay per channel and in segments it is refused with it too."""
+def test_linear_attention_with_256_channels_is_taken_but_with_a_decay_per_channel():
     linear = LINEAR_OF_256["two value heads"]
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", False)
-    with pytest.raises(ValueError, match="of the delta rule, 256 of both"):
-        launches(linear, torch.bfloat16, (9, 0), "gluon")
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
-    assert "wide_linear_forward_kernel" in {launch.name for launch in launches(linear, torch.bfloat16, (9, 0), "auto")}
-    with pytest.raises(ValueError, match="without a decay per channel 64 of both and 256 of both"):
+    assert "wide_linear_forward_kernel" in gluon_kernels(linear)
+    with pytest.raises(ValueError, match="multiples of 8 of 65 to 128, got K = 256 and V = 256"):
         launches(replace(linear, gate="channel"), torch.bfloat16, (9, 0), "gluon")
-    with pytest.raises(ValueError, match="FLASHMIX_TRY_SEGMENTS_OF_256"):
-        launches(LINEAR_OF_256["segments"], torch.bfloat16, (9, 0), "gluon")
 
 
 @pytest.mark.parametrize(
@@ -374,10 +384,8 @@ def test_linear_attention_with_256_channels_is_asked_for(monkeypatch):
         for name in LINEAR_OF_256
     ],
 )
-def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name, monkeypatch):
+def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_SEGMENTS_OF_256", True)
-    monkeypatch.setattr("flashmix.ops.recurrence.op.TRY_LINEAR_OF_256", True)
     found = launches(LINEAR_OF_256[name], torch.bfloat16, (9, 0), "gluon")
     found = [launch for launch in found if launch.kernel.is_gluon()]
     names = {"wide_linear_forward_kernel", "wide_linear_backward_kernel", "wide_output_backward_kernel"}
@@ -387,17 +395,6 @@ def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name, monk
     assert {launch.args[-1].WARPGROUPS for launch in states} == {many}
     segments = {"wide_linear_forward_kernel": 168} if name == "many segments" else {}
     assert_compile_on_hopper(found, LINEAR_OF_256_STACK | segments)
-
-
-@pytest.mark.parametrize("name", ["two value heads", pytest.param("packed", marks=pytest.mark.whole)])
-def test_two_stages_of_queries_of_256_channels_compile(name, queries_of_256):
-    queries_of_256()
-    found = launches(HEADS_OF_256[name], torch.bfloat16, (9, 0), "gluon")
-    states = [launch for launch in found if launch.name == "wide_state_forward_kernel"]
-    (launch,) = (launch for launch in states if launch.args[-1].OUTPUT)
-    assert launch.args[-1].QUERIES == 2
-    made = compile_launch(launch)
-    assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024 and made.stack <= 16 and not made.advice
 
 
 # Whatever a launch of these has, a size, a flag or an operand, a launch of the same kernel in another case has too.

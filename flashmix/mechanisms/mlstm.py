@@ -22,7 +22,6 @@ from flashmix.op.public import public
 from flashmix.ops.norm.op import group_norm
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.ops.recurrence.op import TRY_LINEAR_OF_256
 from flashmix.ops.scaled_rows.op import IMPLEMENTATIONS, scaled_rows
 from flashmix.ops.scan.op import finite, scan_max
 
@@ -92,14 +91,12 @@ def mlstm(
     weight, n = normaliser(q, k, decay, initial_state=n, scale=scale, **given)
     divisor = torch.maximum(weight.abs(), torch.exp(-m_t).unsqueeze(-1)) + eps
     divisor = divisor.repeat_interleave(v.shape[2] // H, 2)
-    o = scaled(o, 1 / divisor.squeeze(-1), impl) if TRY_LINEAR_OF_256 else (o / divisor).to(q.dtype)
+    o = scaled(o, 1 / divisor.squeeze(-1), impl)
     return o, None if C is None or n is None else (C, n, m)
 
 
 def scaled(x: Tensor, factor: Tensor, impl: str) -> Tensor:
-    """`factor x` of `x [B, T, H, D]`, a factor `[B, T, H]`, in the dtype of `x`: by a kernel of its own where that is asked for."""
-    if not TRY_LINEAR_OF_256:
-        return (x * factor.unsqueeze(-1)).to(x.dtype)
+    """`factor x` of `x [B, T, H, D]`, a factor `[B, T, H]`, in the dtype of `x`."""
     with preparing():
         return scaled_rows(x, factor, impl if impl in [one.name for one in IMPLEMENTATIONS] else "auto")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -17,15 +16,6 @@ from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
 from flashmix.ops.recurrence.native.binding import missing
 
-# Segments of heads of 256 channels have not run on a card by the Hopper kernels, which take them only where they are asked for.
-TRY_SEGMENTS_OF_256 = os.environ.get("FLASHMIX_TRY_SEGMENTS_OF_256") == "1"
-# Nor has linear attention with heads of 256 channels.
-TRY_LINEAR_OF_256 = os.environ.get("FLASHMIX_TRY_LINEAR_OF_256") == "1"
-# Nor have tiles of 64 channels beside others of 128, and of fewer channels.
-TRY_MIXED_HEADS = os.environ.get("FLASHMIX_TRY_MIXED_HEADS") == "1"
-# Nor have those of DPLR with a decay per channel: pairs, state passes and the backward of the output, between Triton's.
-TRY_DPLR = os.environ.get("FLASHMIX_TRY_DPLR") == "1"
-
 
 def _triton_supports(call: RecurrenceCall) -> str | None:
     if max(call.K, call.V) > 256:
@@ -34,36 +24,28 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
 
 
 def _has_tiles(call: RecurrenceCall) -> bool:
-    """Whether the Hopper kernels have tiles for the heads of a call."""
+    """Whether the Hopper kernels of linear attention and the delta rule have tiles for the heads of a call."""
     K, V = call.K, call.V
     if K % 8 or V % 8:
         return False
-    if 64 < K <= 128 and 64 < V <= 128:
-        return True
-    mixed = TRY_MIXED_HEADS and min(K, V) > 32 and max(K, V) <= 128
-    wide = K == V == 256 and (TRY_LINEAR_OF_256 or call.rule is Rule.TIED)
-    return call.decay is not Decay.CHANNEL and (mixed or K == V == 64 or wide)
+    if call.decay is Decay.CHANNEL:
+        return min(K, V) > 64 and max(K, V) <= 128
+    return K == V == 256 or (min(K, V) > 32 and max(K, V) <= 128)
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
-    if TRY_DPLR and call.rule is Rule.DPLR and call.decay is Decay.CHANNEL:
+    if call.rule is Rule.DPLR and call.decay is Decay.CHANNEL:
         if call.K % 8 or not 32 < call.K <= 128 or call.V > 256:
-            return f"of DPLR it has K above 32 and up to 128, a multiple of 8, and V up to 256, got K = {call.K} and V = {call.V}"
+            return f"of DPLR it has K of 33 to 128, a multiple of 8, and V up to 256, got K = {call.K} and V = {call.V}"
     elif call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
         return (
-            "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis"
+            "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis, "
+            "and DPLR with a decay per channel"
         )
     elif not _has_tiles(call):
-        rule = "" if TRY_LINEAR_OF_256 else ", of the delta rule,"
-        also = f"{'33 to 64' if TRY_MIXED_HEADS else '64 of both'} and{rule} 256 of both"
-        return (
-            f"its tiles hold head dimensions above 64 and up to 128, multiples of 8, and without a decay per channel {also}, "
-            f"got K = {call.K} and V = {call.V}"
-        )
-    if call.K == 256 and not (TRY_SEGMENTS_OF_256 or call.packed or call.tokens < 8192 or call.value_heads > 8):
-        return (
-            "heads of 256 channels in segments, few and of at least 8192 tokens, are for FLASHMIX_TRY_SEGMENTS_OF_256=1"
-        )
+        held = "65 to 128" if call.decay is Decay.CHANNEL else "33 to 128, and 256 of both"
+        kind = "with" if call.decay is Decay.CHANNEL else "without"
+        return f"{kind} a decay per channel its head dimensions are multiples of 8 of {held}, got K = {call.K} and V = {call.V}"
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens >= 2**28:

@@ -94,8 +94,13 @@ def in_chunks(call: RecurrenceCall) -> bool:
 
 
 def has_tiles(call: RecurrenceCall) -> bool:
-    """Whether the state passes and the backward of `output` have tiles for the heads of a call; else they are Triton's."""
+    """Whether the backward of `output` has tiles for the heads of a call; else it is Triton's, and so are the state passes."""
     return 64 < call.K and 64 < call.V <= 128 and call.V % 8 == 0
+
+
+def has_states(call: RecurrenceCall) -> bool:
+    """Whether the state passes of a call are made here; `False` here alone leaves them to Triton's kernels."""
+    return has_tiles(call)
 
 
 def plan_of(run: Run) -> DplrPlan:
@@ -165,6 +170,9 @@ def written_tokens(run: Run, t: Tensor | None) -> Tiles | None:
 
 def state_forward(run: Run, made: DplrScores, joined: Outputs, out: StateResults) -> None:
     """What `triton_gpu.state_forward` makes of the states: with the output if there is memory for it, else what the backward reads."""
+    if not has_states(run.call):
+        triton_gpu.state_forward(run, made.scores, joined, run.plan.state_save, out)
+        return
     plan = plan_of(run)
     kernel = plan.state_save if out.o is None else plan.state_output
     states = None if out.states is None else descriptors.states(out.states, 64, 128)
@@ -175,6 +183,9 @@ def state_forward(run: Run, made: DplrScores, joined: Outputs, out: StateResults
 
 def state_backward(run: Run, made: DplrScores, x: StateGradients, out: StateGradientResults) -> None:
     """What `triton_gpu.state_backward` makes."""
+    if not has_states(run.call):
+        triton_gpu.state_backward(run, made.scores, x, out)
+        return
     written = [descriptors.states(out.dstates, 64, 128), *[written_tokens(run, t) for t in (out.dr, out.dv)]]
     ends = x.final_state, x.starts, out.initial_state
     state_pass(run, made, plan_of(run).state_backward, x.do, written, ends)
@@ -211,7 +222,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     run = Run.of(call)
     made = made_scores(run, False)
     joined = triton_gpu.join_forward(run, triton_gpu.segment_maps(run, made.scores))
-    if not has_tiles(call):
+    if not has_states(call):
         return triton_gpu.outputs(run, made.scores, joined, save)
     o, state = run.gradient_like(call.V), run.states()
     state_forward(run, made, joined, StateResults(o, state, None, None, None))

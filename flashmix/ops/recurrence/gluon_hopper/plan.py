@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,9 +22,6 @@ from flashmix.ops.recurrence.gluon_hopper.wide_output import wide_output_backwar
 from flashmix.ops.recurrence.gluon_hopper.wide_state import wide_state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state_backward import wide_state_backward_kernel
 from flashmix.ops.recurrence.triton_gpu.plan import Plan
-
-# Two stages of queries in the state pass forward with 256 channels have not run on a card: they serve only where they are asked for.
-TRY_QUERIES_OF_256 = os.environ.get("FLASHMIX_TRY_QUERIES_OF_256") == "1"
 
 
 class HopperPlan(NamedTuple):
@@ -138,8 +134,7 @@ def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
     """A state pass with 256 channels: what A_qb is made of takes the room of a stage of keys, of values and of T."""
     wide = wide_state_forward_kernel if kernel is state_forward_kernel else wide_state_backward_kernel
     keys, pairs = (2, 1) if made else (3, 2)
-    queries = 2 if spec.OUTPUT and TRY_QUERIES_OF_256 else 1
-    spec = spec._replace(MAKES=made, KEYS=keys, VALUES=2, PAIRS=pairs, QUERIES=queries)
+    spec = spec._replace(MAKES=made, KEYS=keys, VALUES=2, PAIRS=pairs)
     return Kernel(wide, spec, num_warps=4, maxnreg=128 if made else 168)
 
 

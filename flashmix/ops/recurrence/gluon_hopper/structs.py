@@ -33,7 +33,6 @@ class HopperSpec(NamedTuple):
     PAIRS: int = (
         3  # of tiles of pairs that come from memory; without corrections with 256 channels of A_qb, which is made
     )
-    QUERIES: int = 1  # of queries, state forward with 256 channels; with two, nu and o lie in the place of v
     STAGES: int = 1  # of the ring of tiles of a value head, output backward
     NUS: int = 2  # of that of nu
     SHARED: int = 1  # value heads that share a key head, where each has gradients of keys of its own (then GROUP is 1)

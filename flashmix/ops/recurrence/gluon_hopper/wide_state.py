@@ -32,7 +32,6 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     COLUMN_FACTOR,
     ROW_FACTOR,
     load_state,
-    put_query_pairs,
     put_tokens,
     store_end,
     store_result,
@@ -65,7 +64,7 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         state = state * total_decay(tiles.vectors, n, S)[None, :]  # before the product, which ptxas would wait for
         wait_full(bars.k.full, n)
         ks = product(shared, k.permute((1, 0)), ACC_64, 64, 64)
-        if S.QUERIES == 2:
+        if S.OUTPUT:
             wait_full(bars.v.full, n * S.WARPGROUPS + w)
             v = tiles.v.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         else:
@@ -86,8 +85,6 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         if S.SAVE:
             put_tokens(nu.to(DT), nu_d, at, chunk * 64, channel, sent, 1, S)
         elif S.OUTPUT:
-            if S.QUERIES == 1:
-                wait_empty(bars.tokens.empty, n * S.WARPGROUPS + w)
             sent.permute((1, 0)).store(nu.to(DT))
             fence_async_shared()
             signal(bars.tokens.full, n * S.WARPGROUPS + w)
@@ -102,7 +99,7 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
 
 @gluon.jit
 def put_whole_pairs(q, k, vectors, stage, made, scale, z):
-    """`put_query_pairs` in one product: 64 columns read the keys once."""
+    """A_qb of a chunk (3.1) as `put_query_pairs` makes it, in one product: 64 columns read the keys once."""
     A = product(k, q.permute((1, 0)), ACC_64, 64, 64)  # [C, C]
     A = products_done(0, deps=[A])
     key = gl.arange(0, 64, ROWS_64) + z
@@ -122,22 +119,15 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
     at = segment_of_program(x, numbers, False, S)
     for n in range(at.count):
         z = opaque_zero()  # lest masks and descriptors be hoisted into registers
-        q = tiles.q.index(n % S.QUERIES + z)  # [C, K]
+        q = tiles.q.index(n % 2 + z)  # [C, K]
         A_qb = tiles.made.index(z)  # [C, C]
         stage = (n % S.VALUES) * 4 + z
         wait_full(bars.k.full, n)
         wait_full(bars.q.full, n)
         wait_full(bars.vectors.full, n)
-        if S.QUERIES == 2:
-            put_whole_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
-        else:
-            put_query_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
+        put_whole_pairs(q, tiles.k.index(n % S.KEYS), tiles.vectors, stage, A_qb, numbers.scale, z)
         fence_async_shared()
         release(bars.k.empty, n)
-        if S.QUERIES == 1:
-            stores_done(0)  # o of the chunk before
-            release(bars.tokens.empty, 2 * n + 1, n > 0)  # uses 2 n - 2 and 2 n - 1: buffers 0 and 1
-            release(bars.tokens.empty, 2 * n, n > 0)
         for w in gl.static_range(2):
             wait_full(bars.states.full, 2 * n + w)
             o = product(tiles.states.index(w + z), q.permute((1, 0)), ACC_64, 64, 64)  # [v, C]
@@ -147,9 +137,8 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
             if w == 1:
                 release(bars.q.empty, n)
                 release(bars.vectors.empty, n)
-                if S.QUERIES == 2:
-                    stores_done(0)  # o of the first half
-                    release(bars.v.empty, 2 * n)
+                stores_done(0)  # o of the first half
+                release(bars.v.empty, 2 * n)
             wait_full(bars.tokens.full, 2 * n + w)
             sent = tiles.tokens.index(w + z)
             o = warpgroup_mma(sent.permute((1, 0)), A_qb.permute((1, 0)), o, is_async=True)
@@ -157,9 +146,8 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
             sent.permute((1, 0)).store(o.to(sent.dtype))  # in the place of nu
             fence_async_shared()
             store_tokens(o_d, at.span, (at.begin + n) * 64, at.head, at.channel + w * 64, sent, S)
-        if S.QUERIES == 2:
-            stores_done(0)
-            release(bars.v.empty, 2 * n + 1)
+        stores_done(0)
+        release(bars.v.empty, 2 * n + 1)
     stores_done(0)
 
 
