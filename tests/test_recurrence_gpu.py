@@ -231,6 +231,9 @@ def test_the_same_bits_again(case):
         ("delta", "token", 96, 128),
         ("delta", "token", 128, 64),
         ("linear", "token", 64, 128),
+        ("delta", "token", 256, 256),
+        ("linear", "token", 256, 256),
+        ("dplr", "channel", 128, 128),
     ],
 )
 def test_segments_are_within_budget(rule, gate, K, V, dtype):

@@ -283,7 +283,7 @@ MIXED_STACK = {"output_backward_kernel": 152, "state_forward_kernel": 8, "state_
 def test_mixed_widths_are_taken_but_with_a_decay_per_channel(K, V):
     case = replace(WIDE, K=K, V=V)
     assert "output_backward_kernel" in gluon_kernels(case)
-    with pytest.raises(ValueError, match="multiples of 8 of 65 to 128, got"):
+    with pytest.raises(ValueError, match="dimensions of 65 to 128, multiples of 8, got"):
         launches(replace(case, gate="channel"), torch.bfloat16, (9, 0), "gluon")
 
 
@@ -291,7 +291,7 @@ def test_mixed_widths_are_taken_but_with_a_decay_per_channel(K, V):
 @pytest.mark.parametrize("rule", ["delta", "linear"])
 def test_widths_without_tiles_are_refused(rule, K, V):
     case = replace(WIDE, rule=rule, K=K, V=V)
-    with pytest.raises(ValueError, match=f"multiples of 8 of 33 to 128, and 256 of both, got K = {K} and V = {V}"):
+    with pytest.raises(ValueError, match=f"33 to 128, multiples of 8, and 256 of both, got K = {K} and V = {V}"):
         launches(case, torch.bfloat16, (9, 0), "gluon")
     assert not gluon_kernels(case)
 
@@ -373,7 +373,7 @@ LINEAR_OF_256_STACK = {"wide_linear_forward_kernel": 16, "wide_output_backward_k
 def test_linear_attention_with_256_channels_is_taken_but_with_a_decay_per_channel():
     linear = LINEAR_OF_256["two value heads"]
     assert "wide_linear_forward_kernel" in gluon_kernels(linear)
-    with pytest.raises(ValueError, match="multiples of 8 of 65 to 128, got K = 256 and V = 256"):
+    with pytest.raises(ValueError, match="65 to 128, multiples of 8, got K = 256 and V = 256"):
         launches(replace(linear, gate="channel"), torch.bfloat16, (9, 0), "gluon")
 
 

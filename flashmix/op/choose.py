@@ -146,7 +146,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         >>> q = k = v = torch.randn(1, 8, 2, 16, dtype=torch.float64)
         >>> print(flashmix.explain(flashmix.linear_attention, q, k, v))
         linear_attention: portable
-          gluon: cannot run this: its tiles hold head dimensions above 64 and up to 128, ..., got K = 16 and V = 16
+          gluon: cannot run this: its tiles hold head dimensions of 33 to 128, ..., got K = 16 and V = 16
           triton: cannot run this: its kernels take float32, bfloat16 and float16, got torch.float64
           native: cannot run this: it computes in float32, got float64
           portable: taken

@@ -43,9 +43,10 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
             "and DPLR with a decay per channel"
         )
     elif not _has_tiles(call):
-        held = "65 to 128" if call.decay is Decay.CHANNEL else "33 to 128, and 256 of both"
-        kind = "with" if call.decay is Decay.CHANNEL else "without"
-        return f"{kind} a decay per channel its head dimensions are multiples of 8 of {held}, got K = {call.K} and V = {call.V}"
+        held = "its tiles hold head dimensions of 33 to 128, multiples of 8, and 256 of both"
+        if call.decay is Decay.CHANNEL:
+            held = "with a decay per channel its tiles hold head dimensions of 65 to 128, multiples of 8"
+        return f"{held}, got K = {call.K} and V = {call.V}"
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens >= 2**28:

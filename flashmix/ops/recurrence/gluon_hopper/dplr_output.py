@@ -329,9 +329,27 @@ def dplr_tiles(DT: gl.constexpr):
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def dplr_output_kernel(
-    q_d, a_d, k_d, b_d, G_d, before_d, v_d, nu_d, do_d, dr_d, s_d, ds_d,
-    dq_d, da_d, dk_d, db_d, dg_d, x, n, S: gl.constexpr,
-):  # fmt: skip
+    q_d,
+    a_d,
+    k_d,
+    b_d,
+    G_d,
+    before_d,
+    v_d,
+    nu_d,
+    do_d,
+    dr_d,
+    s_d,
+    ds_d,
+    dq_d,
+    da_d,
+    dk_d,
+    db_d,
+    dg_d,
+    x,
+    n,
+    S: gl.constexpr,
+):
     """Gradients of keys, by value head, and of the decay, by way of the states and of the pairs in range for one pass."""
     tiles, bars = dplr_tiles(s_d.dtype)
     read = (q_d, a_d), (k_d, b_d), (G_d, before_d), (v_d, nu_d, do_d, dr_d), (s_d, ds_d)

@@ -1,4 +1,4 @@
-"""What the state passes of DPLR with a per-channel decay share: their tiles, and the warp that copies."""
+"""Shared parts of the state passes of DPLR with a per-channel decay: their tiles, and the warp that copies."""
 
 from __future__ import annotations
 
