@@ -134,6 +134,8 @@ def state_products(w: gl.constexpr, turn, carried, tiles, bars, S: gl.constexpr)
             d, d_a, e = products_done(0, deps=[d, d_a, e])
         else:
             d, e = products_done(0, deps=[d, e])
+        if S.DECAY:
+            fence_async_shared()  # x and y have been read before TMA writes in their places
         release(bars.states.empty, own * 2 + w)
         release(bars.states.empty, own * 2 + 2 + w)
     return d, d_a, e, carried
