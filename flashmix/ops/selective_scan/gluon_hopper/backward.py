@@ -211,23 +211,22 @@ def chunk_gradients(GATED: gl.constexpr, own, memory, rates, start, carried, S: 
     """The gradients of a chunk's tokens from its memory, where meanwhile the chunk before comes."""
     c, d_A, d_skip, d_bias = carried
     before, tokens = gl.maximum(start - S.CHUNK, 0), gl.where(start > 0, own.tokens, 0)
-    for part in range(S.CHUNK // QUAD // 2):  # two QUADs at a time, so that one's sums are awaited under the other
-        for later in gl.static_range(2):
-            quad = S.CHUNK // QUAD - 1 - 2 * part - later
-            at = start + QUAD * quad
-            sums = QuadSums(no_states(), no_sums())
-            states = own_tile(memory.states.index(2 * quad + 1))
-            sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 2), states, rates, 2, c, d_A)
-            states = own_tile(memory.states.index(2 * quad))
-            sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 0), states, rates, 0, c, d_A)
-            put_shared(own.d.B, sums.d_B, at, own, S)
-            more_skip, more_bias = put_numbers(own, sums.inputs, memory, quad, at, S)
-            d_skip += more_skip
-            d_bias += more_bias
-        for later in gl.static_range(2):
-            quad = S.CHUNK // QUAD - 1 - 2 * part - later
-            copy_quad(memory.copied.u, own.x.u, own, quad, before, tokens, S)
-        if part == 0:
+    pair = pair_numbers(memory, S.CHUNK // QUAD - 1, 2)  # read a turn ahead: a turn begins with products and not with a wait
+    for part in range(S.CHUNK // QUAD):  # one QUAD at a time: the loops stay in the instruction cache
+        quad = S.CHUNK // QUAD - 1 - part
+        at = start + QUAD * quad
+        sums = QuadSums(no_states(), no_sums())
+        states = own_tile(memory.states.index(2 * quad + 1))
+        sums, c, d_A = pair_gradients(sums, pair, states, rates, 2, c, d_A)
+        states = own_tile(memory.states.index(2 * quad))
+        sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 0), states, rates, 0, c, d_A)
+        put_shared(own.d.B, sums.d_B, at, own, S)
+        more_skip, more_bias = put_numbers(own, sums.inputs, memory, quad, at, S)
+        d_skip += more_skip
+        d_bias += more_bias
+        pair = pair_numbers(memory, gl.maximum(quad - 1, 0), 2)
+        copy_quad(memory.copied.u, own.x.u, own, quad, before, tokens, S)
+        if part == 1:  # the states of two QUADs are done with
             copy_flows(GATED, own, memory, before, tokens, S)
             copy_weights(own, memory, before, tokens, S)
             copy_numbers(coming_steps(memory, own, S), own.x.dt, own, before, tokens, S)
