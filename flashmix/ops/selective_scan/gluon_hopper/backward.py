@@ -211,12 +211,12 @@ def chunk_gradients(GATED: gl.constexpr, own, memory, rates, start, carried, S: 
     """The gradients of a chunk's tokens from its memory, where meanwhile the chunk before comes."""
     c, d_A, d_skip, d_bias = carried
     before, tokens = gl.maximum(start - S.CHUNK, 0), gl.where(start > 0, own.tokens, 0)
-    pair = pair_numbers(memory, S.CHUNK // QUAD - 1, 2)  # read a turn ahead: a turn begins with products and not with a wait
+    # read a turn ahead, so that a turn begins with products and not with a wait
+    pair, states = pair_numbers(memory, S.CHUNK // QUAD - 1, 2), own_tile(memory.states.index(S.CHUNK // 2 - 1))
     for part in range(S.CHUNK // QUAD):  # one QUAD at a time: the loops stay in the instruction cache
         quad = S.CHUNK // QUAD - 1 - part
         at = start + QUAD * quad
         sums = QuadSums(no_states(), no_sums())
-        states = own_tile(memory.states.index(2 * quad + 1))
         sums, c, d_A = pair_gradients(sums, pair, states, rates, 2, c, d_A)
         states = own_tile(memory.states.index(2 * quad))
         sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 0), states, rates, 0, c, d_A)
@@ -225,6 +225,7 @@ def chunk_gradients(GATED: gl.constexpr, own, memory, rates, start, carried, S: 
         d_skip += more_skip
         d_bias += more_bias
         pair = pair_numbers(memory, gl.maximum(quad - 1, 0), 2)
+        states = own_tile(memory.states.index(gl.maximum(2 * quad - 1, 0)))
         copy_quad(memory.copied.u, own.x.u, own, quad, before, tokens, S)
         if part == 1:  # the states of two QUADs are done with
             copy_flows(GATED, own, memory, before, tokens, S)
