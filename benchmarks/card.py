@@ -45,10 +45,7 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = (
-    "FLASHMIX_TRY_OUTPUT_OF_256",
-    "FLASHMIX_TRY_SELECTIVE_PAIRS",
-)  # kernels that serve only where they are asked for
+TRIED = ("FLASHMIX_TRY_OUTPUT_OF_256",)  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -60,8 +57,8 @@ JOBS = {
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     "tried_tests": Job(
         "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
-        " -k '(selective or segments_are or hopper and 256) and not float32_is'"
-        " tests/test_selective_scan_emulated.py tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
+        " -k '(segments_are or hopper and 256) and not float32_is'"
+        " tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
         400,
         False,
         switches=TRIED,
@@ -72,7 +69,6 @@ JOBS = {
         150,
         switches=TRIED,
     ),
-    "tried_scan": Job("python benchmarks/scan.py --selective", 60),
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
     "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels", 120),
     "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer", 120),
@@ -84,6 +80,7 @@ JOBS = {
     "decode": Job("python benchmarks/decode.py --write", 120),
     "decode_attention": Job("python benchmarks/attention.py --rows 0 --decode --drafted --write", 120),
     "scan": Job("python benchmarks/scan.py --write", 60),
+    "selective": Job("python benchmarks/scan.py --selective --write", 60),
     "mechanisms": Job("python benchmarks/mechanisms_gpu.py --out {out}/mechanisms.json", 240),
     "rowwise": Job("python benchmarks/rowwise.py", 120),
     "first_calls": Job("python benchmarks/first_calls.py --at-once 8", 120),

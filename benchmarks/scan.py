@@ -3,8 +3,8 @@
 On a CPU float32, on a GPU bfloat16 with decays in float32; forward, and forward with backward. The bound is the bytes of all operands
 and results at the speed of a copy: x, g and h forward; with the backward also g, h and dh again, dx and dg. Peers where they install: FLA's
 chunked and recurrent HGRN, which take `log f` and compute the same. Before anything is timed the result is checked in float64.
-`--selective`: instead the selective scan on a Hopper GPU, its two kernels for the backward in turns, forward, backward and both; before,
-their gradients are compared.
+`--selective`: instead the selective scan on a Hopper GPU, Gluon's kernels and Triton's in turns, forward, backward and both; before, their
+gradients are compared.
 """
 
 from __future__ import annotations
@@ -100,22 +100,17 @@ def selective_inputs(batch: int, tokens: int, width: int, states: int = 16) -> d
     return x | {"dt": x["dt"] - 3, "A": -rates.contiguous(), "D": weights[0], "dt_bias": weights[1]}
 
 
-def selective_forward(kernel: Any, leaves: dict[str, Tensor]) -> Tensor:
-    from flashmix.ops.selective_scan import gluon_hopper as hopper
-
-    hopper.BACKWARD = kernel  # its forward keeps the states that it needs
-    return selective_scan(**leaves, softplus=True, impl="gluon")[0]
+def selective_forward(impl: str, leaves: dict[str, Tensor]) -> Tensor:
+    return selective_scan(**leaves, softplus=True, impl=impl)[0]
 
 
-def selective_backward(kernel: Any, leaves: dict[str, Tensor], d_y: Tensor, y: Tensor | None = None) -> list[Tensor]:
+def selective_backward(impl: str, leaves: dict[str, Tensor], d_y: Tensor, y: Tensor | None = None) -> list[Tensor]:
     """The gradients; without `y` the forward is run first."""
-    y = selective_forward(kernel, leaves) if y is None else y
+    y = selective_forward(impl, leaves) if y is None else y
     return list(torch.autograd.grad(y, list(leaves.values()), d_y, retain_graph=True))
 
 
 def selective_rows() -> list[dict[str, Any]]:
-    from flashmix.ops.selective_scan import gluon_hopper as hopper
-
     found = []
     for shape in SELECTIVE:
         leaves = {name: t.requires_grad_() for name, t in selective_inputs(*shape).items()}
@@ -123,35 +118,35 @@ def selective_rows() -> list[dict[str, Any]]:
         plain = {name: t.detach() for name, t in leaves.items()}
         runs: dict[str, Callable[[], Any]] = {}
         gradients = {}
-        for name, kernel in (("halves", hopper.HALVES), ("pairs", hopper.PAIRS)):
-            y = selective_forward(kernel, leaves)
-            gradients[name] = selective_backward(kernel, leaves, d_y, y)
-            runs[f"{name} forward"] = partial(selective_forward, kernel, plain)
-            runs[f"{name} backward"] = partial(selective_backward, kernel, leaves, d_y, y)
-            runs[f"{name} forward and backward"] = partial(selective_backward, kernel, leaves, d_y)
-        for name, want, have in zip(leaves, gradients["halves"], gradients["pairs"], strict=True):
+        for impl in ("triton", "gluon"):
+            y = selective_forward(impl, leaves)
+            gradients[impl] = selective_backward(impl, leaves, d_y, y)
+            runs[f"{impl} forward"] = partial(selective_forward, impl, plain)
+            runs[f"{impl} backward"] = partial(selective_backward, impl, leaves, d_y, y)
+            runs[f"{impl} forward and backward"] = partial(selective_backward, impl, leaves, d_y)
+        for name, want, have in zip(leaves, gradients["triton"], gradients["gluon"], strict=True):
             error = ((have.double() - want.double()).norm() / want.double().norm()).item()
-            print(f"gradient of {name}: the two kernels differ by {error:.1e}")
+            print(f"gradient of {name}: the two differ by {error:.1e}")
             if not error < torch.finfo(torch.bfloat16).eps:
                 raise SystemExit("the kernels differ by more than a rounding step of bfloat16")
         for name, ms in timing.cuda_medians(runs).items():
-            form, pass_ = name.split(" ", 1)
-            found.append({"shape": "x".join(map(str, shape)), "pass": pass_, "run": form, "ms": ms})
-            print(f"{found[-1]['shape']:>14} {pass_:>20} {form:>14} {ms:9.3f} ms")
+            impl, pass_ = name.split(" ", 1)
+            found.append({"shape": "x".join(map(str, shape)), "pass": pass_, "run": impl, "ms": ms})
+            print(f"{found[-1]['shape']:>14} {pass_:>20} {impl:>14} {ms:9.3f} ms")
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--selective", action="store_true", help="the selective scan's two kernels for the backward")
+    parser.add_argument("--selective", action="store_true", help="the selective scan by Gluon and by Triton")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = selective_rows() if options.selective else rows(device)
     if options.write:
-        print(timing.write_results("selective_scan_backward" if options.selective else f"scan_{device}", found))
+        print(timing.write_results("selective_scan" if options.selective else f"scan_{device}", found))
 
 
 if __name__ == "__main__":

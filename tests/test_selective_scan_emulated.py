@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -24,7 +26,6 @@ from selective_cases import assert_scans, inputs
 from torch import Tensor
 
 from flashmix import Packing, explain, selective_scan
-from flashmix.ops.selective_scan import gluon_hopper
 
 STACK = 256  # bytes of spills in the backward: what its loads of the next tokens and addresses take, once every eight tokens
 Sizes = tuple[int, ...]
@@ -36,26 +37,22 @@ CASES: list[tuple[Sizes, Sizes]] = [
 ]
 LONG: list[tuple[Sizes, Sizes]] = [
     ((2, 64, 96, 16, 3), ()),
-    ((3, 65, 33, 16, 1), ()),
+    ((3, 65, 24, 16, 1), ()),
     ((1, 33, 16, 16, 0), (0, 32, 1, 0)),
-    ((2, 300, 70, 16, 1), ()),
+    ((2, 300, 72, 16, 1), ()),
     ((1, 510, 256, 16, 1), (100, 3, 0, 407)),
 ]
 
 
-@pytest.fixture(params=["HALVES", "PAIRS"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of the kernels for the backward, as with and without `FLASHMIX_TRY_SELECTIVE_PAIRS=1`; its name."""
-    monkeypatch.setattr(gluon_hopper, "BACKWARD", getattr(gluon_hopper, request.param))
-    return gluon_hopper.BACKWARD.kernel.fn.__name__
+KERNELS = {"selective_hopper_kernel", "selective_backward_hopper_kernel"}
 
 
 @pytest.mark.parametrize("sizes, lengths", CASES, ids=str)
-def test_the_kernels_are_the_definition(sizes: Sizes, lengths: Sizes, kernel: str) -> None:
+def test_the_kernels_are_the_definition(sizes: Sizes, lengths: Sizes) -> None:
     for extras in (True, False):
         with hopper_card() as launched:
             assert_scans(sizes, lengths, torch.bfloat16, "gluon", extras)
-        assert {"selective_hopper_kernel", kernel} <= set(launched)
+        assert set(launched) >= KERNELS
     with hopper_card():
         assert_scans(sizes, lengths, torch.float16, "gluon", True)
 
@@ -80,6 +77,11 @@ def test_what_it_refuses() -> None:
     with hopper_card():
         with pytest.raises(ValueError, match="segments"):
             selective_scan(**x, softplus=True, impl="gluon")
+        odd = {name: x[name] for name in ("B", "C")}
+        odd |= {name: torch.cat([x[name], x[name]], -1)[..., :36] for name in ("u", "dt", "z", "D", "dt_bias")}
+        odd |= {name: torch.cat([x[name], x[name]], -2)[..., :36, :] for name in ("A", "initial_state")}
+        with pytest.raises(ValueError, match="8 channels of a group at a time, got 36 in 1 groups"):
+            selective_scan(**odd, softplus=True, impl="gluon")
         for name in ("A", "B", "C", "initial_state"):
             x[name] = x[name][..., :8]
         with pytest.raises(ValueError, match="16 states, got 8"):
@@ -94,38 +96,27 @@ def calls(dtype: torch.dtype, lengths: Sizes, tokens: int, width: int, extras: b
     torch.autograd.grad(outputs, list(leaves.values()), [torch.empty_like(y) for y in outputs])
 
 
-@pytest.mark.parametrize("extras", [True, pytest.param(False, marks=pytest.mark.whole)])
-def test_the_kernels_compile(extras: bool, kernel: str) -> None:
+def assert_compile(dtype: torch.dtype, lengths: Sizes, width: int, extras: bool) -> None:
     with recording((9, 0)) as launches:
-        calls(torch.bfloat16, () if extras else (3, 37), 40, 64, extras)
-    for launch in launches:
-        compiled = compile_launch(launch)
-        if launch.name == "selective_hopper_kernel":
-            assert compiled.stack == 0 and compiled.registers <= 168, compiled
-        elif launch.name == kernel:  # eight programs a multiprocessor
-            assert compiled.stack <= STACK and compiled.shared <= 228 * 1024 // 8 - 1024, compiled
+        calls(dtype, lengths, 40, width, extras)
+    found = {launch.name: compile_launch(launch) for launch in launches if launch.name in KERNELS}
+    forward, backward = found["selective_hopper_kernel"], found["selective_backward_hopper_kernel"]
+    assert forward.stack == 0 and forward.registers <= 168, forward
+    assert backward.stack <= STACK and backward.shared <= 228 * 1024 // 8 - 1024, (
+        backward
+    )  # eight programs a multiprocessor
 
 
-def test_pairs_without_a_gate_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile() -> None:
+    assert_compile(torch.bfloat16, (), 64, True)
+
+
+def test_the_kernels_without_a_gate_compile() -> None:
     """Packed, float16, with a last block of 8 channels."""
-    monkeypatch.setattr(gluon_hopper, "BACKWARD", gluon_hopper.PAIRS)
-    with recording((9, 0)) as launches:
-        calls(torch.float16, (3, 37), 40, 40, False)
-    (launch,) = [launch for launch in launches if "pairs" in launch.name]
-    compiled = compile_launch(launch)
-    assert compiled.stack <= STACK and compiled.shared <= 228 * 1024 // 8 - 1024, compiled
+    assert_compile(torch.float16, (3, 37), 40, False)
 
 
-@pytest.mark.parametrize("width", [33, 36])
-def test_pairs_take_rows_of_16_bytes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other widths have the other kernel, which copies nothing with `cp.async`."""
-    monkeypatch.setattr(gluon_hopper, "BACKWARD", gluon_hopper.PAIRS)
-    with recording((9, 0)) as launches:
-        calls(torch.bfloat16, (), 40, width, True)
-    assert not [launch for launch in launches if "pairs" in launch.name]
-
-
-def test_pairs_of_tensors_that_are_not_aligned(kernel: str) -> None:
+def test_tensors_that_are_not_aligned() -> None:
     """Results are those of aligned ones, bit for bit."""
     aligned = inputs((1, 40, 32, 16, 1), torch.float32, 1)
     aligned = {n: t if n in ("A", "D", "dt_bias", "initial_state") else t.bfloat16() for n, t in aligned.items()}
@@ -137,13 +128,55 @@ def test_pairs_of_tensors_that_are_not_aligned(kernel: str) -> None:
         with hopper_card() as launched:
             y = selective_scan(**leaves, softplus=True, impl="gluon")[0]
             found.append(torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y)))
-        assert kernel in launched
+        assert set(launched) >= KERNELS
     for want, have in zip(*found, strict=True):
         assert_same_bits("shifted", have, want)
 
 
+CHANNEL, TOKEN = 5, 9  # of the number that is not finite
+ROWS = ("u", "dt", "z")  # with a number of each channel and token
+
+
+def gradients(x: dict[str, Tensor], d_y: Tensor) -> dict[str, Tensor]:
+    leaves = {name: t.to(d_y.device).requires_grad_() for name, t in x.items()}
+    y, h = selective_scan(**leaves, softplus=True, return_state=True, impl="gluon")
+    grads = torch.autograd.grad([y, h], list(leaves.values()), [d_y, torch.ones_like(h)])
+    return {name: d.cpu() for name, d in zip(leaves, grads, strict=True)}
+
+
+def assert_channels_are_apart(device: str, names: tuple[str, ...], values: tuple[float, ...]) -> None:
+    """A number that is not finite leaves the gradients of all other channels as they were, bit for bit. dB and dC are sums over channels:
+    with tensor cores they become NaN at all four tokens of a product, as the definition's may be at one."""
+    wide = inputs((1, 20, 32, 16, 0), torch.float32, 1)
+    x = {name: t.bfloat16() if name in (*ROWS, "B", "C") else t for name, t in wide.items()}
+    d_y = random(1, 20, 32, seed=9).bfloat16()
+    want = gradients(x, d_y.to(device))
+    others = torch.arange(32) != CHANNEL
+    first = TOKEN - TOKEN % 4
+    for name, value in itertools.product(names, values):
+        given = {n: t.clone() for n, t in (x | {"d_y": d_y}).items()}
+        given[name][0, TOKEN, CHANNEL] = value
+        have = gradients({n: given[n] for n in x}, given["d_y"].to(device))
+        assert not all(d.isfinite().all() for d in have.values())
+        assert have.pop("B")[:, first + 4 :].isfinite().all(), (name, value)
+        assert have.pop("C")[:, :first].isfinite().all(), (name, value)
+        for n, d in have.items():
+            axis = -2 if n in ("A", "initial_state") else -1
+            own, expected = (t.movedim(axis, 0)[others] for t in (d, want[n]))
+            assert_same_bits(f"{n} with {value} in {name}", own, expected)
+
+
+def test_channels_are_apart() -> None:
+    with hopper_card():
+        assert_channels_are_apart("cpu", ("u", "d_y"), (math.inf,))
+
+
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kernel")
+def test_channels_are_apart_on_the_device() -> None:
+    assert_channels_are_apart("cuda", (*ROWS, "d_y"), (math.inf, -math.inf, math.nan))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes, lengths", [*CASES, *LONG], ids=str)
 def test_on_the_device(sizes: Sizes, lengths: Sizes) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -172,7 +205,6 @@ def test_what_is_taken_first() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("kernel")
 def test_laws_on_the_device() -> None:
     """Bits of rows alone, of every run and in whatever memory; in a graph; compiled."""
     x, selected = random(3, 150, 40).bfloat16(), everything_selected()

@@ -20,6 +20,8 @@ from flashmix.ops.selective_scan.native.binding import missing
 def _gluon_supports(call: SelectiveScanCall) -> str | None:
     if call.A.shape[1] != 16:
         return f"its kernels take 16 states, got {call.A.shape[1]}"
+    if call.A.shape[0] // max(call.groups, 1) % 8:
+        return f"its kernels copy 8 channels of a group at a time, got {call.A.shape[0]} in {call.groups} groups"
     if call.segmented:
         return f"it has no segments, which few channels of long sequences want, got {tuple(call.u.shape)}"
     return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
@@ -73,7 +75,7 @@ def selective_scan(
         h_t = e^{dt_t A} h_{t-1} + dt_t u_t B_t;  y_t = h_t C_t + D u_t;  y_t = y_t silu(z_t)
 
     Computed in float32 (float64) whatever comes in, autocast or not. No tensor of all states is made: the backward recomputes them from one
-    every 64 tokens (32 in the kernels for Hopper).
+    every 64 tokens (16 in the kernels for Hopper).
 
     Args:
         u: inputs `[B, T, D]`, float32, bfloat16, float16 or float64.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from flashmix.gpu.rows import contiguous, sum_columns
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.selective_scan.call import SelectiveScanCall
 from flashmix.ops.selective_scan.gluon_hopper.backward import HopperGradients, selective_backward_hopper_kernel
-from flashmix.ops.selective_scan.gluon_hopper.backward_pairs import selective_backward_pairs_kernel
 from flashmix.ops.selective_scan.gluon_hopper.forward import (
     HopperInputs,
     HopperStates,
@@ -27,19 +25,7 @@ from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
 
 __all__ = ["backward", "forward", "keeps"]
 
-
-class Backward(NamedTuple):
-    """A kernel for the backward, the tokens from one kept state to the next, and of what number its channels are a multiple."""
-
-    kernel: Any
-    chunk: int
-    multiple: int
-
-
-HALVES = Backward(selective_backward_hopper_kernel, 32, 1)
-# Copies with `cp.async`, which want rows aligned to 16 bytes. It has not run on a card as it is now: it serves only where it is asked for.
-PAIRS = Backward(selective_backward_pairs_kernel, 16, 8)
-BACKWARD = PAIRS if os.environ.get("FLASHMIX_TRY_SELECTIVE_PAIRS") == "1" else HALVES
+CHUNK = 16  # tokens from one kept state to the next
 
 
 def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
@@ -53,8 +39,7 @@ def forward(call: SelectiveScanCall, save: bool) -> tuple[Outputs, Outputs]:
 
 def keeps(call: SelectiveScanCall) -> Outputs:
     batch, tokens = call.u.shape[:2]
-    size = _backward(call).chunk
-    chunks = batch * cdiv(tokens, size) if call.packing is None else tokens // size + call.packing.count
+    chunks = batch * cdiv(tokens, CHUNK) if call.packing is None else tokens // CHUNK + call.packing.count
     return (_empty(call, chunks, *call.A.shape),)
 
 
@@ -68,16 +53,14 @@ def backward(
     }
     d_y, d_last = grads
     d_y = torch.zeros_like(call.u) if d_y is None else d_y.contiguous()
-    spec, inputs = _spec(call), _inputs(call)
-    if _backward(call) is PAIRS:
-        d_y, inputs = _aligned(d_y), HopperInputs(*map(_aligned, inputs))
+    spec, d_y, inputs = _spec(call), _aligned(d_y), HopperInputs(*map(_aligned, _inputs(call)))
     shared = _empty(call, spec.BLOCKS, 2, *call.B.shape)
     channels, rates = _empty(call, call.sequences, 2, spec.WIDTH), _empty(call, call.sequences, *call.A.shape)
     start = _empty(call, call.sequences, *call.A.shape) if "initial_state" in wanted else None
     gradients = HopperGradients(
         d_y, found["u"], found["dt"], found.get("z"), shared, channels, rates, contiguous(d_last), start
     )
-    run = bound(_backward(call).kernel, spec, num_warps=1)
+    run = bound(selective_backward_hopper_kernel, spec, num_warps=1)
     run(_programs(call, spec), inputs, gradients, kept[0], _numbers(call))
     both = torch.empty((2, *call.B.shape), dtype=call.B.dtype, device=call.device)
     sum_columns(shared, both)
@@ -93,11 +76,8 @@ def backward(
     return found
 
 
-def _backward(call: SelectiveScanCall) -> Backward:
-    return HALVES if call.u.shape[2] // call.groups % BACKWARD.multiple else BACKWARD
-
-
 def _aligned(tensor: Any) -> Any:
+    """The tensor, or a copy of it: the backward copies rows with `cp.async`, which wants 16 bytes."""
     return tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
@@ -113,9 +93,7 @@ def _inputs(call: SelectiveScanCall) -> HopperInputs:
 
 def _spec(call: SelectiveScanCall) -> ScanHopperSpec:
     width = call.u.shape[2]
-    return ScanHopperSpec(
-        width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus, _backward(call).chunk
-    )
+    return ScanHopperSpec(width, call.groups, cdiv(width // call.groups, CHANNELS.value), call.softplus, CHUNK)
 
 
 def _numbers(call: SelectiveScanCall) -> ScanHopperNumbers:

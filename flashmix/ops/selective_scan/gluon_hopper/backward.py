@@ -3,10 +3,12 @@
     l_t = dy_t C_t + c;  dC_t = dy_t h_t;  dB_t = dt u l_t;  c = e^{dt A} l_t
     dx = sum_s l_t B_t;  du = dt dx + D dy;  ddt = u dx + sum_s A h_{t-1} c;  dA = dt h_{t-1} c
 
-of the gradient dy of `h C + D u`; with a gate that is `dout silu(z)`. A chunk's states are recomputed once to keep those of every HALF-th
-token in shared memory; then, from the last HALF tokens to the first, their states and factors in registers, each exponential once more.
-dB and dC are summed over a program's channels through shared memory and over programs in their order.
-Tiles: `t` tokens, `c` channels, `p` pairs of them, `s` states (`layouts.py`).
+of the gradient dy of `h C + D u`; with a gate that is `dout silu(z)`.
+
+A thread has four channels by four states. A chunk's states are recomputed once, for the gradients of C and z, and those before every second
+token are kept in shared memory; then, from the last pair of tokens to the first, states and factors are in registers. Sums over states and
+channels are products (`product_sums.py`); all else that threads exchange are single numbers per channel of a token (`pair_memory.py`).
+Tiles: `t` QUAD tokens, `c` channels, `s` states; of states `[q, i, j, e]`.
 """
 
 # mypy: allow-untyped-defs
@@ -14,37 +16,50 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import ex2, gl, gluon
-from flashmix.gpu.rows import activation, activation_slope, sigmoid
-from flashmix.ops.recurrence.triton_gpu.tiles import append
-from flashmix.ops.selective_scan.gluon_hopper.forward import (
-    all_of,
-    many,
-    numbers_of,
-    of_token,
-    place_of,
-    put_states,
-    rates_of,
-    read_tokens,
-    states_at,
-    step_sizes,
-    tokens_at,
-    tokens_of,
-    tokens_there,
-    weights_of,
-    weights_of_token,
+from flashmix.gpu.hopper import await_copies, close_copies, ex2, gl, gluon
+from flashmix.gpu.rows import exp_of_minus
+from flashmix.ops.selective_scan.gluon_hopper.forward import LOG2_E, numbers_of, place_of
+from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS
+from flashmix.ops.selective_scan.gluon_hopper.pair_memory import (
+    Copied,
+    QuadMemory,
+    by_channel,
+    by_state,
+    channel_weight,
+    coming_states,
+    coming_steps,
+    convert_chunk,
+    copied_quad,
+    copy_flows,
+    copy_numbers,
+    copy_quad,
+    copy_weights,
+    keep_tile,
+    many_numbers,
+    many_tiles,
+    own_of,
+    own_tile,
+    put_tile,
+    quad_at,
+    quad_there,
+    quad_weights,
+    quad_weights_at,
+    read_quad,
+    tile_at,
 )
-from flashmix.ops.selective_scan.gluon_hopper.layouts import (
-    CHANNELS,
-    HALF,
-    PAIRS,
-    STATES,
-    TOKENS,
-    pair_memory,
-    pair_sums,
-    rows,
-    tile,
-    tokens,
+from flashmix.ops.selective_scan.gluon_hopper.product_sums import (
+    QUAD,
+    add_over_channels,
+    add_over_states,
+    columns_of,
+    no_states,
+    no_sums,
+    over_threads,
+    own_states,
+    quad_columns,
+    quad_numbers,
+    sums_of_channels,
+    sums_of_states,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -66,8 +81,8 @@ class HopperGradients(NamedTuple):
     start: Any
 
 
-class TokenMemory(NamedTuple):
-    """Shared memory of TOKENS tokens: step sizes, `dt u` and `dy` [t, c], B and C [t, s]."""
+class TokenNumbers(NamedTuple):
+    """Of a token, in registers: step sizes, `dt u` and `dy` [q, i, 1, 1], B and C [1, 1, j, e]."""
 
     steps: Any
     writes: Any
@@ -76,238 +91,203 @@ class TokenMemory(NamedTuple):
     C: Any
 
 
-class StateSums(NamedTuple):
-    """Shared memory for sums over states, `y`, `dx` and `sum_s A h c` [t, c]; over tokens of the gradients of D and the bias [t, c]; and
-    over pairs of channels [p, s], one of each of HALF tokens."""
+class QuadSums(NamedTuple):
+    """Accumulators of QUAD tokens: over states `dx` and `sum_s A h c`, over channels dB."""
 
-    y: Any
-    dx: Any
-    rate: Any
-    skip: Any
-    bias: Any
-    pairs: Any
-
-
-class Work(NamedTuple):
-    """What a program works on: its `ChannelPlace`, the numbers of the call, rates [c, s], its `TokenMemory` and `StateSums`, and in shared
-    memory the bias and the skip weight of its channels."""
-
-    place: Any
-    n: Any
-    rates: Any
-    memory: Any
-    sums: Any
-    weights: Any
+    inputs: Any
+    d_B: Any
 
 
 @gluon.jit
-def weight_of(w, i):
-    """The bias (0) or the skip weight (1) of each channel, [c], for tiles of tokens."""
-    return w.weights.index(i).load(gl.SliceLayout(0, tokens()))  # [c]
+def token_numbers(memory, quad, t: gl.constexpr):
+    return TokenNumbers(
+        by_channel(memory.steps, quad, t),
+        by_channel(memory.writes, quad, t),
+        by_channel(memory.flows, quad, t),
+        by_state(memory.B, QUAD * quad + t),
+        by_state(memory.C, QUAD * quad + t),
+    )
 
 
 @gluon.jit
-def pair_buffers():
-    found = ()
-    for _ in gl.static_range(HALF):
-        found = append(found, gl.allocate_shared_memory(gl.float32, [PAIRS, STATES], pair_memory()))
-    return found
+def pair_numbers(memory, quad, FIRST: gl.constexpr):
+    return token_numbers(memory, quad, FIRST), token_numbers(memory, quad, FIRST + 1)
 
 
 @gluon.jit
-def over_pairs(x):
-    """The sums over each thread's two channels, [p, s], of [c, s]."""
-    return gl.sum(gl.reshape(x, [PAIRS, CHANNELS // PAIRS, STATES]), 1)
+def advanced(h, rates, x):
+    """The states after a token."""
+    return ex2(x.steps * rates) * h + x.writes * x.B
 
 
 @gluon.jit
-def stacked(x):
-    """Four vectors [c] as [c, t]."""
-    return gl.reshape(gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])), [CHANNELS, HALF])
+def forward_pair(pair, rates, h, d_C, FIRST: gl.constexpr):
+    """The states after two tokens, dC with theirs added, and the `own_states` of their outputs."""
+    between = advanced(h, rates, pair[0])
+    h = advanced(between, rates, pair[1])
+    d_C = add_over_channels(d_C, over_threads(pair[0].flows * between), over_threads(pair[1].flows * h), FIRST)
+    return h, d_C, (own_states(between * pair[0].C), own_states(h * pair[1].C))
 
 
 @gluon.jit
-def put_half(shared, WHICH: gl.constexpr, x):
-    """Writes four vectors [c] to the first or second half of TOKENS tokens."""
-    all_of(shared).slice(WHICH * HALF, HALF, 0).permute([1, 0]).store(stacked(x))
+def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, h, pair, start, quad, S: gl.constexpr):
+    """The states after QUAD tokens; keeps those before each pair of them, and writes the gradients of C and z, which need no more.
+
+    `pair` are the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair ahead, because the compiler
+    takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
+    """
+    later = pair_numbers(memory, quad, 2)
+    keep_tile(memory.states, 2 * quad, h)
+    h, d_C, y = forward_pair(pair, rates, h, no_sums(), 0)
+    pair = pair_numbers(memory, gl.minimum(quad + 1, S.CHUNK // QUAD - 1), 0)
+    keep_tile(memory.states, 2 * quad + 1, h)
+    h, d_C, later_y = forward_pair(later, rates, h, d_C, 2)
+    at = start + QUAD * quad
+    put_shared(own.d.C, d_C, at, own, S)
+    if GATED:
+        y = add_over_states(no_states(), (y[0], y[1], later_y[0], later_y[1]), quad_columns())
+        whole, _same = sums_of_states(y)
+        whole += channel_weight(memory, 1) * copied_quad(memory.copied.u, quad)
+        d_z = (slope * whole).to(own.d.z.dtype.element_ty)
+        gl.store(quad_at(own.d.z, at, S), d_z, mask=quad_there(at, own.tokens, own))
+    return h, pair
 
 
 @gluon.jit
-def put_half_back(shared, WHICH: gl.constexpr, x):
-    """As `put_half`, the last token first."""
-    put_half(shared, WHICH, (x[3], x[2], x[1], x[0]))
+def token_gradients(x, rates, before, factor, c, d_A):
+    """Of a token, from the states before it and their factors: the partial sums for dB, `dx` and the rate; `c` and `d_A` go on to the token
+    before."""
+    flow = c + x.flows * x.C
+    d_B = over_threads(x.writes * flow)
+    dx = own_states(flow * x.B)
+    c = factor * flow
+    part = before * c
+    return d_B, dx, own_states(part * rates), c, d_A + x.steps * part
 
 
 @gluon.jit
-def put_pairs(d_shared, WHICH: gl.constexpr, pairs, token, place, n, S: gl.constexpr):
-    """Writes the sums over pairs of channels of HALF tokens' gradients of B (WHICH 0) or C."""
-    s = gl.arange(0, STATES, layout=gl.SliceLayout(0, pair_sums()))
-    row = (place.part * 2 + WHICH).to(gl.int64) * n.rows + token
-    for i in gl.static_range(HALF):
-        parts = pairs[i].load(pair_sums())  # [p, s]
-        total = gl.sum(parts, 0)
-        ptr = d_shared + ((row + i) * S.SHARES + place.share) * STATES
-        gl.store(ptr + s, total, mask=(s >= 0) & (token + i < place.last))
+def pair_gradients(sums, pair, before, rates, FIRST: gl.constexpr, c, d_A):
+    """Adds the gradients of tokens FIRST and FIRST + 1 of QUAD."""
+    factor, later_factor = ex2(pair[0].steps * rates), ex2(pair[1].steps * rates)
+    between = factor * before + pair[0].writes * pair[0].B
+    later_B, later_dx, later_rate, c, d_A = token_gradients(pair[1], rates, between, later_factor, c, d_A)
+    d_B, dx, rate, c, d_A = token_gradients(pair[0], rates, before, factor, c, d_A)
+    d_B = add_over_channels(sums.d_B, d_B, later_B, FIRST)
+    inputs = add_over_states(sums.inputs, (dx, rate, later_dx, later_rate), columns_of(FIRST))
+    return QuadSums(inputs, d_B), c, d_A
 
 
 @gluon.jit
-def advanced(h, rates, memory, i):
-    """The states [c, s] after token i, and the factors that they were multiplied by."""
-    factor = ex2(of_token(memory.steps, i)[:, None] * rates)
-    return factor * h + of_token(memory.writes, i)[:, None] * weights_of_token(memory.B, i)[None, :], factor
+def put_shared(tensor, total, token, own, S: gl.constexpr):
+    """Writes the sums over channels of QUAD tokens' gradients of B or C."""
+    ptr, there = quad_weights_at(tensor, token, own, S)
+    gl.store(ptr, gl.convert_layout(sums_of_channels(total), quad_weights()), mask=there)  # [t, s]
 
 
 @gluon.jit
-def keep_chunk(x, w, h, kept, at, groups, S: gl.constexpr):
-    """Writes the states [c, s] before every HALF tokens of a chunk, but the first, to shared memory `kept`."""
-    place, memory = w.place, w.memory
-    u, raw, B = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), weights_of(x.B, at, place, S)
-    for group in range(groups):
-        dt = step_sizes(raw, weight_of(w, 0), tokens_there(at, place), S)
-        all_of(memory.steps).store(dt)
-        all_of(memory.writes).store(dt * u.to(gl.float32))
-        all_of(memory.B).store(B.to(gl.float32))
-        at += TOKENS
-        u, raw, B = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), weights_of(x.B, at, place, S)
-        if group > 0:
-            kept.index(2 * group - 1).store(h)
-        for i in gl.static_range(HALF):
-            h, _factor = advanced(h, w.rates, memory, i)
-        kept.index(2 * group).store(h)
-        if group < groups - 1:
-            for i in gl.static_range(HALF, TOKENS):
-                h, _factor = advanced(h, w.rates, memory, i)
-
-
-@gluon.jit
-def half_gradients(d, w, h, c, d_A, WHICH: gl.constexpr, token, S: gl.constexpr):
-    """The gradients of HALF tokens from the states `h` [c, s] before them; `c` and `d_A` [c, s] are carried from token to token."""
-    memory, sums = w.memory, w.sums
-    before, factors, outputs = (), (), ()
-    for i in gl.static_range(HALF):
-        before = append(before, h)
-        h, factor = advanced(h, w.rates, memory, WHICH * HALF + i)
-        factors = append(factors, factor)
-        sums.pairs[i].store(over_pairs(of_token(memory.flows, WHICH * HALF + i)[:, None] * h))
-        if d.z is not None:
-            outputs = append(outputs, gl.sum(h * weights_of_token(memory.C, WHICH * HALF + i)[None, :], 1))
-    if d.z is not None:
-        put_half(sums.y, WHICH, outputs)
-    put_pairs(d.shared, 1, sums.pairs, token, w.place, w.n, S)
-    inputs, decays = (), ()
-    for i in gl.static_range(HALF - 1, -1, -1):
-        flow = (
-            c
-            + of_token(memory.flows, WHICH * HALF + i)[:, None] * weights_of_token(memory.C, WHICH * HALF + i)[None, :]
-        )
-        sums.pairs[i].store(over_pairs(of_token(memory.writes, WHICH * HALF + i)[:, None] * flow))
-        inputs = append(inputs, gl.sum(flow * weights_of_token(memory.B, WHICH * HALF + i)[None, :], 1))
-        c = factors[i] * flow
-        part = before[i] * c
-        decays = append(decays, gl.sum(part * w.rates, 1))
-        d_A += of_token(memory.steps, WHICH * HALF + i)[:, None] * part
-    put_half_back(sums.dx, WHICH, inputs)
-    put_half_back(sums.rate, WHICH, decays)
-    put_pairs(d.shared, 0, sums.pairs, token, w.place, w.n, S)
-    return c, d_A
-
-
-@gluon.jit
-def put_tokens(x, d, w, given, at, S: gl.constexpr):
-    """Writes the gradients of u, dt and z of TOKENS tokens; `given` are u, dt, z and dout of these as they lie in memory."""
-    memory, sums, place = w.memory, w.sums, w.place
-    u, raw, z, flow = given
-    there = tokens_there(at, place)
-    bias, skip = weight_of(w, 0), weight_of(w, 1)
-    dt, dy, dx, wide = read_tokens(memory.steps), read_tokens(memory.flows), read_tokens(sums.dx), u.to(gl.float32)
-    d_u = dt * dx + skip[None, :] * dy
-    gl.store(tokens_at(d.u, at, place, S), d_u.to(d.u.dtype.element_ty), mask=there)
-    d_dt = wide * dx + LN_2 * read_tokens(sums.rate)
+def put_numbers(own, inputs, memory, quad, at, S: gl.constexpr):
+    """Writes the gradients of u and dt of QUAD tokens; returns their parts of those of D and of the bias, [t, c]."""
+    there, wide = quad_there(at, own.tokens, own), copied_quad(memory.copied.u, quad)
+    skip, dt, dy = channel_weight(memory, 1), read_quad(memory.steps, quad), read_quad(memory.flows, quad)
+    dx, rate = sums_of_states(inputs)
+    gl.store(quad_at(own.d.u, at, S), (dt * dx + skip * dy).to(own.d.u.dtype.element_ty), mask=there)
+    d_dt = wide * dx + LN_2 * rate
     if S.SOFTPLUS:
-        d_dt *= sigmoid(raw.to(gl.float32) + bias[None, :], False)
-    gl.store(tokens_at(d.dt, at, place, S), d_dt.to(d.dt.dtype.element_ty), mask=there)
-    all_of(sums.skip).store(read_tokens(sums.skip) + dy * wide)
-    all_of(sums.bias).store(read_tokens(sums.bias) + gl.where(there, d_dt, 0.0))
-    if x.z is not None:
-        y = read_tokens(sums.y) + skip[None, :] * wide
-        d_z = flow.to(gl.float32) * y * activation_slope(z.to(gl.float32), "silu", False)
-        gl.store(tokens_at(d.z, at, place, S), d_z.to(d.z.dtype.element_ty), mask=there)
+        d_dt *= softplus_slope(dt)
+    gl.store(quad_at(own.d.dt, at, S), d_dt.to(own.d.dt.dtype.element_ty), mask=there)
+    return dy * wide, gl.where(there, d_dt, 0.0)
 
 
 @gluon.jit
-def put_sums(channels, WHICH: gl.constexpr, sums, place, S: gl.constexpr):
-    """Writes sums over tokens [c]."""
-    total = gl.sum(read_tokens(sums), 0)
-    c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, tokens()))
+def put_channel_sums(channels, WHICH: gl.constexpr, total, place, S: gl.constexpr):
+    """Writes sums over tokens of [t, c]."""
+    c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, quad_numbers()))
     ptr = channels + (place.sequence.to(gl.int64) * 2 + WHICH) * S.WIDTH + place.column
-    gl.store(ptr + c, total, mask=c < place.count)
+    gl.store(ptr + c, gl.sum(total, 0), mask=c < place.count)
+
+
+@gluon.jit
+def chunk_gradients(GATED: gl.constexpr, own, memory, rates, start, carried, S: gl.constexpr):
+    """The gradients of a chunk's tokens from its memory, where meanwhile the chunk before comes."""
+    c, d_A, d_skip, d_bias = carried
+    before, tokens = gl.maximum(start - S.CHUNK, 0), gl.where(start > 0, own.tokens, 0)
+    # read a turn ahead, so that a turn begins with products and not with a wait
+    pair, states = pair_numbers(memory, S.CHUNK // QUAD - 1, 2), own_tile(memory.states.index(S.CHUNK // 2 - 1))
+    for part in range(S.CHUNK // QUAD):  # one QUAD at a time: the loops stay in the instruction cache
+        quad = S.CHUNK // QUAD - 1 - part
+        at = start + QUAD * quad
+        sums = QuadSums(no_states(), no_sums())
+        sums, c, d_A = pair_gradients(sums, pair, states, rates, 2, c, d_A)
+        states = own_tile(memory.states.index(2 * quad))
+        sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 0), states, rates, 0, c, d_A)
+        put_shared(own.d.B, sums.d_B, at, own, S)
+        more_skip, more_bias = put_numbers(own, sums.inputs, memory, quad, at, S)
+        d_skip += more_skip
+        d_bias += more_bias
+        pair = pair_numbers(memory, gl.maximum(quad - 1, 0), 2)
+        states = own_tile(memory.states.index(gl.maximum(2 * quad - 1, 0)))
+        copy_quad(memory.copied.u, own.x.u, own, quad, before, tokens, S)
+        if part == 1:  # the states of two QUADs are done with
+            copy_flows(GATED, own, memory, before, tokens, S)
+            copy_weights(own, memory, before, tokens, S)
+            copy_numbers(coming_steps(memory, own, S), own.x.dt, own, before, tokens, S)
+        close_copies()
+    return c, d_A, d_skip, d_bias
+
+
+@gluon.jit
+def softplus_slope(dt):
+    """`1 - e^-dt` of step sizes `softplus(x)`, which is `sigmoid(x)`."""
+    series = dt * (1.0 - dt * (0.5 - dt * 0.16666667))
+    return gl.where(dt < 0.0625, series, 1.0 - exp_of_minus(dt, False))
 
 
 @gluon.jit(do_not_specialize=["n"])
 def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
     """The gradients of 32 channels of a sequence; `kept` the states at the starts of chunks `[chunks, D, S]`."""
     place = place_of(x, n, S)
-    rates, c = rates_of(x.A, place, S), states_at(d.last, place.sequence, place, S)
-    d_A = gl.zeros_like(c)
-    memory = TokenMemory(
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        many(TOKENS, STATES),
-        many(TOKENS, STATES),
+    rates = gl.maximum(tile_at(x.A, place.column * 0, place, S), -1e30) * LOG2_E
+    c = tile_at(d.last, place.sequence, place, S)
+    memory = QuadMemory(
+        Copied(many_numbers(x.u, S), many_numbers(x.u, S), many_numbers(x.u, S)),
+        many_tiles(S.CHUNK // QUAD, 8, 16),
+        many_tiles(S.CHUNK // QUAD, 8, 16),
+        many_tiles(S.CHUNK, 4, 4),
+        many_tiles(S.CHUNK, 4, 4),
+        many_tiles(S.CHUNK // 2, 4, 128),
+        many_tiles(S.CHUNK // QUAD, 8, 16),
+        gl.allocate_shared_memory(gl.float32, [2, CHANNELS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
-    sums = StateSums(
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        many(TOKENS, CHANNELS),
-        pair_buffers(),
-    )
-    weights_here = many(2, CHANNELS)
-    weights_here.index(0).store(numbers_of(x.bias, place, tokens()))
-    weights_here.index(1).store(numbers_of(x.D, place, tokens()))
-    nothing = gl.full([TOKENS, CHANNELS], 0.0, gl.float32, layout=tokens())
-    all_of(sums.skip).store(nothing)
-    all_of(sums.bias).store(nothing)
-    w = Work(place, n, rates, memory, sums, weights_here)
-    states = gl.allocate_shared_memory(gl.float32, [S.CHUNK // HALF - 1, CHANNELS, STATES], rows())
-    chunks = ((place.last - place.first + S.CHUNK - 1) // S.CHUNK).to(gl.int32)
-    for back in range(chunks):
-        chunk = chunks - 1 - back
-        start = place.first + chunk * S.CHUNK
-        groups = gl.minimum((place.last - start + TOKENS - 1) // TOKENS, S.CHUNK // TOKENS).to(gl.int32)
-        keep_chunk(x, w, states_at(kept, place.chunk + chunk, place, S), states, start, groups, S)
-        at = start + (groups - 1) * TOKENS
-        u, raw, z = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), tokens_of(x.z, at, place, S)
-        flow = tokens_of(d.y, at, place, S)
-        B, C = weights_of(x.B, at, place, S), weights_of(x.C, at, place, S)
-        for later in range(groups):
-            group = groups - 1 - later
-            dt, dy = step_sizes(raw, weight_of(w, 0), tokens_there(at, place), S), flow.to(gl.float32)
-            if x.z is not None:
-                dy = dy * activation(z.to(gl.float32), "silu", False)
-            all_of(memory.steps).store(dt)
-            all_of(memory.writes).store(dt * u.to(gl.float32))
-            all_of(memory.flows).store(dy)
-            all_of(memory.B).store(B.to(gl.float32))
-            all_of(memory.C).store(C.to(gl.float32))
-            h = states.index(2 * group).load(tile())  # [c, s]
-            c, d_A = half_gradients(d, w, h, c, d_A, 1, at + HALF, S)
-            if group > 0:
-                h = states.index(2 * group - 1).load(tile())  # [c, s]
-            else:
-                h = states_at(kept, place.chunk + chunk, place, S)
-            c, d_A = half_gradients(d, w, h, c, d_A, 0, at, S)
-            done, given = at, (u, raw, z, flow)
-            if group > 0:
-                at -= TOKENS
-            u, raw, z = tokens_of(x.u, at, place, S), tokens_of(x.dt, at, place, S), tokens_of(x.z, at, place, S)
-            flow = tokens_of(d.y, at, place, S)
-            B, C = weights_of(x.B, at, place, S), weights_of(x.C, at, place, S)
-            put_tokens(x, d, w, given, done, S)
-    put_states(d.rates, place.sequence, place, True, d_A, S)
-    put_sums(d.channels, 0, sums.skip, place, S)
-    put_sums(d.channels, 1, sums.bias, place, S)
+    memory.weights.index(0).store(numbers_of(x.bias, place, quad_numbers()))
+    memory.weights.index(1).store(numbers_of(x.D, place, quad_numbers()))
+    nothing = gl.full([QUAD, CHANNELS], 0.0, gl.float32, layout=quad_numbers())
+    carried = (c, gl.zeros_like(c), nothing, nothing)
+    own = own_of(x, d, kept, place, n, S)
+    GATED: gl.constexpr = x.z is not None
+    last = (own.tokens + S.CHUNK - 1) // S.CHUNK - 1
+    start = gl.maximum(last, 0) * S.CHUNK
+    copy_flows(GATED, own, memory, start, own.tokens, S)
+    copy_weights(own, memory, start, own.tokens, S)
+    copy_numbers(coming_steps(memory, own, S), own.x.dt, own, start, own.tokens, S)
+    for first in gl.static_range(S.CHUNK // QUAD):
+        copy_quad(memory.copied.u, own.x.u, own, first, start, own.tokens, S)
+    close_copies()
+    await_copies(0)
+    for back in range(last + 1):
+        start = (last - back) * S.CHUNK
+        slopes = convert_chunk(GATED, own, memory, start, S)
+        h = own_tile(coming_states(memory, S))
+        pair = pair_numbers(memory, 0, 0)
+        for quad in range(S.CHUNK // QUAD):
+            slope = gl.where(
+                quad < 2, gl.where(quad == 0, slopes[0], slopes[1]), gl.where(quad == 2, slopes[2], slopes[3])
+            )
+            h, pair = forward_quad(GATED, own, rates, memory, slope, h, pair, start, quad, S)
+        carried = chunk_gradients(GATED, own, memory, rates, start, carried, S)
+    await_copies(0)
+    c, d_A, d_skip, d_bias = carried
+    put_tile(d.rates, place.sequence, place, d_A, S)
+    put_channel_sums(d.channels, 0, d_skip, place, S)
+    put_channel_sums(d.channels, 1, d_bias, place, S)
     if d.start is not None:
-        put_states(d.start, place.sequence, place, True, c, S)
+        put_tile(d.start, place.sequence, place, c, S)

@@ -1,4 +1,4 @@
-"""Where the numbers of the selective scan's Hopper kernels lie, in registers and in shared memory.
+"""Where the numbers of the selective scan's forward on Hopper lie, in registers and in shared memory.
 
 A program is one warp, with 32 channels of one sequence. A thread has two channels and eight of their 16 states: a number of a channel
 serves eight states, one of B or C two channels, and sums over states or channels leave a thread with few numbers. What is made of single
@@ -12,8 +12,6 @@ from __future__ import annotations
 from flashmix.gpu.hopper import gl, gluon
 
 STATES, CHANNELS, TOKENS = gl.constexpr(16), gl.constexpr(32), gl.constexpr(8)
-HALF = gl.constexpr(4)  # tokens whose states the backward holds in registers
-PAIRS = gl.constexpr(16)  # of channels
 
 
 @gluon.constexpr_function
@@ -38,15 +36,3 @@ def weights():
 def rows():
     """In shared memory, row by row."""
     return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-
-
-@gluon.constexpr_function
-def pair_sums():
-    """Of `[p, s]`, sums over each thread's two channels, for their sum over p."""
-    return gl.BlockedLayout([1, 1], [2, 16], [1, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def pair_memory():
-    """In shared memory, `[p, s]` without conflicts of banks, written as threads have them and read as `pair_sums`."""
-    return gl.SwizzledSharedLayout(4, 2, 2, [1, 0])

@@ -1,4 +1,4 @@
-"""The shared memory of a program of `backward_pairs.py`, and how it is filled.
+"""The shared memory of a program of `backward.py`, and how it is filled.
 
 While a chunk is worked on, from its last token to its first, the tensors of the chunk before it are copied to shared memory (`cp.async`),
 as soon as what lies there is no longer needed: u, z and `dout` over those of the same tokens of this chunk; B, C, step sizes and the first

@@ -2,10 +2,13 @@
 
 A tile `[8, 4, 4, 4]` has channel `4 q + i` and state `4 j + e` at `[q, i, j, e]`; thread `4 q + j` of a warp has q and j. What a thread has
 added up of its own numbers is an operand of a product m16n8k8 as it lies in registers: a left one where its q is a row and its j are summed
-over, a right one where its q is a column. A product with zeros and a one in each row moves or adds numbers; two tokens are one product of
-16 columns, and the sums for token t of QUAD lie in columns 2 t and 2 t + 1, so that four tokens fill an accumulator. Operands are cut to
-the ten bits of TF32 (by 3e-4 on average), sums are float32. What is infinite makes other numbers of its token's neighbours NaN (zero times
-infinity).
+over, a right one where its q is a column. A product with zeros and a one in each row moves or adds numbers: 16 columns are four tiles of
+such numbers, and a token has two columns of an accumulator, so that QUAD tokens fill it. Operands are cut to the ten bits of TF32 (by 3e-4
+on average), sums are float32.
+
+In a product zero times infinity is NaN. So a row of sums over states is one channel, and each two of a thread's channels have their own
+accumulator: what is not finite reaches the numbers of its channel at the other tokens of QUAD, and no other channel. Sums over channels
+become NaN at all tokens of QUAD.
 """
 
 # mypy: allow-untyped-defs
@@ -61,18 +64,43 @@ def own_states(x):
 
 
 @gluon.jit
-def add_over_states(total, first, second, FIRST: gl.constexpr):
-    """Adds the sums of two tokens' `own_states` to those of QUAD tokens."""
-    both = gl.reshape(gl.join(first, second), [8, 2, 2, 4, 2])  # [q, i / 2, i % 2, j, t]
-    left = gl.reshape(both.permute([2, 0, 4, 1, 3]), [16, 16])
-    left = gl.convert_layout(left, gl.DotOperandLayout(0, sums(), 1))
-    return mma_v2(left, columns_of(FIRST), total, input_precision="tf32")
+def no_states():
+    """Accumulators of sums over states: for channels 0 and 1 of each thread's four, and for channels 2 and 3."""
+    return no_sums(), no_sums()
+
+
+@gluon.jit
+def add_over_states(total, x, columns):
+    """Adds the sums over states of four tiles, given as the `own_states` of each, in the columns that `columns` tells."""
+    every = gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3]))
+    every = gl.reshape(every, [8, 2, 2, 4, 4])  # [q, i / 2, i % 2, j, tile]
+    lower, upper = gl.split(gl.reshape(every.permute([2, 0, 4, 3, 1]), [16, 16, 2]))
+    L: gl.constexpr = gl.DotOperandLayout(0, sums(), 1)
+    return (
+        mma_v2(gl.convert_layout(lower, L), columns, total[0], input_precision="tf32"),
+        mma_v2(gl.convert_layout(upper, L), columns, total[1], input_precision="tf32"),
+    )
+
+
+@gluon.jit
+def quad_columns():
+    """Of the tiles of QUAD tokens, [k, n]: columns 2 t and 2 t + 1 are the same."""
+    L: gl.constexpr = gl.DotOperandLayout(1, sums(), 1)
+    k, n = gl.arange(0, 16, layout=gl.SliceLayout(1, L)), gl.arange(0, 8, layout=gl.SliceLayout(0, L))
+    return gl.where(n[None, :] // 2 == (k // 4)[:, None], 1.0, 0.0)
 
 
 @gluon.jit
 def sums_of_states(total):
-    """The sums over states of QUAD tokens, [t, c]."""
-    apart = gl.reshape(total, [2, 8, 4, 2])  # [i % 2, q, t, i / 2]
+    """The sums of even columns and those of odd ones, each [t, c] of QUAD tokens."""
+    lower, odd_lower = gl.split(gl.reshape(total[0], [2, 8, 4, 2]))
+    upper, odd_upper = gl.split(gl.reshape(total[1], [2, 8, 4, 2]))
+    return by_token(lower, upper), by_token(odd_lower, odd_upper)
+
+
+@gluon.jit
+def by_token(lower, upper):
+    apart = gl.join(lower, upper)  # [i % 2, q, t, i / 2]
     return gl.convert_layout(gl.reshape(apart.permute([2, 1, 3, 0]), [4, 32]), quad_numbers())
 
 
