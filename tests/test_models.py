@@ -122,6 +122,19 @@ def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
     assert torch.equal(*losses) and torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "hybrid"])
+def test_recomputed_activations_give_the_same_gradients_under_autocast(name: str) -> None:
+    """The residual stream is float32 there, and what a block adds to it is not."""
+    model, tokens, packing = make_model(name).float(), some_tokens(1, 12), Packing.from_lengths(LENGTHS)
+    found = []
+    for recompute in (False, True):
+        model.checkpoint_activations = recompute
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, cu_seqlens=packing, targets=tokens)
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @every_model
 def test_state_dict_round_trip_and_plain_configuration(name: str) -> None:
     model, tokens = make_model(name), some_tokens(2, 5)

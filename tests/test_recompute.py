@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flashmix import Packing
-from flashmix.models import Decoder, preset
+from flashmix.models import Decoder, DecoderConfig, LayerConfig, preset
+from flashmix.modules.decay import ExactParameters
 from flashmix.op import recompute
 from flashmix.op.recompute import recomputed, recomputing
 from flashmix.ops.gated_product.linear import SwiGLULinear
@@ -40,6 +41,45 @@ def test_gradients_keep_their_bits(name: str, packed: bool, everywhere: Callable
         loss = model(tokens[:, :-1], targets=tokens[:, 1:], cu_seqlens=packing)
         found.append([loss, *gradients(model, loss)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def checkpointed(config: DecoderConfig, dtype: torch.dtype, lengths: list[int], device: str) -> list[str]:
+    """The loss and the parameters whose gradients have other bits with checkpointed activations than without."""
+    torch.manual_seed(0)
+    model = Decoder(config, device=device, dtype=dtype)
+    for module in model.modules():
+        if isinstance(module, ExactParameters):
+            module.float()
+    tokens = torch.randint(config.vocab_size, (1, sum(lengths) + 1), device=device)
+    packing, found = Packing.from_lengths(lengths, device=device), []
+    for model.checkpoint_activations in (False, True):
+        loss = model(tokens[:, :-1], targets=tokens[:, 1:], cu_seqlens=packing)
+        found.append([loss, *gradients(model, loss)])
+    names = ["loss", *(name for name, _ in model.named_parameters())]
+    return [name for name, a, b in zip(names, *found, strict=True) if not torch.equal(a, b)]
+
+
+@pytest.mark.interpreted
+def test_checkpointed_activations_keep_the_bits_of_kernels() -> None:
+    """In float16: the interpreter cuts bfloat16 off where a GPU rounds."""
+    layers = [LayerConfig("gated_deltanet", {"heads": 1}), LayerConfig("attention", {"heads": 1, "window": 3})]
+    assert not checkpointed(DecoderConfig(vocab_size=11, width=16, layers=layers), torch.float16, [4, 3], "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("width", [512, 4096])
+def test_checkpointed_activations_keep_their_bits_on_a_gpu(width: int, norm: str) -> None:
+    """Wide and narrow rows, for which norms have different tiles."""
+    heads = {"heads": 4, "head_dim": 128}
+    layers = [
+        LayerConfig("gated_deltanet", heads),
+        LayerConfig("kda", heads),
+        LayerConfig("attention", heads | {"window": 1024}),
+        LayerConfig("attention", heads),
+    ]
+    config = DecoderConfig(vocab_size=512, width=width, layers=layers, norm=norm)
+    assert not checkpointed(config, torch.bfloat16, [3000, 1000, 96], "cuda")
 
 
 class Made(TorchDispatchMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import definitions
@@ -249,6 +250,52 @@ def test_kernels_are_their_definition_interpreted(case: Case, dtype: torch.dtype
     assert_matches(case.op, case.definition, *case.inputs(dtype))
 
 
+def sums(width: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Norms of a sum less those of the sum made before: outputs and gradients, `[made in the norm, before]` by norm and result."""
+    a, b, d_y, d_h = (random(5, width, dtype=dtype, seed=s).to(device) for s in range(4))
+    weight, bias = (random(width, dtype=dtype, seed=s).to(device) for s in (4, 5))
+    found = []
+    for op, *parameters in (
+        (rms_norm, weight),
+        (rms_norm,),
+        (layer_norm, weight, bias),
+        (partial(group_norm, groups=1), weight),
+    ):
+        for gate in ({}, {"gate": d_y * 2}):
+            both = []
+            for x, residual in ((a, b), (a + b, None)):
+                leaves = [t.clone().requires_grad_() for t in (x, *parameters)]
+                rest = dict(zip(("weight", "bias"), leaves[1:], strict=False))
+                y, h = op(leaves[0], residual=residual, return_residual=True, **rest, **gate)
+                both.append(
+                    [
+                        y,
+                        h,
+                        op(leaves[0], residual=residual, **rest, **gate),
+                        *torch.autograd.grad((y, h), leaves, (d_y, d_h)),
+                    ]
+                )
+            found += zip(*both, strict=True)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [7, 128, 512, 1000, 2048, 2100, 4096, 8192, 9000])
+def test_a_sum_made_before_has_the_same_bits(width: int, dtype: torch.dtype) -> None:
+    """Activation checkpoints keep the sum alone, and what is made again has no residual."""
+    for made, before in sums(width, dtype, "cuda"):
+        assert_same_bits(f"{width} channels", made, before)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # it cuts bfloat16 off where a GPU rounds
+@pytest.mark.parametrize("width", [7, 24])
+def test_a_sum_made_before_has_the_same_bits_interpreted(width: int, dtype: torch.dtype) -> None:
+    for made, before in sums(width, dtype, "cpu"):
+        assert_same_bits(f"{width} channels", made, before)
+
+
 def some_ops(channels: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """Ops of `x [B, T, channels]` that share nothing between rows, by name."""
     weight = random(channels, seed=1).cuda()
@@ -437,6 +484,7 @@ def test_opcheck() -> None:
     for op, arguments in (
         (NORM, (x, r, w, None, None, 1e-6, 1, False, True, "silu", x.dtype, True)),
         (NORM, (x, None, w, w, r, 1e-6, 2, True, True, "sigmoid", x.dtype, False)),
+        (NORM, (x, None, w, None, None, 1e-6, 1, False, True, "silu", x.dtype, True)),
         (GATED, (x, r, "gelu")),
         (GATE, (x, w, w, "softplus_decay", 1.0)),
         (SHIFT, (x, None, None, 0, 5, False, True)),

@@ -8,6 +8,7 @@ FLASHMIX_ALL_KERNELS=1.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels import MULTIPROCESSORS, TARGETS, compile_launch, recording
+from kernels import MULTIPROCESSORS, TARGETS, code_of, compile_launch, recording
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
@@ -202,6 +203,25 @@ def test_a_norm_of_one_channel_has_no_gradient(groups: int) -> None:
         launches = launches_of(lambda: group_norm(leaf(70, groups), groups, weight, center=True), capability)
         backward = next(launch for launch in launches if "backward" in launch.name)
         assert "fma.rn.f32" not in compile_launch(backward).ptx
+
+
+@pytest.mark.parametrize("width", [512, 1000, 4096, 8192])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_sum_in_the_same_pass_is_added_up_alike(norm: str, width: int) -> None:
+    """A row's reductions lie over threads and warps as those of a sum that was made before: the bits of both are the same."""
+    op, parameters = {"rms_norm": (rms_norm, 1), "layer_norm": (layer_norm, 2)}[norm]
+    found = []
+    for residual in (None, leaf(70, width)):
+        launches = launches_of(
+            lambda r=residual: op(leaf(70, width), *(leaf(width) for _ in range(parameters)), residual=r), (9, 0)
+        )
+        forward = next(launch for launch in launches if "forward" in launch.name)
+        assert compile_launch(forward).stack == 0
+        text = code_of(forward).asm["ttgir"]
+        layouts = dict(re.findall(r"(#\w+) = (#ttg\.blocked<.*?>)\n", text))
+        reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', text, re.DOTALL)
+        found.append([(shape, layouts[name]) for shape, name in reduced])
+    assert found[0] and found[0] == found[1]
 
 
 def resident(registers: int, warps: int) -> int:

@@ -24,6 +24,7 @@ from rowwise_cases import (
 from torch import Tensor
 
 from flashmix import Packing
+from flashmix.modules import ShortConvolution
 from flashmix.ops.short_conv.call import ShortConvCall
 from flashmix.ops.short_conv.joined import joined_convolutions
 from flashmix.ops.short_conv.op import SHORT_CONV, short_conv, short_conv_qkv
@@ -322,6 +323,17 @@ def test_unit_heads_interpreted(lengths: list[int] | None) -> None:
 def test_unit_heads_of_long_rows_and_without_activation_interpreted() -> None:
     with mock.patch.object(short_conv_triton, "SHORT", 4):
         check_unit("cpu", 1, 5, None, activation=None)
+
+
+@GPU
+def test_what_is_recorded_has_the_bits_of_what_is_not() -> None:
+    module = ShortConvolution(3 * 512, 4, device="cuda", dtype=torch.bfloat16)
+    qkv = random(1, 2048, 3 * 512, dtype=torch.bfloat16).cuda().requires_grad_()
+    recorded = module.of_qkv(qkv, (512, 512, 512), unit=128)[:3]
+    with torch.no_grad():
+        found = module.of_qkv(qkv, (512, 512, 512), unit=128)[:3]
+    for one, other in zip(recorded, found, strict=True):
+        assert_same_bits("without a gradient", other, one)
 
 
 @GPU

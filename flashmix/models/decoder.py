@@ -101,8 +101,10 @@ class Block(nn.Module):
 
 
 def normalised(norm: RMSNorm | LayerNorm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`(norm(x + added), x + added)`, where None adds nothing."""
-    return (norm(x), x) if added is None else norm.add_and_norm(added, x)
+    """`(norm(x + added), x + added)`, where None adds nothing; with the bits of a sum that was made before, as by `summed`."""
+    if added is not None and added.dtype != x.dtype:  # under autocast: the norm of a sum has the dtype of `added`
+        x, added = x + added, None
+    return norm.add_and_norm(x, None) if added is None else norm.add_and_norm(added, x)
 
 
 def summed(block: nn.Module, x: Tensor, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:

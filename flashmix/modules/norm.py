@@ -79,8 +79,8 @@ class RMSNorm(Public, nn.Module):
         y: Tensor = group_norm(x, self.groups, scale, eps=self.eps, center=False)
         return y
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`(norm(x + residual), x + residual)` in one pass over memory."""
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)` in one pass over memory, both ways; None adds nothing."""
         options: dict[str, Any] = {"eps": self.eps, "residual": residual, "return_residual": True}
         scale = self.scale
         if self.groups == 1:
@@ -127,8 +127,8 @@ class LayerNorm(Public, nn.Module):
         y: Tensor = recomputed(partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
         return y
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`(norm(x + residual), x + residual)` in one pass over memory."""
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`(norm(x + residual), x + residual)` in one pass over memory, both ways; None adds nothing."""
         y, total = layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, return_residual=True)
         recompute(y, partial(layer_norm, eps=self.eps), total, self.weight, self.bias)
         return y, total

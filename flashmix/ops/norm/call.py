@@ -13,7 +13,7 @@ from flashmix.op.call import Call, Gradients, Outputs
 
 @dataclass(frozen=True)
 class NormCall(Call):
-    """The norm `y` of `h = x + residual`, in `groups` equal blocks of the last axis; outputs `y`, and `h` if it is a sum.
+    """The norm `y` of `h = x + residual`, in `groups` equal blocks of the last axis; outputs `y`, and `h` if it `sums`.
 
     In the backward `x` is `h` and the residual is None; `y` has the dtype `y_dtype`.
     """
@@ -29,7 +29,7 @@ class NormCall(Call):
     mean: bool  # squares are averaged, not summed
     activation: str  # of the gate
     y_dtype: torch.dtype
-    sums: bool  # h is an output: there is, or was, a residual
+    sums: bool  # h is an output: there is, or was, a residual, or x goes on and its gradients meet here
 
     @property
     def width(self) -> int:
@@ -44,9 +44,10 @@ class NormCall(Call):
     def results(self) -> Outputs:
         x = self.x
         y = torch.empty(size=x.shape, dtype=self.y_dtype, device=x.device)
-        if self.residual is None:
+        if not self.sums:
             return (y,)
-        return y, torch.empty(size=x.shape, dtype=torch.promote_types(x.dtype, self.residual.dtype), device=x.device)
+        dtype = x.dtype if self.residual is None else torch.promote_types(x.dtype, self.residual.dtype)
+        return y, torch.empty(size=x.shape, dtype=dtype, device=x.device)
 
     def for_backward(self, outputs: Outputs) -> NormCall:
         """With `h` in place of `x` and the residual."""

@@ -43,7 +43,8 @@ def rms_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
+        return_residual: also return `h`, the next block's residual, whose gradient is added in the norm's own backward: the memory of `x`
+            where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -99,7 +100,8 @@ def layer_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
+        return_residual: also return `h`, the next block's residual, whose gradient is added in the norm's own backward: the memory of `x`
+            where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -158,7 +160,8 @@ def group_norm(
         gate: the shape of `x`, floating; multiplies after the norm.
         gate_activation: "silu", "sigmoid" or another of `gated`.
         residual: the shape of `x`, floating; added before the norm in the wider of the two dtypes.
-        return_residual: also return `h`, the next block's residual: `x` itself where `residual` is None.
+        return_residual: also return `h`, the next block's residual, whose gradient is added in the norm's own backward: the memory of `x`
+            where `residual` is None.
         impl: "auto" or the name of an implementation.
 
     Returns:
@@ -235,6 +238,8 @@ def _check(x: Tensor, gate_activation: str, **optional: Tensor | None) -> None:
 
 def _results(name: str, call: NormCall, return_residual: bool, impl: str) -> Any:
     """`y`, or `(y, h)`."""
+    if return_residual and call.x.requires_grad and not call.sums:
+        call = call.but(sums=True)  # the gradients of x meet in the backward, with the bits of a sum's
     outputs = NORM(call, impl, name)
     if not return_residual:
         return outputs[0]

@@ -24,15 +24,16 @@ def joins(
 ) -> bool:
     """Whether the parts of `qkv` `[B, T, D]` are convolved as one node of autograd, whose backward writes the parts of one gradient.
 
-    It is so for large tensors where Triton's kernels run eagerly and record a gradient, without `states`.
+    It is so for large tensors where Triton's kernels run eagerly, without `states`. Whether a gradient is recorded is no matter: queries
+    and keys that are divided by their length in the same pass are not rounded before.
     """
-    if qkv.device.type != "cuda" or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if qkv.device.type != "cuda" or torch.compiler.is_compiling():
         return False
     if states or not (packing is None or type(packing) is Packing):
         return False
     if type(qkv) is not Tensor or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cuda"):
         return False
-    if not qkv.requires_grad or qkv.numel() * qkv.element_size() < LEAST.get("cuda", 0):
+    if qkv.numel() * qkv.element_size() < LEAST.get("cuda", 0):
         return False
     if not qkv.is_contiguous() or (packing is not None and packing.sharded):
         return False

@@ -37,16 +37,12 @@ COLUMNS, LINES, EACH = 128, 16, 4  # of the pass over columns: channels, rows at
 
 @dataclass(frozen=True)
 class NormTile:
-    """Rows of a program's tile and its warps; with a backward, programs a multiprocessor and tiles on their way at once.
-
-    `again`: the forward reads its rows twice, see `NormSpec`.
-    """
+    """Rows of a program's tile and its warps; with a backward, programs a multiprocessor and tiles on their way at once."""
 
     rows: int
     warps: int
     programs: int = 1
     stages: int = 1
-    again: bool = False
 
 
 # Programs of 4 warps that the registers of a multiprocessor hold at once: narrow and float32 rows, plain, with a bias, with
@@ -54,15 +50,15 @@ class NormTile:
 PROGRAMS = {2: (6, 5, 5, 3), 4: (4, 4, 2, 2)}
 
 
-def forward_tile(block: int, residual: bool, center: bool, gate: bool) -> NormTile:
-    """By what is computed alone: a row's bits must not depend on how many there are."""
-    mean = center and not residual and not gate  # two sums, one after the other: few warps wait less
+def forward_tile(block: int, center: bool, gate: bool) -> NormTile:
+    """By what is computed alone: a row's bits must depend neither on how many there are nor on whether it is summed in the same pass."""
+    mean = center and not gate  # two sums, one after the other: few warps wait less
     if block <= 128:
         return NormTile(max(1, 512 // block), 1) if gate else NormTile(max(1, 1024 // block), 2)
     if block < 4096:
         return NormTile(1024 // block, 2) if mean and 512 <= block <= 1024 else NormTile(2048 // block, 4)
-    if residual or (gate and block > 4096):
-        return NormTile(1, 16, again=residual and block == 4096)
+    if gate and block > 4096:
+        return NormTile(1, 16)
     return NormTile(1, 4 if mean else 8)
 
 
@@ -83,14 +79,14 @@ Norm = tuple[int, int, int, bool, str, int]  # the first fields of NormSpec: wha
 
 
 @lru_cache(maxsize=1024)
-def forward_kernel(norm: Norm, residual: bool, gate: bool) -> tuple[Kernel, int]:
+def forward_kernel(norm: Norm, gate: bool) -> tuple[Kernel, int]:
     """The forward's kernel, and the rows of its tile."""
     width, _, _, center, _, _ = norm
     if width > WIDEST:
         return bound(norm_forward_wide_kernel, NormSpec(*norm, ROWS=1, BLOCK=BLOCK), num_warps=WARPS), 1
     block = power_of_two(width)
-    tile = forward_tile(block, residual, center, gate)
-    spec = NormSpec(*norm, ROWS=tile.rows, BLOCK=block, AGAIN=tile.again)
+    tile = forward_tile(block, center, gate)
+    spec = NormSpec(*norm, ROWS=tile.rows, BLOCK=block)
     return bound(norm_forward_kernel, spec, num_warps=tile.warps), tile.rows
 
 
@@ -104,20 +100,27 @@ def backward_kernel(norm: Norm, itemsize: int, bias: bool, gate: bool, shared_me
 
 
 def forward(call: NormCall, save: bool) -> tuple[Outputs, Outputs]:
-    outputs, kept = call.results(), keeps(call)
+    outputs, kept = _outputs(call), keeps(call)
     if call.x.numel() == 0:
         return outputs, kept
     rows = as_rows(*_grouped(call.groups, call.x, call.residual, call.gate))
     x, residual, gate = rows.rows
     norm = (call.width, call.groups, call.divisor, call.center, call.activation, rows.outer)
-    kernel, each = forward_kernel(norm, residual is not None, gate is not None)
+    kernel, each = forward_kernel(norm, gate is not None)
     kernel(
         cdiv(rows.total, each),
         NormInputs(x, residual, contiguous(call.weight), contiguous(call.bias), gate, rows.sizes),
-        NormResults(outputs[0], outputs[1] if call.sums else None, kept[0], kept[1] if call.center else None),
+        NormResults(outputs[0], None if residual is None else outputs[1], kept[0], kept[1] if call.center else None),
         NormNumbers(rows.total, call.eps),
     )
     return outputs, kept
+
+
+def _outputs(call: NormCall) -> Outputs:
+    """What the forward writes, and `x` where it goes on as it is."""
+    if call.residual is not None or not call.sums:
+        return call.results()
+    return *call.but(sums=False).results(), call.x.contiguous()
 
 
 def keeps(call: NormCall) -> Outputs:

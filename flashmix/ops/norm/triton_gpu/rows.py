@@ -35,7 +35,7 @@ def norm_forward_kernel(inputs, results, n, S: tl.constexpr):
         gate_at = row_starts(row, n.count, inputs.gate.at, inputs.sizes, S)[:, None] + column
         gate = tl.load(inputs.gate.data + gate_at, mask=mask, other=0.0, eviction_policy="evict_last")  # [r, c]
         gate = gate.to(tl.float32)
-    if results.h is not None and not S.AGAIN:
+    if results.h is not None:
         tl.store(results.h + packed, h.to(results.h.dtype.element_ty), mask=mask)
     if S.CENTER:  # mean = sum(h) / WIDTH
         mean = tl.div_rn(tl.sum(h, 1), S.WIDTH * 1.0)
@@ -44,12 +44,6 @@ def norm_forward_kernel(inputs, results, n, S: tl.constexpr):
     # scale = 1 / sqrt(sum((h - mean)^2) / DIVISOR + eps)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(h * h, 1), S.DIVISOR * 1.0) + n.eps))
     tl.store(results.scale + row, scale, mask=row < n.count)
-    if S.AGAIN:
-        h = load_sum(inputs, results.h, x_at, residual_at, mask, "evict_first")  # [r, c]
-        if results.h is not None:
-            tl.store(results.h + packed, h.to(results.h.dtype.element_ty), mask=mask)
-        if S.CENTER:
-            h -= mean[:, None]
     # y = ((h - mean) scale weight + bias) act(gate)
     y = h * scale[:, None]
     shared = (row % S.GROUPS)[:, None] * S.WIDTH + column if S.GROUPS > 1 else column

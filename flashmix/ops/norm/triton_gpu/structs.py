@@ -69,7 +69,6 @@ class NormSpec(NamedTuple):
     OUTER: int  # see Layout
     ROWS: int  # r
     BLOCK: int  # c
-    AGAIN: bool = False  # forward: rows are read a second time, from the cache, so that more programs have registers
     STAGES: int = 1  # backward: tiles on their way at once
 
 
