@@ -4,7 +4,7 @@
 
 A program has 128 keys of a head and walks over the blocks of BM queries that see them, through the query heads that share them. Tiles of
 scores lie `[keys, queries]`, so P^T and dS^T are left operands from registers. dS goes through shared memory besides: half of the warps
-make half of dQ's block from all 128 keys, and one warp adds the block to dQ in float32 by TMA, in a fixed order (`backward_sums`).
+make half of dQ's block from all 128 keys, and a warp adds the block to dQ in float32 by TMA, in a fixed order (`backward_sums`).
 
 At 128 channels a role of eight warps has all keys: one code, without spills. Up to 96 two roles of four warps have 64 keys each. A causal
 call of 65 to 96 channels begins the scores of the next block before dK, for which registers have room there, and hands on two blocks of dQ.
@@ -154,7 +154,7 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         d_s = d_s.to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
         rings.d_s.index(i % 2 * ROLES + group).store(d_s)
-        # dV += P^T dO: not before, so that exponentials and dS are made side by side
+        # dV += P^T dO: now, so that ptxas lays the exponentials beside dS
         d_v = accumulate(d_v, p_t, d_o, V)
         fence_async_shared()
         sync_group(BOTH_GROUPS, 256)

@@ -1,6 +1,6 @@
 """dQ of the backward on Hopper: what programs of keys add to it, block by block of queries and in a fixed order, and dQ of the sums.
 
-A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; one warp adds it in
+A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; a warp adds it in
 float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys. Programs
 take the numbers by which they find their keys in the order in which they start, later keys first, so each waits for started programs only.
 """
@@ -24,7 +24,6 @@ from flashmix.gpu.hopper import (
     gluon,
     release,
     stores_done,
-    sync_group,
     take_turn,
     wait_empty,
 )
@@ -32,7 +31,7 @@ from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
 
-D_Q_FULL = gl.constexpr(9)  # named barriers: two for each piece, of the two warps that add it
+D_Q_FULL = gl.constexpr(9)  # named barriers: two for each piece, which take turns
 
 
 @gluon.constexpr_function
@@ -111,35 +110,53 @@ def turn_of(at, block, n, S: gl.constexpr):
     return last - at.first // S.BN
 
 
-@gluon.jit
-def backward_sums(turns: gl.constexpr, at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
-    """One of two warps that add to dQ, every second block each, in its turn; the first to add stores.
+@gluon.constexpr_function
+def adders_of(by_head):
+    """Warps that add to dQ. Grouped heads have one: there two, which pass a block on at once, took longer."""
+    return 1 if by_head else 2
 
-    Until a block is added, has left shared memory and is in memory takes longer than a step of the groups, so that one warp would hold
-    them up. It is passed on as soon as it is in memory.
+
+@gluon.jit
+def backward_sums(warp: gl.constexpr, at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
+    """One of the warps that add to dQ, block by block, each in its turn; the first to add stores.
+
+    From the addition of a block until it is in memory it takes about as long as a step of the groups. So two warps have every second block
+    each, and pass it on as soon as it is in memory; one alone passes it on when the next is on its way.
     """
     PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
     DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
+    WARPS: gl.constexpr = adders_of(S.BY_HEAD)
     head = at.batch * n.heads_q + at.head
-    for own in range((steps.all + 1 - turns) // 2):
-        i = 2 * own + turns
-        block = steps.first + i
-        counter = counters + 1 + (steps.sums + block) * (n.batches * n.heads_q) + head
-        turn = turn_of(at, block, n, S)
-        await_count(counter, turn)
-        for piece in gl.static_range(PIECES):
-            sync_group(D_Q_FULL + 2 * piece + turns, THREADS)
-            row = piece_row((steps.sums + block) * (n.batches * n.heads_q) + head, piece, S)
-            tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
-            if turn == 0:
-                copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
-            else:
-                add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
-        stores_done(0)
-        for piece in gl.static_range(PIECES):
-            release(rings.d_q.empty, PIECES * i + piece)
-        count_up(counter, 0)
+    before = counters
+    if warp < WARPS:
+        for own in range((steps.all - warp + WARPS - 1) // WARPS):
+            i = WARPS * own + warp
+            block = steps.first + i
+            place = (steps.sums + block) * (n.batches * n.heads_q) + head
+            counter = counters + 1 + place
+            turn = turn_of(at, block, n, S)
+            await_count(counter, turn)
+            for piece in gl.static_range(PIECES):
+                take_turn(D_Q_FULL + 2 * piece, i, THREADS, True)
+                row = piece_row(place, piece, S)
+                tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
+                if turn == 0:
+                    copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
+                else:
+                    add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
+            if WARPS == 1:
+                if i > 0:
+                    count_up(before, PIECES)
+                before = counter
+            stores_done(0)
+            for piece in gl.static_range(PIECES):
+                release(rings.d_q.empty, PIECES * i + piece)
+            if WARPS == 2:
+                count_up(counter, 0)
+        if WARPS == 1:
+            if steps.all > 0:
+                count_up(before, 0)
 
 
 @gluon.jit

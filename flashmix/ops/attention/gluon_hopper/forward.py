@@ -19,32 +19,46 @@ from flashmix.gpu.hopper import (
     accumulator,
     allocate_barriers,
     arrive_at_group,
-    await_readers,
     ex2,
     fence_async_shared,
     gl,
     gluon,
-    leave,
     operand,
     pin,
     plain,
     products_done,
     release,
     row_pieces,
-    signal,
     sync_group,
-    wait_empty,
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE, bias_of_tile, exponents, halves, joined, row_sums
+from flashmix.ops.attention.gluon_hopper.forward_copies import (
+    K_READ,
+    V_READ,
+    ForwardRings,
+    Queue,
+    forward_copies,
+    left_by_name,
+    let_go,
+    tiles_of_keys,
+    told,
+)
+from flashmix.ops.attention.gluon_hopper.scores import (
+    EDGE,
+    EITHER,
+    WHOLE,
+    bias_of_tile,
+    exponents,
+    halves,
+    joined,
+    row_sums,
+)
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
     as_operand,
-    copy_tile,
-    fill_tile,
     ring,
     scores,
     tile_of,
@@ -55,29 +69,13 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
 )
 from flashmix.ops.attention.triton_gpu.forward import query_rows
 from flashmix.ops.attention.triton_gpu.scores import LOWEST, in_units, log_sum
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows, result_rows
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
-# Named barriers: a number for each group that takes turns, and for each tile of k and of v whose readers leave
-TURNS, K_READ, V_READ = gl.constexpr(5), gl.constexpr(8), gl.constexpr(11)
+TURNS = gl.constexpr(5)  # named barriers, a number for each group that takes turns
 COPIES = gl.constexpr(REGISTERS[2][2])
-TURNS_OF_TWO = ()  # numbers of channels
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
-
-
-class KeyTiles(NamedTuple):
-    """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
-
-    Tile `i` is use `base + i` of the rings.
-    """
-
-    base: Any
-    low: Any
-    begin: Any
-    end: Any
-    count: Any
-    tokens: Any  # of the sequence
 
 
 class HopperResults(NamedTuple):
@@ -88,119 +86,11 @@ class HopperResults(NamedTuple):
     counter: Any  # of blocks
 
 
-class ForwardRings(NamedTuple):
-    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]`, and results `[64, V]`, one a group."""
-
-    q: Any
-    k: Any
-    v: Any
-    o: Any
-
-
-class Queue(NamedTuple):
-    """The numbers of the blocks that a program works on, one after another: a counter in memory, and a ring that tells them."""
-
-    counter: Any
-    numbers: Any
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def tiles_of_keys(at, base, n, S: gl.constexpr):
-    """The `KeyTiles` of a block: one at least."""
-    low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
-    count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
-    return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count, at.tokens_k)
-
-
-@gluon.constexpr_function
-def left_by_name(first, second):
-    """Whether groups leave tiles of k and v, of so many channels, by named barriers: where tiles have 128 channels, that is quicker."""
-    return first == 128 and second == 0
-
-
-@gluon.jit
-def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
-    """A group leaves a tile of k or v: by a named barrier, or by the ring's own."""
-    if left_by_name(S.QK.FIRST, S.QK.SECOND):
-        leave(barrier, use, 2 * S.BM + 32, S.STAGES)
-    else:
-        release(ring_of.empty, use)
-
-
-@gluon.jit
-def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
-    """Until all groups have left, by `let_go`, the tile that use `use` fills."""
-    if left_by_name(S.QK.FIRST, S.QK.SECOND):
-        await_readers(barrier, use, 2 * S.BM + 32, S.STAGES)
-    else:
-        wait_empty(ring_of.empty, use)
-
-
-@gluon.jit
-def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
-    """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
-    QK: gl.constexpr = S.QK
-    V: gl.constexpr = S.V
-    GROUPS: gl.constexpr = S.BM // 64
-    q_d, k_d, v_d = descriptors
-    of_q = (at.batch, at.head, at.start_q, at.tokens_q)
-    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    for group in gl.static_range(GROUPS):
-        copy_tile(q_d, of_q, at.first + group * 64, rings.q, turn * GROUPS + group, QK, S)
-    for i in range(keys.count + 1):  # k one tile ahead of v
-        use = keys.base + i
-        if i < keys.count:
-            await_all(K_READ, rings.k, use, S)
-            fill_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
-        if i > 0:
-            await_all(V_READ, rings.v, use - 1, S)
-            fill_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
-
-
-@gluon.jit
-def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies, and draws the numbers of the program's blocks."""
-    blocks = n.blocks * n.batches * n.heads_q
-    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    while number < blocks:
-        following = gl.to_tensor(blocks)
-        if blocks > gl.num_programs(0):
-            following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
-        tell(queue, drawn, following)
-        at = find_queries(number, x.table, n, S)
-        if (at.first >= 0) & (at.first < at.tokens_q):
-            keys = tiles_of_keys(at, base, n, S)
-            copy_block(at, keys, turn, descriptors, rings, S)
-            base += keys.count
-            turn += 1
-        number = following
-        drawn += 1
-
-
-@gluon.jit
-def tell(queue, drawn, number):
-    """The copying warp tells the groups the number of a block; `drawn` counts them."""
-    wait_empty(queue.empty, drawn)
-    slot = drawn % queue.full.shape[0]
-    queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    signal(queue.full, drawn)
-
-
-@gluon.jit
-def told(queue, drawn):
-    """The number that `tell` told."""
-    wait_full(queue.full, drawn)
-    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))  # [1]
-    release(queue.empty, drawn)
-    return gl.max(number, 0)
-
-
 @gluon.constexpr_function
 def take_turns(rows, channels):
-    """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others."""
-    return rows == 192 or channels in TURNS_OF_TWO
+    """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others. Two groups do where the
+    products of a tile are short and in two parts; with more channels they find their turns by themselves."""
+    return rows == 192 or 64 < channels <= 96
 
 
 @gluon.jit
@@ -219,27 +109,28 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def queries_of(q, S: gl.constexpr):
-    """The left operand of scores: in shared memory, or in registers, from which narrow tiles of keys are multiplied without reading it again."""
+    """The left operand of scores: in shared memory; in registers where tiles of keys are narrow, which would read it as often again."""
     if S.BN == 64 and S.QK.ALL <= 192:
         L: gl.constexpr = operand(S.BN)
         first, second = q
+        a = first.load(L)  # [64, FIRST]
         if S.QK.SECOND > 0:
-            return first.load(L), second.load(L)
+            b = second.load(L)  # [64, SECOND]
+            return a, b
         else:
-            x = first.load(L)
-            return x, x
+            return a, a
     else:
         return q
 
 
 @gluon.constexpr_function
 def late(channels):
-    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: with so many channels that takes longer than exponentials."""
+    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials are too short."""
     return channels > 128
 
 
 @gluon.jit
-def attend(state, span, keys, rows, q, rings, group, n, KIND: gl.constexpr, S: gl.constexpr):
+def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -248,6 +139,7 @@ def attend(state, span, keys, rows, q, rings, group, n, KIND: gl.constexpr, S: g
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
+    q, rings = reads
     for i in range(begin, end):
         bias = m
         if BY_TILE:
@@ -290,7 +182,7 @@ def attend(state, span, keys, rows, q, rings, group, n, KIND: gl.constexpr, S: g
 
 
 @gluon.jit
-def all_keys(state, keys, rows, q, rings, group, n, S: gl.constexpr):
+def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
     A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
@@ -299,15 +191,17 @@ def all_keys(state, keys, rows, q, rings, group, n, S: gl.constexpr):
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
         if S.LEFT:
-            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, q, rings, group, n, EDGE, S)
+            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, reads, group, n, EDGE, S)
         end = gl.maximum(begin, end)
         acc, p, m, l, shrink = state
         before = m - rows.bias
-        acc, p, after, l, shrink = attend((acc, p, before, l, shrink), (begin, end), keys, rows, q, rings, group, n, WHOLE, S)
+        acc, p, after, l, shrink = attend(
+            (acc, p, before, l, shrink), (begin, end), keys, rows, reads, group, n, WHOLE, S
+        )
         m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, q, rings, group, n, EDGE, S)
+        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, reads, group, n, EDGE, S)
     else:
-        return attend(state, (1, keys.count), keys, rows, q, rings, group, n, EITHER, S)
+        return attend(state, (1, keys.count), keys, rows, reads, group, n, EITHER, S)
 
 
 @gluon.jit
@@ -335,7 +229,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     one = gl.full([64], 1.0, gl.float32, L)
     state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found), one)
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
-    acc, p, m, l, shrink = all_keys(state, keys, rows, q, rings, group, n, S)
+    acc, p, m, l, shrink = all_keys(state, keys, rows, (q, rings), group, n, S)
     if S.OWN_RESULTS:
         release(rings.q.empty, turn * GROUPS + group)
     # the last product

@@ -3,7 +3,7 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from flashmix.gpu.hopper import accumulator, ex2, gl, gluon, row_pieces
+from flashmix.gpu.hopper import accumulator, gl, gluon, row_pieces
 from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
 from flashmix.ops.attention.triton_gpu.tiles import load_decay

@@ -130,12 +130,13 @@ def forward_pair(pair, rates, h, d_C, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, h, pair, start, quad, S: gl.constexpr):
+def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, carried, start, quad, S: gl.constexpr):
     """The states after QUAD tokens; keeps those before each pair of them, and writes the gradients of C and z, which need no more.
 
-    `pair` are the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair ahead, because the compiler
+    `carried`: the states before, and the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair ahead, because the compiler
     takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
     """
+    h, pair = carried
     later = pair_numbers(memory, quad, 2)
     keep_tile(memory.states, 2 * quad, h)
     h, d_C, y = forward_pair(pair, rates, h, no_sums(), 0)
@@ -282,7 +283,7 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
             slope = gl.where(
                 quad < 2, gl.where(quad == 0, slopes[0], slopes[1]), gl.where(quad == 2, slopes[2], slopes[3])
             )
-            h, pair = forward_quad(GATED, own, rates, memory, slope, h, pair, start, quad, S)
+            h, pair = forward_quad(GATED, own, rates, memory, slope, (h, pair), start, quad, S)
         carried = chunk_gradients(GATED, own, memory, rates, start, carried, S)
     await_copies(0)
     c, d_A, d_skip, d_bias = carried
