@@ -133,8 +133,8 @@ def forward_pair(pair, rates, h, d_C, FIRST: gl.constexpr):
 def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, carried, start, quad, S: gl.constexpr):
     """The states after QUAD tokens; keeps those before each pair of them, and writes the gradients of C and z, which need no more.
 
-    `carried`: the states before, and the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair ahead, because the compiler
-    takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
+    `carried`: the states before, and the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair
+    ahead, because the compiler takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
     """
     h, pair = carried
     later = pair_numbers(memory, quad, 2)
