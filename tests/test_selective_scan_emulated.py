@@ -157,7 +157,8 @@ def assert_channels_are_apart(device: str, names: tuple[str, ...], values: tuple
         given = {n: t.clone() for n, t in (x | {"d_y": d_y}).items()}
         given[name][0, TOKEN, CHANNEL] = value
         have = gradients({n: given[n] for n in x}, given["d_y"].to(device))
-        assert not all(d.isfinite().all() for d in have.values())
+        if (name, value) != ("dt", -math.inf):  # softplus is 0 there: a step of no length, and all gradients are finite
+            assert not all(d.isfinite().all() for d in have.values()), (name, value)
         assert have.pop("B")[:, first + 4 :].isfinite().all(), (name, value)
         assert have.pop("C")[:, :first].isfinite().all(), (name, value)
         for n, d in have.items():
