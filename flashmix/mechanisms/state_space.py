@@ -221,18 +221,24 @@ def _held(g: Tensor) -> Tensor:
     return torch.where(still, torch.ones_like(g), torch.expm1(g) / g)
 
 
+def _by_row(x: Tensor, matrix: Tensor) -> Tensor:
+    """`[B, T, H, N]` from `[B, T, H, M]` and `[H, N, M]`, a product for each row of the batch: a product of all rows at once may have other
+    bits for each number of rows, as was seen on a Xeon with torch 2.13."""
+    return (x.transpose(1, 2) @ matrix.mT).transpose(1, 2)
+
+
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
     """`B x` in complex numbers `[B, T, H, S]`, from `[H, S, P, 2]`."""
     wide = _wide(x, x)
     with without_autocast(x):
-        return torch.complex(*(torch.einsum("bthp,hsp->bths", wide, part) for part in _wide(x, matrix).unbind(-1)))
+        return torch.complex(*(_by_row(wide, part) for part in _wide(x, matrix).unbind(-1)))
 
 
 def _real_product(h: Tensor, matrix: Tensor) -> Tensor:
     """`Re(C h)` `[B, T, H, P]` of states `[B, T, H, S]`, from `[H, P, S, 2]`."""
     real, imag = _wide(h.real, matrix).unbind(-1)
     with without_autocast(h.real):
-        return torch.einsum("bths,hps->bthp", h.real, real) - torch.einsum("bths,hps->bthp", h.imag, imag)
+        return _by_row(h.real, real) - _by_row(h.imag, imag)
 
 
 def _skipped(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
