@@ -223,11 +223,14 @@ def test_only_what_is_asked_for_has_a_gradient() -> None:
 
 
 def test_the_sum_of_a_row_is_added_in_pairs() -> None:
-    """`do . o` is taken off the gradients of all scores of a row; a dot product of so many channels errs 1.5 times as much."""
+    """`do . o` is taken off the gradients of all scores of a row; a dot product of so many channels errs 1.4 times as much.
+
+    v and do are whole numbers, so that the plain formula's products of them are exact in whatever order a CPU adds them.
+    """
     generator = torch.Generator().manual_seed(0)
-    sizes = {"q": (512, 1, 1, 8), "k": (512, 4, 1, 8), "v": (512, 4, 1, 256)}
+    sizes = {"q": (512, 1, 1, 8), "k": (512, 4, 1, 8)}
     x = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-    flow = torch.randn(512, 1, 1, 256, generator=generator)
+    x["v"], flow = (torch.randint(-8, 9, (512, n, 1, 256), generator=generator).float() for n in (4, 1))
 
     def gradient(attend: Any, dtype: torch.dtype) -> Tensor:
         leaves = {name: t.to(dtype).requires_grad_() for name, t in x.items()}
@@ -236,7 +239,7 @@ def test_the_sum_of_a_row_is_added_in_pairs() -> None:
 
     exact, plain = (gradient(definition.softmax_attention, dtype) for dtype in (torch.float64, torch.float32))
     found = gradient(partial(softmax_attention, impl="portable"), torch.float32)
-    assert relative_errors(found, exact)[0] <= 3 * relative_errors(plain, exact)[0]
+    assert relative_errors(found, exact)[0] <= 4.8 * relative_errors(plain, exact)[0]
 
 
 def test_gradient_of_lse_alone() -> None:

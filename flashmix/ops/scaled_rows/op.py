@@ -13,7 +13,7 @@ from flashmix.op.call import Op, implementations
 from flashmix.ops.scaled_rows.call import ScaledCall
 from flashmix.ops.scaled_rows.portable import formula
 
-IMPLEMENTATIONS = implementations("scaled_rows", formula=formula)
+IMPLEMENTATIONS = implementations("scaled_rows")
 SCALED = Op("scaled_rows", ScaledCall, IMPLEMENTATIONS, formula=formula)
 
 

@@ -1,8 +1,12 @@
-"""Rows with a factor each in plain PyTorch, which torch differentiates."""
+"""Rows with a factor each in plain PyTorch."""
 
 from __future__ import annotations
 
-from flashmix.op.call import Outputs
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from flashmix.op.call import Gradients, Outputs
 from flashmix.op.dtypes import compute_dtype
 from flashmix.ops.scaled_rows.call import ScaledCall
 
@@ -11,3 +15,19 @@ def formula(call: ScaledCall) -> Outputs:
     x, factor = call.x, call.factor
     dtype = compute_dtype(x, factor)
     return ((x.to(dtype) * factor.to(dtype).unsqueeze(-1)).to(x.dtype),)
+
+
+def forward(call: ScaledCall, save: bool) -> tuple[Outputs, Outputs]:
+    return formula(call), ()
+
+
+def backward(call: ScaledCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: Collection[str]) -> Gradients:
+    (dy,), x, factor = grads, call.x, call.factor
+    assert dy is not None  # autograd asks for no gradient of an unused output
+    dtype = compute_dtype(x, factor)
+    dy, found = dy.to(dtype), {}
+    if "x" in wanted:
+        found["x"] = (dy * factor.to(dtype).unsqueeze(-1)).to(x.dtype)
+    if "factor" in wanted:
+        found["factor"] = (x.to(dtype) * dy).sum(-1).to(factor.dtype)
+    return found
