@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 torch.set_num_threads(THREADS)
-# The errors of a result of few elements are a draw that every CPU's products make anew: one draw for all machines. Those of
-# AVX-512 can be asked for by the same variable.
-os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX2")
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch warns of shared memory unless `CI` is set
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

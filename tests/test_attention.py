@@ -25,7 +25,7 @@ def check(
     step, step_32 = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps
     visible = {name: tensor.isfinite() for name, tensor in reference.items()}
     worst_32 = max(max(relative_errors(baseline[n][seen], reference[n][seen])) for n, seen in visible.items())
-    budget_64 = (1 + 2) * worst_32 * step / step_32 + step
+    budget_64 = (1 + 2) * worst_32 * step / step_32 + steps * step
     for name, wanted in reference.items():
         got, naive = found[name], baseline[name]
         assert got.shape == wanted.shape
@@ -50,6 +50,8 @@ def test_portable_is_within_budget(case: Case, dtype: torch.dtype) -> None:
     call = make_call(case, dtype)
     baseline = call.definition(torch.float32 if dtype == torch.float64 else dtype)
     steps = KERNEL_STEPS.get(dtype, 1)
+    if case.tokens == 1 and dtype == torch.float32:
+        steps += 1  # the backward's scores are another product than the forward's, and round once more
     if any(end - start == 1 for start, end in zip(case.key_starts or (), case.key_lengths or (), strict=False)):
         steps *= 4  # of one key: its gradients are 0 in the formula, and what is left of two products of 8 terms here
     check(case, dtype, call.op("portable"), call.definition(torch.float64), baseline, steps)

@@ -93,6 +93,8 @@ def test_float32_is_within_budget(case, impl):
     skip_what_is_refused(case, inputs, impl)
     budget = {"steps": STAGES} if case.keys == "random" else {"steps": 0, "times": CORRELATED}
     for name, got in evaluate(run_op, case, inputs, impl).items():
+        if case.K == 1 and case.keys == "random" and name.startswith("d"):
+            budget = {"steps": 2 * STAGES}  # of the forward and the backward: no sum over channels averages them
         within_budget(f"{case.name} {name}", got, exact[name], plain[name], **budget)
 
 
