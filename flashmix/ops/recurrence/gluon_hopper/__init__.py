@@ -36,9 +36,10 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     sizes_of,
     symbolic_sizes_of,
     triton_output,
+    walks,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
-from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
+from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory, WalkMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
 from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
@@ -217,7 +218,8 @@ def launch_backward(
     dstate = None if dstate is None else dstate.contiguous()
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
     decayed, saved, parts = allocate(sizes.decayed_bytes, device), len(kept) > 1, backward_parts(call, sizes)
-    worked = [part.of(parts) for part in (sizes.work if saved else sizes.work + sizes.states)]
+    stated = not saved and not walks(call, sizes)  # there is memory for states
+    worked = [part.of(parts) for part in (sizes.work + sizes.states if stated else sizes.work)]
     work = allocate(sum(part.bytes for part in worked), device)
     found = results(call)
 
@@ -237,7 +239,7 @@ def launch_backward(
             )
         whole = run, scored, (do, dstate, starts), found
         for one, read, given, made in [whole] if parts == 1 else sequences(whole, own[0], parts):
-            if not saved:
+            if stated:
                 save_states(one, read, states)
             gradients(one, read, given, (room[0], *states), made)
 
@@ -281,18 +283,21 @@ def gradients(
     found: Gradients,
 ) -> None:
     """Launches what makes the gradients `found`, of what `scores` returns, of those of the output, of final states and of what segments
-    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections.
+    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections; without the last two those are
+    made again.
     """
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate, starts), (dstates, states, *others) = grads, work
-    nu = others[0] if call.rule.corrected else call.v
+    (do, dstate, starts), (dstates, *states) = grads, work
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None)
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
-    values = do, found["v"], nu, states, dstates
+    if not states:
+        walk_backward(run, (do, dstates), reads, joined, found)
+        return
+    values = do, found["v"], states[1] if call.rule.corrected else call.v, states[0], dstates
     if decayed is None and triton_output(call):
-        output_backward_by_triton(run.base, values, others[1], found)
+        output_backward_by_triton(run.base, values, states[2], found)
     elif decayed is None:
         output_backward(run, values, reads, found)
     else:
@@ -385,3 +390,20 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkRead
     tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], BK), run.tokens(found["k"], BK))
     x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
     run.plan.output(programs, *tiles, x, n)
+
+
+def walk_backward(
+    run: HopperRun, values: tuple[Tensor, Tensor], reads: ChunkReads, joined: Sequence[Tensor], found: Gradients
+) -> None:
+    """The same in the walk of the states, which have no memory then."""
+    (do, dstates), call, where = values, run.call, run.base.where
+    assert call.rule.corrected
+    BK, BV = run.plan.BK, run.plan.BV
+    starts = joined[1] if joined else None
+    made = found["beta"], found.get("log_decay")
+    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, *made)
+    others = run.tokens(do, BV), run.tokens(found["v"], BV), descriptors.states(dstates, BV, 64)
+    sent = run.tokens(found["q"], BK), run.tokens(found["k"], BK)
+    read = reads.q, reads.k, run.tokens(call.v, 64), reads.T, reads.vectors
+    programs = run.base.rows * run.segmented.segments
+    run.plan.walk(programs, *read, *others, *sent, x, run.segmented if joined else run.n)

@@ -30,41 +30,44 @@ def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
-    """dg and dbeta of each (chunk, value head), from the sums that the others leave; sends the gradients of keys of each item."""
+def gate_gradients(x, tiles, bars, it, first, count, head, S: gl.constexpr):
+    """dg and dbeta of `count` tokens from `first` on of a value head, from the sums that the others leave as those of `it`."""
     t = gl.arange(0, 64, LANES_2)
     PARTS: gl.constexpr = parts_of(S.BK)
+    wait_full(bars.v.full, it)
+    stage = (it % VSTAGES) * 4
+    beta = vector(tiles.vectors, stage + BETA, LANES_2)
+    row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
+    wait_full(bars.sums.full, it)
+    columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
+    rows = head_sums(tiles.sums, it, PAIR_ROWS, 1 + PARTS)
+    written = head_sums(tiles.sums, it, WRITTEN, PARTS)
+    carried = 0.0
+    own = written
+    if S.DECAY:
+        own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
+        carried = gl.sum(head_sums(tiles.sums, it, CARRIED, PARTS), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
+    release(bars.sums.empty, it)
+    release(bars.v.empty, it)
+    to = (first + t) * S.HV + head
+    inside = t < count
+    if S.CORRECTED:
+        gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
+    if S.DECAY:
+        inclusive = rows - beta * columns
+        d = inclusive - gl.where(t < count - 1, beta * written, 0.0)  # no decay follows the last token's write
+        # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
+        dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
+        gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
+    """dg and dbeta of each (chunk, value head); sends the gradients of keys of each item."""
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         for r in range(S.GROUP):
-            it = i * S.GROUP + r
-            wait_full(bars.v.full, it)
-            stage = (it % VSTAGES) * 4
-            beta = vector(tiles.vectors, stage + BETA, LANES_2)
-            row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
-            wait_full(bars.sums.full, it)
-            columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
-            rows = head_sums(tiles.sums, it, PAIR_ROWS, 1 + PARTS)
-            written = head_sums(tiles.sums, it, WRITTEN, PARTS)
-            carried = 0.0
-            own = written
-            if S.DECAY:
-                own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
-                carried = gl.sum(head_sums(tiles.sums, it, CARRIED, PARTS), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
-            release(bars.sums.empty, it)
-            release(bars.v.empty, it)
-            to = (at.row + t) * S.HV + (at.key_head * S.GROUP + r)
-            inside = t < at.span.length
-            if S.CORRECTED:
-                gl.store(x.beta + to, (columns + own).to(x.beta.dtype.element_ty), mask=inside)
-            if S.DECAY:
-                inclusive = rows - beta * columns
-                d = inclusive - gl.where(
-                    t < at.span.length - 1, beta * written, 0.0
-                )  # no decay follows the last token's write
-                # sum_{i >= t} in_i + sum_{j < t} beta_j wr_j = sum of all in - sum_{i < t} (in_i - beta_i wr_i)
-                dg = gl.sum(inclusive, 0) + carried - (gl.associative_scan(d, 0, plus) - d)
-                gl.store(x.decay + to, dg.to(x.decay.dtype.element_ty), mask=inside)
+            gate_gradients(x, tiles, bars, i * S.GROUP + r, at.row, at.span.length, at.key_head * S.GROUP + r, S)
         wait_full(bars.gradients, i)
         store_tokens(dq_d, at.span, at.t, at.key_head, 0, tiles.q.index(i % S.KEYS), S)
         store_tokens(dk_d, at.span, at.t, at.key_head, 0, tiles.k.index(i % S.KEYS), S)

@@ -17,6 +17,7 @@ from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
+from flashmix.ops.recurrence.gluon_hopper.walk import walk_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_linear import wide_linear_backward_kernel, wide_linear_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_output import wide_output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_state import wide_state_forward_kernel
@@ -40,6 +41,7 @@ class HopperPlan(NamedTuple):
     state_backward: Kernel
     state_ends: Kernel
     output: Kernel
+    walk: Kernel
     channel_scores: Kernel
     channel_scores_save: Kernel
     channel_far_rows: Kernel
@@ -102,6 +104,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=_output(decayed),
+        walk=Kernel(walk_backward_kernel, decayed._replace(KEYS=2, VALUES=3), num_warps=4, maxnreg=128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),

@@ -70,6 +70,17 @@ class OutputMemory(NamedTuple):
     decay: Any  # [B, T, HV] or None
 
 
+class WalkMemory(NamedTuple):
+    """What the backward of the output in the walk of the states reads and writes beside the tiles that TMA copies."""
+
+    cu_seqlens: Any  # [N + 1], of a packed batch
+    offsets: Any  # [N + 1] int32: the first chunk of each sequence
+    sequence_state: Any  # [N, HV, K, V]: initial state
+    starts: Any  # [N, HV, segments, V, K]: what each segment begins with
+    beta: Any  # [B, T, HV]
+    decay: Any  # [B, T, HV] or None
+
+
 class ScoresMemory(NamedTuple):
     """What the scores phase reads and writes beside the tiles that TMA copies."""
 
@@ -246,6 +257,42 @@ class WideOutputBarriers(NamedTuple):
     sums: Ring
     gradients: Any
     states: Ring
+
+
+class WalkTiles(NamedTuple):
+    """Shared memory of the backward of the output in the walk of the states (`walk.py`)."""
+
+    q: Any  # [KEYS, 64, BK]
+    k: Any  # [KEYS, 64, BK]
+    tokens: Any  # [2, 64, 64]: V, 64 channels for each walker
+    T: Any  # [1, 64, 64]
+    dO: Any  # [1, 64, BV]
+    dR: Any  # [1, 64, BV]
+    dstate: Any  # [2, BV, 64]: dS', 64 channels of keys for each walker
+    state: Any  # [1, BV, BK]: S in 16 bits
+    nu: Any  # [1, 64, BV]
+    pairs: Any  # [2, 64, 64]: N_q and N_a
+    vectors: Any  # [4 VALUES, 64]
+    sums: Any  # [24, 64] float32: see `finisher`
+
+
+class WalkBarriers(NamedTuple):
+    """Its rings; `v` is that of the vectors. `updated` tells that both walkers have read the keys, `gradients` that dq and dk lie there."""
+
+    keys: Ring
+    v: Ring
+    tokens: Ring  # of V
+    T: Ring
+    dO: Ring
+    dR: Ring
+    dstate: Ring  # of two parts of the channels of keys
+    state: Ring
+    nu: Ring
+    pairs_q: Ring
+    pairs_a: Ring
+    sums: Ring
+    updated: Any
+    gradients: Any
 
 
 class ChannelOutputMemory(NamedTuple):
