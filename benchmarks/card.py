@@ -45,7 +45,10 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = ("FLASHMIX_TRY_OUTPUT_OF_256",)  # kernels that serve only where they are asked for
+TRIED = (
+    "FLASHMIX_TRY_OUTPUT_OF_256",
+    "FLASHMIX_TRY_FUSED_BACKWARD",
+)  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -57,7 +60,7 @@ JOBS = {
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     "tried_tests": Job(
         "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
-        " -k '(segments_are or hopper and 256) and not float32_is'"
+        " -k '(segments_are or fused or hopper and (256 or token or none or head or packed or segments)) and not float32_is'"
         " tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
         400,
         False,
@@ -65,7 +68,7 @@ JOBS = {
     ),
     # measurements
     "tried_times": Job(
-        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:5",
+        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:3,gated_delta_rule:5",
         150,
         switches=TRIED,
     ),

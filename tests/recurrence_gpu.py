@@ -30,6 +30,7 @@ HOPPER = [
     Case("hopper-token", "delta", "token", K=128, V=128),
     Case("hopper-head-K96V80", "delta", "head", H=1, K=96, V=80),
     Case("hopper-channel", "delta", "channel", K=128, V=128),
+    Case("hopper-lone-token", "delta", "token", HV=2, K=128, V=128),
     Case("hopper-none", "delta", "none", HV=2, K=72, V=128),
     Case("hopper-linear", "linear", "token", HV=2, K=128, V=96),
     Case("hopper-linear-channel", "linear", "channel", K=96, V=128),

@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import DPLR_CASES, HOPPER_CASES, MIXED, output_of_256
+from test_recurrence_gpu import DPLR_CASES, FUSED_CASES, HOPPER_CASES, MIXED, fused_backward, output_of_256
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
-__all__ = ["output_of_256"]  # a fixture
+__all__ = ["fused_backward", "output_of_256"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -62,6 +62,64 @@ def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.Monk
     output = "channel_output_kernel" if case.gate == "channel" else f"{wide}output_backward_kernel"
     state = "linear" if wide and case.rule == "linear" else "state"
     assert {f"{wide}{state}_forward_kernel", f"{wide}{state}_backward_kernel", output} <= set(launched), launched
+
+
+FUSED = [
+    Case("fused-token", "delta", "token", B=1, T=134, H=2, HV=2, K=128, V=128),
+    Case("fused-none-packed", "delta", "none", B=1, T=139, H=1, HV=1, K=128, V=128, lengths=(5, 0, 64, 70)),
+    Case("fused-head-K96V80", "delta", "head", B=1, T=66, H=1, HV=1, K=96, V=80),
+    Case("fused-weak", "delta", "token", B=1, T=134, H=1, HV=1, K=128, V=128, decay="-0.02", states=False),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FUSED, *(pytest.param(c, marks=pytest.mark.whole) for c in FUSED_CASES if c.T < 8192)],
+    ids=lambda case: case.name,
+)
+def test_emulated_fused_backward_is_within_budget(
+    case: Case, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    fused_backward(True)
+    with hopper_card() as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert launched[-2:] == ["state_backward_kernel", "walk_backward_kernel"], launched
+    assert launched.count("state_forward_kernel") == 1 and "output_backward_kernel" not in launched, launched
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_emulated_fused_backward_has_the_bits_of_the_kernels_that_it_joins(
+    segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its roles comes first; so the size of a batch may choose between them."""
+    cut_into(segments, monkeypatch)
+    T = 200 + segments  # sizes of calls are remembered by shape
+    case = Case("fused", "delta", "token", B=2, T=T, H=1, HV=1, K=128, V=128, decay="-0.02")
+    fused_backward(False)
+    wanted, launched = emulated(case)
+    assert {"output_backward_kernel"} <= set(launched) and "walk_backward_kernel" not in launched
+    fused_backward(True)
+    for seed in range(3):
+        with hopper_card(seed=seed) as launched:
+            found = evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon")
+        assert "walk_backward_kernel" in launched and "output_backward_kernel" not in launched
+        for name, t in wanted.items():
+            same_bits(found[name], t, name)
+
+
+def test_the_fused_backward_is_for_calls_that_fill_a_card(fused_backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(multiprocessors: int, H: int = 2, **changed: Any) -> list[str]:
+        case = Case(
+            "fused", **({"rule": "delta", "gate": "none", "B": 1, "T": 5, "H": H, "HV": H, "K": 72, "V": 72} | changed)
+        )
+        return emulated(case, multiprocessors)[1]
+
+    fused_backward(True)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0.7)
+    assert "walk_backward_kernel" in launched(2)
+    for other in (launched(3), launched(1, HV=4), launched(1, K=64), launched(1, rule="linear")):
+        assert "walk_backward_kernel" not in other and "output_backward_kernel" in other
 
 
 DPLR = [

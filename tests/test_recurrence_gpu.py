@@ -178,6 +178,43 @@ def test_the_kernels_of_hopper_are_within_budget(case):
     assert_kernels_within_budget(case, torch.bfloat16, "gluon")
 
 
+@pytest.fixture
+def fused_backward(monkeypatch):
+    """Turns the backward of the output in the walk of the states on and off, in calls of any size (`FLASHMIX_TRY_FUSED_BACKWARD`)."""
+
+    def turn(on):
+        memory = "flashmix.ops.recurrence.gluon_hopper.memory"
+        monkeypatch.setattr(f"{memory}.TRY_FUSED_BACKWARD", on)
+        monkeypatch.setattr(f"{memory}.FILLED", 0)
+        monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.BACKWARD", {})
+
+    return turn
+
+
+FUSED_CASES = [
+    replace(case, name=case.name.replace("hopper", "hopper-fused"), HV=case.H)
+    for case in HOPPER_CASES
+    if case.rule == "delta" and case.gate != "channel" and min(case.K, case.V) > 64 and max(case.K, case.V) <= 128
+    if not case.name.endswith("-grouped")
+]
+FUSED_CASES.append(Case("hopper-fused-segments", "delta", "token", B=1, T=8192, H=1, HV=1, K=128, V=128))
+
+
+@pytest.mark.gpu
+@named(FUSED_CASES)
+def test_the_fused_backward_is_within_budget_and_has_the_bits_of_the_kernels_that_it_joins(case, fused_backward):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs(case, torch.bfloat16).items()}
+    fused_backward(False)
+    wanted = evaluate(run_op, case, inputs, "gluon")
+    fused_backward(True)
+    for name, got in evaluate(run_op, case, inputs, "gluon").items():
+        same_bits(got, wanted[name], name)
+    if case.T < 8192:
+        assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+
+
 @pytest.mark.gpu
 @named(DPLR_CASES)
 def test_the_pairs_of_dplr_on_hopper_are_within_budget(case):

@@ -38,9 +38,11 @@ HOPPER_MORE = (
     HOPPER_LONG,
     HOPPER_LONG_CHANNEL,
     Case("hopper-packed", "delta", "token", B=1, T=200, K=128, V=128, lengths=(70, 0, 130)),
+    Case("hopper-lone-packed", "delta", "token", B=1, T=200, HV=2, K=128, V=128, lengths=(70, 0, 130)),
 )
 # Decays that leave something of the state that a chunk starts from: e^{G_C} is 1e-12 else, and hides the sum <S, dS'> in dlog_decay.
 WEAK = [
+    Case("hopper-lone-weak", "delta", "token", T=200, HV=2, K=128, V=128, decay="-0.02"),
     Case("hopper-256-weak", "delta", "token", T=200, K=256, V=256, decay="-0.02"),
     Case("hopper-256-linear-weak", "linear", "token", T=200, K=256, V=256, decay="-0.02"),
 ]

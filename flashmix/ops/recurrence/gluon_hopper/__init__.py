@@ -39,7 +39,13 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     walks,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
-from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory, WalkMemory
+from flashmix.ops.recurrence.gluon_hopper.structs import (
+    HopperNumbers,
+    OutputMemory,
+    ScoresMemory,
+    StateMemory,
+    WalkMemory,
+)
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
 from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
@@ -283,8 +289,8 @@ def gradients(
     found: Gradients,
 ) -> None:
     """Launches what makes the gradients `found`, of what `scores` returns, of those of the output, of final states and of what segments
-    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections; without the last two those are
-    made again.
+    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections; without that for the last
+    two they are made again.
     """
     call, (reads, joined, decayed) = run.call, scored
     (do, dstate, starts), (dstates, *states) = grads, work

@@ -31,8 +31,10 @@ KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
 # asked for.
 TRY_OUTPUT_OF_256 = os.environ.get("FLASHMIX_TRY_OUTPUT_OF_256") == "1"
 
-# The backward of the output in the walk of the states (`walk.py`) has not run on a card.
+# The backward of the output in the walk of the states (`walk.py`) has not run on a card: it serves only where it is asked for, and where
+# its programs are more than this part of the multiprocessors. The gradients have the same bits by either kernel.
 TRY_FUSED_BACKWARD = os.environ.get("FLASHMIX_TRY_FUSED_BACKWARD") == "1"
+FILLED = 0.7
 
 
 class CallMemory(NamedTuple):
@@ -132,14 +134,15 @@ def keeps_states(call: RecurrenceCall) -> bool:
 
 
 def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
-    """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that they have no memory: of the
-    delta rule with one value head a key head and tiles of 128 channels, where programs with all values fill most of a card.
+    """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that they have no memory.
+
+    That is for the delta rule with one value head a key head and tiles of 128 channels, where its programs fill most of a card.
     """
     tiles = call.value_heads == call.heads and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
     if not TRY_FUSED_BACKWARD or not tiles or not call.rule.corrected or call.decay is Decay.CHANNEL:
         return False
     segments = sizes.kept[-1].shape[2] if len(sizes.work) > 1 else 1
-    return 4 * call.sequences * call.value_heads * segments > 3 * gpu.target(call.device).multiprocessors
+    return call.sequences * call.value_heads * segments > FILLED * gpu.target(call.device).multiprocessors
 
 
 def results(call: RecurrenceCall) -> Gradients:
