@@ -39,13 +39,8 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     walks,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
-from flashmix.ops.recurrence.gluon_hopper.structs import (
-    HopperNumbers,
-    OutputMemory,
-    ScoresMemory,
-    StateMemory,
-    WalkMemory,
-)
+from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
+from flashmix.ops.recurrence.gluon_hopper.walk_launch import walk_backward
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
 from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
@@ -299,7 +294,8 @@ def gradients(
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     if not states:
-        walk_backward(run, (do, dstates), reads, joined, found)
+        read = reads.q, reads.k, run.tokens(call.v, 64), reads.T, reads.vectors
+        walk_backward(run.base, run.plan, n, read, (do, dstates, joined[1] if joined else None), found)
         return
     values = do, found["v"], states[1] if call.rule.corrected else call.v, states[0], dstates
     if decayed is None and triton_output(call):
@@ -396,20 +392,3 @@ def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkRead
     tiles = (reads.q, reads.k, *read, reads.vectors, run.tokens(found["q"], BK), run.tokens(found["k"], BK))
     x = OutputMemory(run.base.where.spans, found.get("beta"), found.get("log_decay"))
     run.plan.output(programs, *tiles, x, n)
-
-
-def walk_backward(
-    run: HopperRun, values: tuple[Tensor, Tensor], reads: ChunkReads, joined: Sequence[Tensor], found: Gradients
-) -> None:
-    """The same in the walk of the states, which have no memory then."""
-    (do, dstates), call, where = values, run.call, run.base.where
-    assert call.rule.corrected
-    BK, BV = run.plan.BK, run.plan.BV
-    starts = joined[1] if joined else None
-    made = found["beta"], found.get("log_decay")
-    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, *made)
-    others = run.tokens(do, BV), run.tokens(found["v"], BV), descriptors.states(dstates, BV, 64)
-    sent = run.tokens(found["q"], BK), run.tokens(found["k"], BK)
-    read = reads.q, reads.k, run.tokens(call.v, 64), reads.T, reads.vectors
-    programs = run.base.rows * run.segmented.segments
-    run.plan.walk(programs, *read, *others, *sent, x, run.segmented if joined else run.n)

@@ -91,6 +91,30 @@ def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
+def with_pairs(dq, dk, N, q, k, S: gl.constexpr):
+    """dq and dk with the share of the pairs (3.3)."""
+    N_q, N_a = N
+    if S.GROUP == 1:
+        dq = warpgroup_mma(N_q, k, dq, is_async=True)
+        dk = warpgroup_mma(N_q.permute((1, 0)), q, dk, is_async=True)
+        if S.CORRECTED:
+            dk = warpgroup_mma(N_a, k, dk, is_async=True)
+            dk = warpgroup_mma(N_a.permute((1, 0)), k, dk, is_async=True)
+        dq, dk = products_done(0, deps=[dq, dk])
+    else:  # into dq and dk themselves ptxas would serialise every wgmma
+        d = product(N_q, k, ACC_64, 64, 64)
+        d = products_done(0, deps=[d])
+        dq += d
+        d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
+        if S.CORRECTED:
+            d = warpgroup_mma(N_a, k, d, is_async=True)
+            d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
+        d, dq = products_done(0, deps=[d, dq])
+        dk += d
+    return dq, dk
+
+
+@gluon.jit
 def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
     """The channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
@@ -173,23 +197,7 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
         wait_full(bars.pairs.full, i)
         N_q = pairs_tile(tiles, i, 0, S)  # [C, C]
         N_a = pairs_tile(tiles, i, 1, S)  # [C, C]
-        if S.GROUP == 1:
-            dq = warpgroup_mma(N_q, k, dq, is_async=True)  # (3.3)
-            dk = warpgroup_mma(N_q.permute((1, 0)), q, dk, is_async=True)
-            if S.CORRECTED:
-                dk = warpgroup_mma(N_a, k, dk, is_async=True)
-                dk = warpgroup_mma(N_a.permute((1, 0)), k, dk, is_async=True)
-            dq, dk = products_done(0, deps=[dq, dk])
-        else:  # into dq and dk themselves ptxas would serialise every wgmma
-            d = product(N_q, k, ACC_64, 64, 64)
-            d = products_done(0, deps=[d])
-            dq += d
-            d = product(N_q.permute((1, 0)), q, ACC_64, 64, 64)
-            if S.CORRECTED:
-                d = warpgroup_mma(N_a, k, d, is_async=True)
-                d = warpgroup_mma(N_a.permute((1, 0)), k, d, is_async=True)
-            d, dq = products_done(0, deps=[d, dq])
-            dk += d
+        dq, dk = with_pairs(dq, dk, (N_q, N_a), q, k, S)
         release(bars.pairs.empty, i)
         q.store(dq.to(DT))
         k.store(dk.to(DT))

@@ -173,7 +173,7 @@ def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
         dq = products_done(1, deps=[dq])
         release(bars.dO.empty, n)
         release(bars.state.empty, n)
-        rows = scale * gl.sum(q_own.load(ACC_64).to(gl.float32) * dq, 1) - rows
+        rows = scale * gl.sum(q_own.load(ACC_64).to(gl.float32) * dq, 1) - rows  # [C, K]
         dq = dq * (row * scale)[:, None]
         dq = warpgroup_mma(N_q, k_own, dq, is_async=True)
         wait_full(bars.pairs_a.full, n)
@@ -296,35 +296,35 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
 def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
     """Shared memory and barriers."""
     tiles = WalkTiles(
-        gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
-        gl.allocate_shared_memory(DT, [1, 64, 64], TILE),
-        gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
-        gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
-        gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
-        gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
+        q=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
+        k=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
+        tokens=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        T=gl.allocate_shared_memory(DT, [1, 64, 64], TILE),
+        dO=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
+        dR=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
+        dstate=gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
+        state=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
+        nu=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
+        pairs=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        vectors=gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
+        sums=gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     TRACE: gl.constexpr = 1 if S.DECAY else 0  # `pairs` reads S and dS' too
     bars = WalkBarriers(
-        ring(S.KEYS, 1, 1),
-        ring(VSTAGES, 1, 4),
-        ring(1, 1, 2),
-        ring(1, 1, 2),
-        ring(1, 1, 3),
-        ring(1, 1, 3),
-        ring(2, 1, 1 + TRACE),
-        ring(1, 2, 2 + TRACE),
-        ring(1, 2, 3),
-        ring(1, 1, 2),
-        ring(1, 1, 2),
-        ring(2, 3, 1),
-        allocate_barriers(1, 2),
-        allocate_barriers(S.KEYS, 2),
+        keys=ring(S.KEYS, 1, 1),
+        v=ring(VSTAGES, 1, 4),
+        tokens=ring(1, 1, 2),
+        T=ring(1, 1, 2),
+        dO=ring(1, 1, 3),
+        dR=ring(1, 1, 3),
+        dstate=ring(2, 1, 1 + TRACE),
+        state=ring(1, 2, 2 + TRACE),
+        nu=ring(1, 2, 3),
+        pairs_q=ring(1, 1, 2),
+        pairs_a=ring(1, 1, 2),
+        sums=ring(2, 3, 1),
+        updated=allocate_barriers(1, 2),
+        gradients=allocate_barriers(S.KEYS, 2),
     )
     return tiles, bars
 

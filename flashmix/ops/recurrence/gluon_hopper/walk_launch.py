@@ -1,0 +1,40 @@
+"""The launch of the backward of the output in the walk of the states (`walk.py`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from flashmix.gpu.tma import Tiles
+from flashmix.op.call import Gradients
+from flashmix.ops.recurrence.gluon_hopper import descriptors
+from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan
+from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, WalkMemory
+from flashmix.ops.recurrence.triton_gpu.run import Run
+
+
+def walk_backward(
+    run: Run,
+    plan: HopperPlan,
+    numbers: HopperNumbers,
+    read: tuple[Tiles | None, ...],
+    values: tuple[Tensor, Tensor, Tensor | None],
+    found: Gradients,
+) -> None:
+    """Makes the gradients of keys, of beta and of the decay, from the tiles that are `read`, of q, k, v, T and vectors, and from dO, the
+    gradients of states and the states that segments start from.
+    """
+    call, where, (do, dstates, starts) = run.call, run.where, values
+    tokens = partial(descriptors.tokens, width=128, packed=call.packed)
+    tiles = (
+        *read,
+        tokens(do),
+        tokens(found["v"]),
+        descriptors.states(dstates, 128, 64),
+        tokens(found["q"]),
+        tokens(found["k"]),
+    )
+    made = found["beta"], found.get("log_decay")
+    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, *made)
+    plan.walk(run.rows * numbers.segments, *tiles, x, numbers)
