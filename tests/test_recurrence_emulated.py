@@ -359,9 +359,13 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("tied", "token", 2, "zigzag", 264, 2),
         ("tied", "channel", 2, "zigzag", 264, 1),
+        ("dplr", "channel", 2, "contiguous", 140, 1),
         *(
             pytest.param(job, marks=pytest.mark.whole)
             for job in (
+                ("dplr", "channel", 2, "zigzag", 264, 2),
+                ("dplr", "channel", 3, "uneven", 300, 1),
+                ("dplr", "channel", 2, "zigzag", 264, 1, 64),
                 ("linear", "token", 2, "contiguous", 264, 2),
                 ("tied", "token", 3, "contiguous", 400, 2),
                 ("tied", "token", 2, "contiguous", 140, 1),
@@ -412,9 +416,8 @@ def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatc
     with hopper_card() as launched:
         have = shard_cases.together(threads_as_ranks.run(ranks, work), [tokens], ranges)
     assert segments == 1 or "enter_segments_kernel" in launched, launched
-    made = (
-        "channel_scores_kernel" if decay == "channel" else "scores_forward_kernel"
-    )  # with the pairs, once each way or kept
+    channel = "dplr_scores_kernel" if rule == "dplr" else "channel_scores_kernel"
+    made = channel if decay == "channel" else "scores_forward_kernel"  # with the pairs, once each way or kept
     assert launched.count(made) == (2 if decay == "channel" else 1) * ranks, launched
     for name, (expected, _) in want.items():
         assert_within_budget(name, have[name], expected, baseline[name][0], dtype)

@@ -116,12 +116,14 @@ def channel_reads(run: HopperRun, keys: Tensor, A: Tensor, total: Tensor) -> Chu
 
 
 def halves(call: RecurrenceCall) -> Halves | None:
-    """Both halves of a call over ranks; of DPLR those by Triton's kernels alone."""
+    """Both halves of a call over ranks."""
     if call.rule is Rule.DPLR:
-        return triton_gpu.halves(call)
-    from flashmix.ops.recurrence.gluon_hopper.ranks import HALVES
+        from flashmix.ops.recurrence.gluon_hopper import dplr_ranks
 
-    return HALVES
+        return dplr_ranks.HALVES if dplr.in_chunks(call) else triton_gpu.halves(call)
+    from flashmix.ops.recurrence.gluon_hopper import ranks
+
+    return ranks.HALVES
 
 
 # A run, what `scores` returns of it, the gradients of the output, of final states and of what segments leave, and memory for what is made.

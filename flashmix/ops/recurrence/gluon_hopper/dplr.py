@@ -221,12 +221,27 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         return triton_gpu.forward(call, save)
     run = Run.of(call)
     made = made_scores(run, False)
-    joined = triton_gpu.join_forward(run, triton_gpu.segment_maps(run, made.scores))
-    if not has_states(call):
+    return outputs(run, made, triton_gpu.join_forward(run, triton_gpu.segment_maps(run, made.scores)), save)
+
+
+def outputs(run: Run, made: DplrScores, joined: Outputs, save: bool) -> tuple[Outputs, Outputs]:
+    """What `triton_gpu.outputs` makes."""
+    if not has_states(run.call):
         return triton_gpu.outputs(run, made.scores, joined, save)
-    o, state = run.gradient_like(call.V), run.states()
+    o, state = run.gradient_like(run.call.V), run.states()
     state_forward(run, made, joined, StateResults(o, state, None, None, None))
     return (o, state), joined if save else ()
+
+
+def phases_of(run: Run, made: DplrScores, decay: bool) -> triton_gpu.Phases | None:
+    """The phases of the backward that are made here, if any are."""
+    if not has_tiles(run.call):
+        return None
+    return triton_gpu.Phases(
+        lambda joined, out: state_forward(run, made, joined, out),
+        lambda x, out: state_backward(run, made, x, out),
+        lambda values: output_backward(run, made, values, decay),
+    )
 
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
@@ -236,11 +251,5 @@ def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None]
     do, dstate = triton_gpu.given_gradients(call, grads)
     run = Run.of(call)
     made, decay = made_scores(run, True), "log_decay" in wanted
-    phases = None
-    if has_tiles(call):
-        phases = triton_gpu.Phases(
-            lambda joined, out: state_forward(run, made, joined, out),
-            lambda x, out: state_backward(run, made, x, out),
-            lambda values: output_backward(run, made, values, decay),
-        )
+    phases = phases_of(run, made, decay)
     return triton_gpu.gradients(run, (made.inputs, made.scores), kept, do, dstate, decay, phases)

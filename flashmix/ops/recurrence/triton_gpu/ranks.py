@@ -17,6 +17,7 @@ from flashmix.gpu.launch import Kernel
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu import (
+    Phases,
     gradients_from,
     outputs,
     scores_of,
@@ -26,6 +27,7 @@ from flashmix.ops.recurrence.triton_gpu import (
 )
 from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.ops.recurrence.triton_gpu.structs import (
+    ChunkInputs,
     ChunkScores,
     StateGradientResults,
     StateGradients,
@@ -113,9 +115,15 @@ class ChunkForward:
 
     def __init__(self, call: RecurrenceCall) -> None:
         self.run = Run.of(call)
-        _, self.scores = scores_of(self.run)
+        self.scores = self.make_scores()
         maps = segment_maps(self.run, self.scores)
         self.joined = None if maps is None else JoinedPieces(self.run, maps)
+
+    def make_scores(self) -> ChunkScores:
+        return scores_of(self.run)[1]
+
+    def make_outputs(self, run: Run, joined: Outputs, save: bool) -> tuple[Outputs, Outputs]:
+        return outputs(run, self.scores, joined, save)
 
     def maps(self, pieces: Pieces, shape: Shape) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """`N` of the pieces that a state leaves, with the initial state of those that begin, and `M` of those that one also enters."""
@@ -145,7 +153,7 @@ class ChunkForward:
         joined = (
             () if self.joined is None else (self.joined.maps, self.joined.enter(run.plan.enter_forward, initial_state))
         )
-        return outputs(run, self.scores, joined, save)
+        return self.make_outputs(run, joined, save)
 
 
 class ChunkBackward:
@@ -154,10 +162,17 @@ class ChunkBackward:
     def __init__(self, call: RecurrenceCall, kept: Outputs, do: Tensor | None) -> None:
         self.run = Run.of(call)
         self.do = torch.zeros_like(call.v) if do is None else do.to(call.dtype).contiguous()
-        self.inputs, self.scores = scores_of(self.run, kept)
+        self.inputs, self.scores = self.make_scores(kept)
         self.kept = kept[-2:] if self.run.plan.tiles.segments > 1 else ()
         self.ends = segment_ends(self.run, self.scores, self.kept, self.do)
         self.joined = JoinedPieces(self.run, self.kept[0]) if self.kept else None
+
+    def make_scores(self, kept: Outputs) -> tuple[ChunkInputs, ChunkScores]:
+        return scores_of(self.run, kept)
+
+    def phases(self, decay: bool) -> Phases | None:
+        """What stands in for the phases of `gradients_from`."""
+        return None
 
     def entering(self, dstate: Tensor, pieces: Pieces) -> dict[int, Tensor]:
         """The gradients of the states that enter some pieces, from their own outputs and final states."""
@@ -178,7 +193,8 @@ class ChunkBackward:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         starts = None if self.joined is None else self.joined.enter(self.run.plan.enter_backward, dstate)
         x = StateGradients(self.do, dstate, starts)
-        return gradients_from(self.run, self.inputs, self.scores, self.kept, x, "log_decay" in wanted)
+        decay = "log_decay" in wanted
+        return gradients_from(self.run, self.inputs, self.scores, self.kept, x, decay, self.phases(decay))
 
 
 HALVES = Halves(ChunkForward, ChunkBackward)
