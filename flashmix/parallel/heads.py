@@ -222,6 +222,21 @@ class KeyRows:
         for place, (result, grad) in enumerate(zip(results, grads, strict=True)):
             summed(result[0, :, heads], self.plan.gradients, grad[0], [message[place] for message in found])
 
+    def alone(self, given: Transfer | None, grads: Sequence[Tensor], heads: slice) -> list[Tensor]:
+        """The gradients of this rank's rows `[1, T, h, D]`: parts of `grads` where its rows lie one after the other there."""
+        its, total = self.plan.gradients, self.shard.total
+        places = {row - i.start for i in its for rank, row in i.sources if rank == OWN}
+        if len(places) != 1 or any(all(rank != OWN for rank, _ in i.sources) for i in its):
+            results = [grad.new_empty(1, total, *grad.shape[2:]) for grad in grads]
+            self.add(given, grads, heads, results)
+            return results
+        (first,) = places
+        results = [grad[:, first : first + total] for grad in grads]
+        found = [] if given is None else messages(given.arrived(), self.sent, self.shapes(heads))
+        for place, (result, grad) in enumerate(zip(results, grads, strict=True)):
+            summed(result[0], [i for i in its if len(i.sources) > 1], grad[0], [message[place] for message in found])
+        return results
+
     def add_to(self, given: Transfer | None, grads: Sequence[Tensor], heads: slice, results: Sequence[Tensor]) -> None:
         """Adds the gradients of this rank's rows to some heads of the results, in the order of their sources."""
         found = [] if given is None else messages(given.arrived(), self.sent, self.shapes(heads))

@@ -187,22 +187,25 @@ class Attended(torch.autograd.Function):
             grads = [None if x is None else of_heads(x, heads, dim) for x, dim in flows]
             its = op.ATTENTION.backward(local, saved, grads, ctx.names, ctx.chosen)
             del k, v, local
-            if not found:  # not beside what the first group needs
-                for name in ("k", "v", *(n for n in ("q", *BY_HEAD) if n in ctx.names and len(parts) > 1)):
+            if not found and len(parts) > 1:  # not beside what the first group needs
+                for name in ("k", "v", *(n for n in ("q", *BY_HEAD) if n in ctx.names)):
                     found[name] = torch.empty_like(getattr(call, name), memory_format=torch.contiguous_format)
             if on_the_way is not None:
                 rows.add(*on_the_way, (found["k"], found["v"]))
             own = its.pop("k"), its.pop("v")
             on_the_way = rows.give_back(own, group.keys), own, group.keys
             if len(parts) == 1:
-                found |= its
+                found = its
                 continue
             for name in ("q", *BY_HEAD):
                 if name in its:
                     of = found[name][:, :, heads] if name in ("q", "log_decay") else found[name][heads]
                     of.copy_(its[name])
         assert on_the_way is not None
-        rows.add(*on_the_way, (found["k"], found["v"]))
+        if len(parts) == 1:
+            found["k"], found["v"] = rows.alone(*on_the_way)
+        else:
+            rows.add(*on_the_way, (found["k"], found["v"]))
         return found
 
 
