@@ -354,6 +354,31 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "segments_of", lambda call, kind: 1 if call.packed else segments)
 
 
+@pytest.mark.parametrize("tokens, segments", [(140, 1), pytest.param(264, 2, marks=pytest.mark.whole)])
+def test_emulated_ranks_walk_to_the_same_bits(
+    tokens: int, segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over ranks too the backward of the output in the walk of the states has the bits of the kernels that it joins."""
+    for name, size in (("K", 128), ("V", 128), ("H", 1), ("HV", 1)):
+        monkeypatch.setattr(shard_cases, name, size)
+    monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
+    cut_into(segments, monkeypatch)
+    whole, ranges = Packing.from_lengths([tokens]), shard_cases.layout("contiguous", tokens, 2)
+    kernels = shard_cases.recurrence("tied", "token", states=True, impl="gluon")
+
+    def work(group: Any) -> dict[str, Any]:
+        shard = Shard(whole.on_host(), ranges, group, whole.cu_seqlens)
+        return shard_cases.evaluate(kernels, shard, 0, shard.pieces[shard.rank], torch.bfloat16)
+
+    found = []
+    for walk in (False, True):
+        fused_backward(walk)
+        with hopper_card() as launched:
+            found.append(shard_cases.together(threads_as_ranks.run(2, work), [tokens], ranges))
+        assert launched.count("walk_backward_kernel") == 2 * walk, launched
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize(
     "job",
     [

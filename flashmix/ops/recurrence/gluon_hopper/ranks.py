@@ -24,7 +24,7 @@ from flashmix.ops.recurrence.gluon_hopper import (
     write_ends,
     write_maps,
 )
-from flashmix.ops.recurrence.gluon_hopper.memory import aligned, results, symbolic_sizes_of
+from flashmix.ops.recurrence.gluon_hopper.memory import aligned, results, symbolic_sizes_of, walks
 from flashmix.ops.recurrence.triton_gpu import empty_maps
 from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
@@ -150,12 +150,14 @@ class HopperBackward:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         run, found = self.run, results(self.run.call)
         sizes = symbolic_sizes_of(run.call)
-        parts = (sizes.work[0], *sizes.states)
+        walked = walks(run.call, sizes)
+        parts = sizes.work[:1] if walked else (sizes.work[0], *sizes.states)
         work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
         dstate = dstate.contiguous()
         starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
         scored = self.scored.reads, self.segments, self.scored.triton
-        save_states(run, scored, work[1:])
+        if not walked:
+            save_states(run, scored, work[1:])
         gradients(run, scored, (self.do, dstate, starts), work, found)
         return finished(run.call, found, wanted)
 
