@@ -336,13 +336,9 @@ def test_few_heads_of_256_channels_are_cut_into_segments():
         assert ("segments_forward_kernel" in plan) == (case is HEADS_OF_256["segments"])
 
 
-def test_the_backward_of_the_output_of_256_channels():
-    """That of the delta rule with a decay is Triton's: see `TRY_OUTPUT_OF_256`."""
-    by_triton = {"token": True, "head": True, "none": False}
-    for gate, triton in by_triton.items():
-        made = gluon_kernels(replace(VERY_WIDE, gate=gate))
-        assert "wide_state_forward_kernel" in made and ("wide_output_backward_kernel" in made) != triton
-        assert "wide_output_backward_kernel" in gluon_kernels(replace(VERY_WIDE, rule="linear", gate=gate))
+def test_heads_of_256_channels_are_made_by_the_hopper_kernels():
+    for gate, rule in product(("token", "head", "none"), ("delta", "linear")):
+        assert "wide_output_backward_kernel" in gluon_kernels(replace(VERY_WIDE, rule=rule, gate=gate))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +350,6 @@ def test_the_backward_of_the_output_of_256_channels():
 )
 def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
     found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
     assert set(HEADS_OF_256_STACK) <= {launch.name for launch in found}

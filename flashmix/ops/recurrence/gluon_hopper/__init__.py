@@ -35,7 +35,6 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     results,
     sizes_of,
     symbolic_sizes_of,
-    triton_output,
     walks,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
@@ -43,9 +42,7 @@ from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMe
 from flashmix.ops.recurrence.gluon_hopper.walk_launch import walk_backward
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
-from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
-from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkValues, KeyGradients
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
@@ -300,9 +297,7 @@ def gradients(
         walk_backward(run.base, run.plan, n, read, (do, dstates, joined[1] if joined else None), found)
         return
     values = do, found["v"], states[1] if call.rule.corrected else call.v, states[0], dstates
-    if decayed is None and triton_output(call):
-        output_backward_by_triton(run.base, values, states[2], found)
-    elif decayed is None:
+    if decayed is None:
         output_backward(run, values, reads, found)
     else:
         output_backward_of_channels(run.base, run.plan, run.n, decayed, values, found)
@@ -369,16 +364,6 @@ def state_output(
     kernel(
         run.programs(kernel), *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n
     )
-
-
-def output_backward_by_triton(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
-    """Makes the gradients of keys, by value head, of beta and of the decay by Triton's kernel; dA passes through memory."""
-    do, dr, nu, states, dstates = values
-    call = run.call
-    inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, call.log_decay, None)
-    out = KeyGradients((found["q"], None), (found["k"],), found["beta"], found.get("log_decay"), dA)
-    x = ChunkValues((do, dr), (nu,), states, dstates)
-    run.plan.output(run.chunk_programs, None, inputs, x, out, run.where, run.n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

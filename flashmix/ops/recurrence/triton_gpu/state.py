@@ -35,6 +35,18 @@ from flashmix.ops.recurrence.triton_gpu.tiles import (
 
 
 @triton.jit
+def over_keys(x, y, S: tl.constexpr):
+    """x y over channels of keys, [BV, BK] by [BK, C]; 256 of float32 in blocks of 64, as one multiply-add after another errs too much."""
+    if x.dtype == tl.float32 and S.BK > 128:
+        ROWS: tl.constexpr = x.shape[0]
+        COLUMNS: tl.constexpr = y.shape[1]
+        parts = tl.permute(tl.reshape(x, [ROWS, S.BK // 64, 64]), [1, 0, 2])
+        return tl.sum(tl.dot(parts, tl.reshape(y, [S.BK // 64, 64, COLUMNS]), input_precision=S.PRECISION), 0)
+    else:
+        return tl.dot(x, y, input_precision=S.PRECISION)
+
+
+@triton.jit
 def load_factor(scores, at, SLOT: tl.constexpr, S: tl.constexpr):
     """The factors of the chunk's rows or columns, [1, C]; with a per-channel decay the keys have them already."""
     if S.DECAY == "channel":
@@ -101,7 +113,7 @@ def store_map(maps, state, whole, index, block, S: tl.constexpr):
 def corrected(scores, state, V_T, a, bits, at, S: tl.constexpr):
     """nu^T = (T R)^T, [BV, C], of the rows a^T [BK, C] (5.1), (5.2)."""
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
-    R = tl.dot(state, a, input_precision=S.PRECISION) * load_factor(scores, at, 1, S)  # [BV, C]
+    R = over_keys(state, a, S) * load_factor(scores, at, 1, S)  # [BV, C]
     if COLUMNS == 2:
         ak = tl.trans(tl.load(pair_tile(scores.A, at, COLUMNS + 1, S)))  # [C, C]
         R += tl.dot(V_T, ak, input_precision=S.PRECISION)
@@ -188,7 +200,7 @@ def state_forward_kernel(scores, x, out, where, n, S: tl.constexpr):
                 store_rows(out.nu, tl.trans(nu), at, S.V, vs, S)
         if S.OUTPUT:
             q = tl.trans(load_row(scores, 0, at, ks, S))  # [BK, C]
-            o = tl.dot(before, q, input_precision=S.PRECISION) * load_factor(scores, at, 0, S)  # [BV, C]
+            o = over_keys(before, q, S) * load_factor(scores, at, 0, S)  # [BV, C]
             for c in tl.static_range(COLUMNS):
                 A = tl.trans(tl.load(pair_tile(scores.A, at, c, S)))  # [C, C]
                 if c == COLUMNS - 1:
@@ -257,7 +269,7 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
         Z = append((), dO)  # of each row, [BV, C]
         if CORRECTED:
             b = load_column(scores, COLUMNS - 1, at, ks, S)  # [C, BK]
-            dnu = tl.dot(after, tl.trans(b), input_precision=S.PRECISION) * load_factor(  # [BV, C]
+            dnu = over_keys(after, tl.trans(b), S) * load_factor(  # [BV, C]
                 scores, at, ROWS + COLUMNS - 1, S
             )
             qb = tl.load(pair_tile(scores.A, at, COLUMNS - 1, S))  # [C, C]
@@ -268,7 +280,7 @@ def state_backward_kernel(scores, x, out, where, n, S: tl.constexpr):
                 store_rows(out.dr, tl.trans(dR.to(DT)), at, S.V, vs, S)
         if S.SAVE and (COLUMNS == 2 or not CORRECTED):
             k = tl.trans(load_column(scores, 0, at, ks, S))  # [BK, C]
-            dv = tl.dot(after, k, input_precision=S.PRECISION) * load_factor(scores, at, ROWS, S)  # [BV, C]
+            dv = over_keys(after, k, S) * load_factor(scores, at, ROWS, S)  # [BV, C]
             qk = tl.load(pair_tile(scores.A, at, 0, S))  # [C, C]
             dv = tl.dot(dO, qk, dv, input_precision=S.PRECISION)
             if CORRECTED:
