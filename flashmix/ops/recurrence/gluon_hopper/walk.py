@@ -1,4 +1,4 @@
-"""The backward of `output` in the walk of the states: one program a (sequence, head, segment), with one value head a key head.
+"""The backward of `output` in the walk of the states: one program a (sequence, value head, segment).
 
 The reverse state pass needs neither S nor nu, so it comes first; then this kernel makes S and nu again as `state.py` does, chunk after
 chunk, and with them the gradients of the chunk as `output.py` does (equations there). S and nu never go to memory.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from flashmix.gpu.hopper import (
     allocate_barriers,
+    await_count,
+    count_up,
     ex2,
     expect_bytes,
     fence_async_shared,
@@ -42,9 +44,10 @@ from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     gate_gradients,
 )
 from flashmix.ops.recurrence.gluon_hopper.place import (
+    add_tokens,
     fetch_tile,
     fetch_tokens,
-    segment_of_program,
+    segment_of,
     store_tokens,
     vector,
 )
@@ -61,13 +64,13 @@ from flashmix.ops.recurrence.gluon_hopper.structs import WalkBarriers, WalkTiles
 
 
 @gluon.jit
-def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
+def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
     """Fills the rings: first what the next chunk begins with, then what it needs later and its readers leave later."""
     keys_d, values_d, others_d = d
     q_d, k_d = keys_d
     v_d, T_d, vec_d = values_d
     do_d, dr_d, ds_d = others_d
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     for n in range(at.count):
         chunk = at.begin + n
         t = chunk * 64
@@ -77,8 +80,8 @@ def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
         fetch_vectors(vec_d, row, bar, tiles.vectors, n, VSTAGES)
         wait_empty(bars.keys.empty, n)
         bar = expect_bytes(bars.keys.full, n, 2 * 64 * S.BK * 2)
-        fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.k.index(n % S.KEYS), S)
-        fetch_tokens(q_d, at.span, t, at.head, 0, bar, tiles.q.index(n % S.KEYS), S)
+        fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(n % S.KEYS), S)
+        fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(n % S.KEYS), S)
         wait_empty(bars.tokens.empty, n)
         bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
         for w in gl.static_range(2):
@@ -99,7 +102,7 @@ def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
+def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
     """The rows 64 w ... of S^T, and the channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
@@ -107,7 +110,7 @@ def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
     k_parts = reinterpret(tiles.k, DT, [S.KEYS * 2, 64, 64], TILE)
     s_parts = reinterpret(tiles.state, DT, [2, S.BV, 64], TILE)
     nu_parts = reinterpret(tiles.nu, DT, [2, 64, 64], TILE)
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     state = load_state(x, at, w, False, S)  # [v, K]
     for n in range(at.count):
         z = opaque_zero()  # lest descriptors of tiles with one place be hoisted into registers
@@ -220,10 +223,10 @@ def put_carried(n, z, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def pairs(x, numbers, tiles, bars, S: gl.constexpr):
+def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
     """The warpgroup for dA (6.1): N_q and N_a of each chunk, and the share of pairs in dg and dbeta."""
     DT: gl.constexpr = tiles.q.dtype
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     for n in range(at.count):
@@ -275,9 +278,30 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
+def send_keys(dq_d, dk_d, x, at, t, n, numbers, tiles, S: gl.constexpr):
+    """Sends dq and dk of a chunk. Those of value heads that share a key head are added up in memory, one after the other: the first
+    stores, each waits for the one before it.
+    """
+    dq = tiles.q.index(n % S.KEYS)
+    dk = tiles.k.index(n % S.KEYS)
+    if S.GROUP == 1:
+        store_tokens(dq_d, at.span, t, at.head, 0, dq, S)
+        store_tokens(dk_d, at.span, t, at.head, 0, dk, S)
+    else:
+        head = at.head // S.GROUP
+        if at.head % S.GROUP == 0:
+            store_tokens(dq_d, at.span, t, head, 0, dq, S)
+            store_tokens(dk_d, at.span, t, head, 0, dk, S)
+        else:
+            await_count(x.counters + (1 + at.index - numbers.segments), n + 1)
+            add_tokens(dq_d, at.span, t, head, 0, dq, S)
+            add_tokens(dk_d, at.span, t, head, 0, dk, S)
+
+
+@gluon.jit
+def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
     """dg and dbeta of each chunk; sends dq and dk."""
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     for n in range(at.count):
         t = (at.begin + n) * 64
         if S.PACKED:
@@ -286,10 +310,11 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
             first = at.span.sequence.to(gl.int64) * numbers.tokens + t
         gate_gradients(x, tiles, bars, n, first, gl.minimum(at.span.length - t, 64), at.head, S)
         wait_full(bars.gradients, n)
-        store_tokens(dq_d, at.span, t, at.head, 0, tiles.q.index(n % S.KEYS), S)
-        store_tokens(dk_d, at.span, t, at.head, 0, tiles.k.index(n % S.KEYS), S)
+        send_keys(dq_d, dk_d, x, at, t, n, numbers, tiles, S)
         stores_done(0)
         release(bars.keys.empty, n)
+        if S.GROUP > 1:
+            count_up(x.counters + (1 + at.index), 0)
 
 
 @gluon.jit
@@ -333,15 +358,18 @@ def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["n"])
 def walk_backward_kernel(q_d, k_d, v_d, T_d, vec_d, do_d, dr_d, ds_d, dq_d, dk_d, x, n, S: gl.constexpr):
     """Gradients of queries and keys, of beta and of the decay."""
+    program = gl.program_id(0)
+    if S.GROUP > 1:  # in the order in which programs begin: none waits for one that cannot begin
+        program = gl.atomic_add(x.counters, 1)
     tiles, bars = walk_tiles(q_d.dtype, S)
     copies = ((q_d, k_d), (v_d, T_d, vec_d), (do_d, dr_d, ds_d))
     gl.warp_specialize(
         [
-            (pairs, (x, n, tiles, bars, S)),
-            (walker, (0, x, n, tiles, bars, S)),
-            (walker, (1, x, n, tiles, bars, S)),
-            (producer, (copies, x, n, tiles, bars, S)),
-            (finisher, (dq_d, dk_d, x, n, tiles, bars, S)),
+            (pairs, (program, x, n, tiles, bars, S)),
+            (walker, (0, program, x, n, tiles, bars, S)),
+            (walker, (1, program, x, n, tiles, bars, S)),
+            (producer, (program, copies, x, n, tiles, bars, S)),
+            (finisher, (program, dq_d, dk_d, x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
         [160, 160, 24, 24],

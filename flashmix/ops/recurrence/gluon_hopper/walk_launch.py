@@ -19,13 +19,13 @@ def walk_backward(
     plan: HopperPlan,
     numbers: HopperNumbers,
     read: tuple[Tiles | None, ...],
-    values: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     found: Gradients,
 ) -> None:
     """Makes the gradients of keys, of beta and of the decay, from the tiles that are `read`, of q, k, v, T and vectors, and from dO, the
-    gradients of states and the states that segments start from.
+    gradients of states, the states that segments start from, and zeros for `counters`.
     """
-    call, where, (do, dstates, starts) = run.call, run.where, values
+    call, where, (do, dstates, starts, counters) = run.call, run.where, values
     tokens = partial(descriptors.tokens, width=128, packed=call.packed)
     tiles = (
         *read,
@@ -36,5 +36,5 @@ def walk_backward(
         tokens(found["k"]),
     )
     made = found["beta"], found.get("log_decay")
-    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, *made)
+    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, counters, *made)
     plan.walk(run.rows * numbers.segments, *tiles, x, numbers)
