@@ -31,10 +31,10 @@ KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
 # asked for.
 TRY_OUTPUT_OF_256 = os.environ.get("FLASHMIX_TRY_OUTPUT_OF_256") == "1"
 
-# The backward of the output in the walk of the states (`walk.py`) has not run on a card: it serves only where it is asked for, and where
-# its programs are more than this part of the multiprocessors. The gradients have the same bits by either kernel.
-TRY_FUSED_BACKWARD = os.environ.get("FLASHMIX_TRY_FUSED_BACKWARD") == "1"
-FILLED = 0.7
+# The backward of the output in the walk of the states (`walk.py`) takes about as long for few programs as for one on each multiprocessor.
+# So it serves where its programs fill more than this part of the rounds that they take, and adds to dq and dk in 16 bits with at most so
+# many value heads a key head.
+FILLED = 0.65
 GROUPED = 8
 
 
@@ -140,14 +140,15 @@ def keeps_states(call: RecurrenceCall) -> bool:
 def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
     """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that they have no memory.
 
-    That is for the delta rule with tiles of 128 channels, where its programs fill most of a card. Each value head adds to dq and dk in
-    their dtype, so there are no more than GROUPED of them a key head.
+    That is with tiles of 128 channels and at most one decay per token, where its programs fill most of a card. The gradients have the same
+    bits either way with one value head a key head.
     """
     tiles = call.value_heads <= GROUPED * call.heads and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
-    if not TRY_FUSED_BACKWARD or not tiles or not call.rule.corrected or call.decay is Decay.CHANNEL:
+    if not tiles or call.decay is Decay.CHANNEL:
         return False
     segments = sizes.kept[-1].shape[2] if len(sizes.work) > 1 else 1
-    return call.sequences * call.value_heads * segments > FILLED * gpu.target(call.device).multiprocessors
+    programs, multiprocessors = call.sequences * call.value_heads * segments, gpu.target(call.device).multiprocessors
+    return programs > FILLED * cdiv(programs, multiprocessors) * multiprocessors
 
 
 def results(call: RecurrenceCall) -> Gradients:

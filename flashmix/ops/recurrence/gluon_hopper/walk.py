@@ -70,6 +70,7 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
     q_d, k_d = keys_d
     v_d, T_d, vec_d = values_d
     do_d, dr_d, ds_d = others_d
+    nu_parts = reinterpret(tiles.nu, tiles.q.dtype, [S.NUS * 2, 64, 64], TILE)
     at = segment_of(program, x, numbers, False, S)
     for n in range(at.count):
         chunk = at.begin + n
@@ -82,19 +83,26 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
         bar = expect_bytes(bars.keys.full, n, 2 * 64 * S.BK * 2)
         fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(n % S.KEYS), S)
         fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(n % S.KEYS), S)
-        wait_empty(bars.tokens.empty, n)
-        bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
-        for w in gl.static_range(2):
-            fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, tiles.tokens.index(w), S)
-        wait_empty(bars.T.empty, n)
-        bar = expect_bytes(bars.T.full, n, 64 * 64 * 2)
-        fetch_tile(T_d, [row * 64, 0], bar, tiles.T.index(0))
+        if S.CORRECTED:
+            wait_empty(bars.tokens.empty, n)
+            bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
+            for w in gl.static_range(2):
+                fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, tiles.tokens.index(w), S)
+            wait_empty(bars.T.empty, n)
+            bar = expect_bytes(bars.T.full, n, 64 * 64 * 2)
+            fetch_tile(T_d, [row * 64, 0], bar, tiles.T.index(0))
+        else:
+            wait_empty(bars.nu.empty, n)
+            bar = expect_bytes(bars.nu.full, n, 64 * S.BV * 2)
+            for w in gl.static_range(2):
+                fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, nu_parts.index((n % S.NUS) * 2 + w), S)
         wait_empty(bars.dO.empty, n)
         bar = expect_bytes(bars.dO.full, n, 64 * S.BV * 2)
-        fetch_tokens(do_d, at.span, t, at.head, 0, bar, tiles.dO.index(0), S)
-        wait_empty(bars.dR.empty, n)
-        bar = expect_bytes(bars.dR.full, n, 64 * S.BV * 2)
-        fetch_tokens(dr_d, at.span, t, at.head, 0, bar, tiles.dR.index(0), S)
+        fetch_tokens(do_d, at.span, t, at.head, 0, bar, tiles.dO.index(n % S.STAGES), S)
+        if S.CORRECTED:
+            wait_empty(bars.dR.empty, n)
+            bar = expect_bytes(bars.dR.full, n, 64 * S.BV * 2)
+            fetch_tokens(dr_d, at.span, t, at.head, 0, bar, tiles.dR.index(0), S)
         for w in gl.static_range(2):
             wait_empty(bars.dstate.empty, 2 * n + w)
             bar = expect_bytes(bars.dstate.full, 2 * n + w, 64 * S.BV * 2)
@@ -109,7 +117,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
     q_parts = reinterpret(tiles.q, DT, [S.KEYS * 2, 64, 64], TILE)
     k_parts = reinterpret(tiles.k, DT, [S.KEYS * 2, 64, 64], TILE)
     s_parts = reinterpret(tiles.state, DT, [2, S.BV, 64], TILE)
-    nu_parts = reinterpret(tiles.nu, DT, [2, 64, 64], TILE)
+    nu_parts = reinterpret(tiles.nu, DT, [S.NUS * 2, 64, 64], TILE)
     at = segment_of(program, x, numbers, False, S)
     state = load_state(x, at, w, False, S)  # [v, K]
     for n in range(at.count):
@@ -118,6 +126,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         q_own = q_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
         k_own = k_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
         S_own = s_parts.index(w + z)  # [V, K]
+        nu_own = nu_parts.index((n % S.NUS) * 2 + w + z).permute((1, 0))  # [v, C]
         stage = (n % VSTAGES) * 4
         s16 = state.to(DT)
         wait_empty(bars.state.empty, n)
@@ -126,52 +135,66 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         signal(bars.state.full, n)
         wait_full(bars.v.full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]
-        left = gl.convert_layout(s16, LEFT_64)
         wait_full(bars.keys.full, n)
-        ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
-        wait_full(bars.tokens.full, n)
-        ks, left = products_done(0, deps=[ks, left])
-        v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
-        row = vector(tiles.vectors, stage + z + ROW_FACTOR, COLUMNS_64)
-        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
-        release(bars.tokens.empty, n)
-        wait_full(bars.T.full, n)
-        nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
-        wait_empty(bars.nu.empty, n)
-        nu, R = products_done(0, deps=[nu, R])
-        release(bars.T.empty, n)
-        nu_parts.index(w + z).permute((1, 0)).store(nu.to(DT))
-        fence_async_shared()
-        signal(bars.nu.full, n)
+        if S.CORRECTED:
+            left = gl.convert_layout(s16, LEFT_64)
+            ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+            wait_full(bars.tokens.full, n)
+            ks, left = products_done(0, deps=[ks, left])
+            v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+            row = vector(tiles.vectors, stage + z + ROW_FACTOR, COLUMNS_64)
+            R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
+            release(bars.tokens.empty, n)
+            wait_full(bars.T.full, n)
+            nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+            wait_empty(bars.nu.empty, n)
+            nu, R = products_done(0, deps=[nu, R])
+            release(bars.T.empty, n)
+            nu_own.store(nu.to(DT))
+            fence_async_shared()
+            signal(bars.nu.full, n)
+        else:
+            wait_full(bars.nu.full, n)
+            nu = nu_own.load(ACC_64).to(gl.float32)  # [v, C]
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
             tiles.vectors, stage + BETA, COLUMNS_64
         )
         written = gl.convert_layout((nu * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         wait_full(bars.state.full, n)
-        wait_full(bars.dR.full, n)
-        d = product(tiles.dR.index(z), S_own, ACC_64, 64, 64)  # (6.2)
-        state, written = products_done(1, deps=[state, written])
-        signal(bars.updated, n)
-        wait_full(bars.nu.full, n)
+        if S.CORRECTED:
+            wait_full(bars.dR.full, n)
+            d = product(tiles.dR.index(z), S_own, ACC_64, 64, 64)  # (6.2)
+            state, written = products_done(1, deps=[state, written])
+            signal(bars.updated, n)
+            wait_full(bars.nu.full, n)
         wait_full(bars.dstate.full, 2 * n + w)
-        e = product(tiles.nu.index(z), tiles.dstate.index(w + z), ACC_64, 64, 64)
+        e = product(tiles.nu.index(n % S.NUS + z), tiles.dstate.index(w + z), ACC_64, 64, 64)
         row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
-        d = products_done(1, deps=[d])
-        release(bars.dR.empty, n)
-        rows = pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * d, 1))  # [C, K]
-        dk = d * (0.0 - row)[:, None]
-        e, dk = products_done(0, deps=[e, dk])
+        if S.CORRECTED:
+            d = products_done(1, deps=[d])
+            release(bars.dR.empty, n)
+            rows = pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * d, 1))  # [C, K]
+            dk = d * (0.0 - row)[:, None]
+            e, dk = products_done(0, deps=[e, dk])
+        else:
+            state, written = products_done(1, deps=[state, written])
+            signal(bars.updated, n)
+            rows = 0.0
+            e = products_done(0, deps=[e])
         release(bars.nu.empty, n)
         release(bars.dstate.empty, 2 * n + w)
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
-        dk += e * (column * vector(tiles.vectors, stage + BETA, ROWS_64))[:, None]
+        factor = (column * vector(tiles.vectors, stage + BETA, ROWS_64))[:, None]
+        if S.CORRECTED:
+            dk += e * factor
+        else:
+            dk = e * factor
         written = column * pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * e, 1))  # [C, K]
         wait_full(bars.dO.full, n)
-        dq = product(tiles.dO.index(z), S_own, ACC_64, 64, 64)
+        dq = product(tiles.dO.index(n % S.STAGES + z), S_own, ACC_64, 64, 64)
         wait_full(bars.pairs_q.full, n)
         N_q = tiles.pairs.index(z)  # [C, C]
-        N_a = tiles.pairs.index(1 + z)  # [C, C]
         dk = warpgroup_mma(N_q.permute((1, 0)), q_own, dk, is_async=True)  # (3.3)
         dq = products_done(1, deps=[dq])
         release(bars.dO.empty, n)
@@ -179,14 +202,17 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         rows = scale * gl.sum(q_own.load(ACC_64).to(gl.float32) * dq, 1) - rows  # [C, K]
         dq = dq * (row * scale)[:, None]
         dq = warpgroup_mma(N_q, k_own, dq, is_async=True)
-        wait_full(bars.pairs_a.full, n)
-        dk = warpgroup_mma(N_a, k_own, dk, is_async=True)
-        dk = warpgroup_mma(N_a.permute((1, 0)), k_own, dk, is_async=True)
+        if S.CORRECTED:
+            N_a = tiles.pairs.index(1 + z)  # [C, C]
+            wait_full(bars.pairs_a.full, n)
+            dk = warpgroup_mma(N_a, k_own, dk, is_async=True)
+            dk = warpgroup_mma(N_a.permute((1, 0)), k_own, dk, is_async=True)
         release(bars.v.empty, n)
         put_walker_sums(rows * row, written, w, n, tiles, bars)
         dq, dk = products_done(0, deps=[dq, dk])
         release(bars.pairs_q.empty, n)
-        release(bars.pairs_a.empty, n)
+        if S.CORRECTED:
+            release(bars.pairs_a.empty, n)
         wait_full(bars.updated, n)
         q_own.store(dq.to(DT))
         k_own.store(dk.to(DT))
@@ -235,7 +261,7 @@ def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
         stage = (n % VSTAGES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        nu = tiles.nu.index(z)  # [C, V]
+        nu = tiles.nu.index(n % S.NUS + z)  # [C, V]
         if S.DECAY:
             put_carried(n, z, tiles, bars, S)
         wait_full(bars.keys.full, n)
@@ -243,7 +269,7 @@ def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
         wait_full(bars.v.full, n)
         wait_full(bars.dO.full, n)
         wait_full(bars.nu.full, n)
-        dA = product(tiles.dO.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
+        dA = product(tiles.dO.index(n % S.STAGES + z), nu.permute((1, 0)), ACC_64, 64, 64)
         difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
         E = gl.where(here >= column, ex2(gl.minimum(difference, 0.0)) * numbers.scale, 0.0)
         pair, dA = products_done(0, deps=[pair, dA])
@@ -259,22 +285,28 @@ def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
         if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
             W = gl.where(here == column, 0.0, W)
         rows, columns = row_and_column_sums(W, beta)
-        pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-        wait_full(bars.dR.full, n)
-        dA = product(tiles.dR.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
-        pair, dA = products_done(0, deps=[pair, dA])
-        release(bars.dR.empty, n)
+        if S.CORRECTED:
+            pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+            wait_full(bars.dR.full, n)
+            dA = product(tiles.dR.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
+            pair, dA = products_done(0, deps=[pair, dA])
+            release(bars.dR.empty, n)
         release(bars.nu.empty, n)
-        difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-        P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
-        beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
-        more_rows, more_columns = row_and_column_sums(P * pair, beta)
-        wait_empty(bars.pairs_a.empty, n)
-        tiles.pairs.index(1 + z).store((P * beta[None, :]).to(DT))
-        fence_async_shared()
-        signal(bars.pairs_a.full, n)
+        if S.CORRECTED:
+            difference = (
+                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+            )
+            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
+            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
+            more_rows, more_columns = row_and_column_sums(P * pair, beta)
+            rows += more_rows
+            columns += more_columns
+            wait_empty(bars.pairs_a.empty, n)
+            tiles.pairs.index(1 + z).store((P * beta[None, :]).to(DT))
+            fence_async_shared()
+            signal(bars.pairs_a.full, n)
         release(bars.v.empty, n)
-        put_pair_sums(rows + more_rows, columns + more_columns, diagonal, n, tiles, bars, S)
+        put_pair_sums(rows, columns, diagonal, n, tiles, bars, S)
 
 
 @gluon.jit
@@ -320,33 +352,42 @@ def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
 @gluon.jit
 def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
     """Shared memory and barriers."""
+    nu = gl.allocate_shared_memory(DT, [S.NUS, 64, S.BV], TILE)
+    tokens = nu
+    T = nu
+    dR = nu
+    if S.CORRECTED:
+        tokens = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
+        T = gl.allocate_shared_memory(DT, [1, 64, 64], TILE)
+        dR = gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE)
     tiles = WalkTiles(
         q=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
         k=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        tokens=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
-        T=gl.allocate_shared_memory(DT, [1, 64, 64], TILE),
-        dO=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        dR=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
+        tokens=tokens,
+        T=T,
+        dO=gl.allocate_shared_memory(DT, [S.STAGES, 64, S.BV], TILE),
+        dR=dR,
         dstate=gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
         state=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
-        nu=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        pairs=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
+        nu=nu,
+        pairs=gl.allocate_shared_memory(DT, [2 if S.CORRECTED else 1, 64, 64], TILE),
         vectors=gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
         sums=gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     TRACE: gl.constexpr = 1 if S.DECAY else 0  # `pairs` reads S and dS' too
+    v = ring(VSTAGES, 1, 4)
     bars = WalkBarriers(
         keys=ring(S.KEYS, 1, 1),
-        v=ring(VSTAGES, 1, 4),
-        tokens=ring(1, 1, 2),
-        T=ring(1, 1, 2),
-        dO=ring(1, 1, 3),
-        dR=ring(1, 1, 3),
+        v=v,
+        tokens=ring(1, 1, 2) if S.CORRECTED else v,
+        T=ring(1, 1, 2) if S.CORRECTED else v,
+        dO=ring(S.STAGES, 1, 3),
+        dR=ring(1, 1, 3) if S.CORRECTED else v,
         dstate=ring(2, 1, 1 + TRACE),
         state=ring(1, 2, 2 + TRACE),
-        nu=ring(1, 2, 3),
+        nu=ring(S.NUS, 2 if S.CORRECTED else 1, 3),
         pairs_q=ring(1, 1, 2),
-        pairs_a=ring(1, 1, 2),
+        pairs_a=ring(1, 1, 2) if S.CORRECTED else v,
         sums=ring(2, 3, 1),
         updated=allocate_barriers(1, 2),
         gradients=allocate_barriers(S.KEYS, 2),

@@ -30,11 +30,11 @@ def walk_backward(
     tiles = (
         *read,
         tokens(do),
-        tokens(found["v"]),
+        tokens(found["v"]) if call.rule.corrected else None,  # dR
         descriptors.states(dstates, 128, 64),
         tokens(found["q"]),
         tokens(found["k"]),
     )
-    made = found["beta"], found.get("log_decay")
+    made = found.get("beta"), found.get("log_decay")
     x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, counters, *made)
     plan.walk(run.rows * numbers.segments, *tiles, x, numbers)
