@@ -417,7 +417,9 @@ def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
     found = launches(replace(HOPPER[name], H=1, HV=group), torch.bfloat16, (9, 0), "gluon")
     found = [launch for launch in found if launch.name == "walk_backward_kernel"]
     assert len(found) == 1
-    assert_compile_on_hopper(found, {"walk_backward_kernel": 40}, {"walk_backward_kernel": 128})
+    assert_compile_on_hopper(
+        found, {"walk_backward_kernel": 48 if group > 1 and name == "packed" else 40}, {"walk_backward_kernel": 128}
+    )
 
 
 # Whatever a launch of these has, a size, a flag or an operand, a launch of the same kernel in another case has too.
