@@ -78,16 +78,9 @@ class HopperRun:
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
 
-    def memory(
-        self,
-        state: Tensor | None,
-        starts: Tensor | None,
-        result: Tensor | None,
-        ends: Tensor | None,
-        counters: Tensor | None = None,
-    ) -> StateMemory:
-        where = self.base.where
-        return StateMemory(where.cu_seqlens, where.offsets, state, starts, result, ends, counters)
+    def memory(self, *given: Tensor | None) -> StateMemory:
+        """Of the state to begin with, those of segments, the results for sequences and segments, and the counters of `walk.py`."""
+        return StateMemory(self.base.where.cu_seqlens, self.base.where.offsets, *given)
 
 
 class ChunkReads(NamedTuple):

@@ -11,7 +11,6 @@ and sends dq and dk. Letters of tiles: `C` = 64 tokens, `K` = 128 channels of ke
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    allocate_barriers,
     await_count,
     count_up,
     ex2,
@@ -33,7 +32,7 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE
 from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
 from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     CARRIED,
@@ -57,10 +56,9 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     ROW_FACTOR,
     fetch_vectors,
     load_state,
-    ring,
     total_decay,
 )
-from flashmix.ops.recurrence.gluon_hopper.structs import WalkBarriers, WalkTiles
+from flashmix.ops.recurrence.gluon_hopper.walk_tiles import walk_tiles
 
 
 @gluon.jit
@@ -110,6 +108,33 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
+def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr):
+    """nu of a chunk, [v, C], which it leaves in its place; without corrections V, which lies there."""
+    DT: gl.constexpr = tiles.q.dtype
+    if S.CORRECTED:
+        left = gl.convert_layout(s16, LEFT_64)
+        ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        wait_full(bars.tokens.full, n)
+        ks, left = products_done(0, deps=[ks, left])
+        v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+        row = vector(tiles.vectors, (n % VSTAGES) * 4 + z + ROW_FACTOR, COLUMNS_64)
+        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
+        release(bars.tokens.empty, n)
+        wait_full(bars.T.full, n)
+        nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+        wait_empty(bars.nu.empty, n)
+        nu, R = products_done(0, deps=[nu, R])
+        release(bars.T.empty, n)
+        nu_own.store(nu.to(DT))
+        fence_async_shared()
+        signal(bars.nu.full, n)
+        return nu
+    else:
+        wait_full(bars.nu.full, n)
+        return nu_own.load(ACC_64).to(gl.float32)
+
+
+@gluon.jit
 def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
     """The rows 64 w ... of S^T, and the channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
@@ -136,26 +161,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         wait_full(bars.v.full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]
         wait_full(bars.keys.full, n)
-        if S.CORRECTED:
-            left = gl.convert_layout(s16, LEFT_64)
-            ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
-            wait_full(bars.tokens.full, n)
-            ks, left = products_done(0, deps=[ks, left])
-            v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
-            row = vector(tiles.vectors, stage + z + ROW_FACTOR, COLUMNS_64)
-            R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
-            release(bars.tokens.empty, n)
-            wait_full(bars.T.full, n)
-            nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
-            wait_empty(bars.nu.empty, n)
-            nu, R = products_done(0, deps=[nu, R])
-            release(bars.T.empty, n)
-            nu_own.store(nu.to(DT))
-            fence_async_shared()
-            signal(bars.nu.full, n)
-        else:
-            wait_full(bars.nu.full, n)
-            nu = nu_own.load(ACC_64).to(gl.float32)  # [v, C]
+        nu = chunk_nu(w, s16, k, nu_own, n, z, tiles, bars, S)  # [v, C]
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
             tiles.vectors, stage + BETA, COLUMNS_64
         )
@@ -347,52 +353,6 @@ def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
         release(bars.keys.empty, n)
         if S.GROUP > 1:
             count_up(x.counters + (1 + at.index), 0)
-
-
-@gluon.jit
-def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory and barriers."""
-    nu = gl.allocate_shared_memory(DT, [S.NUS, 64, S.BV], TILE)
-    tokens = nu
-    T = nu
-    dR = nu
-    if S.CORRECTED:
-        tokens = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
-        T = gl.allocate_shared_memory(DT, [1, 64, 64], TILE)
-        dR = gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE)
-    tiles = WalkTiles(
-        q=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        k=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        tokens=tokens,
-        T=T,
-        dO=gl.allocate_shared_memory(DT, [S.STAGES, 64, S.BV], TILE),
-        dR=dR,
-        dstate=gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
-        state=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
-        nu=nu,
-        pairs=gl.allocate_shared_memory(DT, [2 if S.CORRECTED else 1, 64, 64], TILE),
-        vectors=gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
-        sums=gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
-    )
-    TRACE: gl.constexpr = 1 if S.DECAY else 0  # `pairs` reads S and dS' too
-    v = ring(VSTAGES, 1, 4)
-    bars = WalkBarriers(
-        keys=ring(S.KEYS, 1, 1),
-        v=v,
-        tokens=ring(1, 1, 2) if S.CORRECTED else v,
-        T=ring(1, 1, 2) if S.CORRECTED else v,
-        dO=ring(S.STAGES, 1, 3),
-        dR=ring(1, 1, 3) if S.CORRECTED else v,
-        dstate=ring(2, 1, 1 + TRACE),
-        state=ring(1, 2, 2 + TRACE),
-        nu=ring(S.NUS, 2 if S.CORRECTED else 1, 3),
-        pairs_q=ring(1, 1, 2),
-        pairs_a=ring(1, 1, 2) if S.CORRECTED else v,
-        sums=ring(2, 3, 1),
-        updated=allocate_barriers(1, 2),
-        gradients=allocate_barriers(S.KEYS, 2),
-    )
-    return tiles, bars
 
 
 @with_sound_ptxas
