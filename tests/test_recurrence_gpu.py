@@ -200,7 +200,11 @@ FUSED_CASES = [
 ]
 FUSED_CASES.append(Case("hopper-fused-segments", "delta", "token", B=1, T=8192, H=1, HV=1, K=128, V=128))
 GROUPED_CASES = [
-    *(replace(case, name=case.name.replace("hopper", "hopper-fused-grouped")) for case in WALKED if case.HV > case.H),
+    *(
+        replace(case, name=case.name.replace("hopper", "hopper-fused-grouped"))
+        for case in WALKED
+        if case.HV > case.H and (case.gate == "token" or case.name.endswith(("-T129", "-packed")))
+    ),
     *(
         Case(
             f"hopper-fused-grouped-{rule}-{group}", rule, "token", T=200, H=2, HV=2 * group, K=128, V=128, decay="-0.02"
