@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import DPLR_CASES, FUSED_CASES, HOPPER_CASES, MIXED, fused_backward
+from test_recurrence_gpu import DPLR_CASES, FUSED_CASES, GROUPED_CASES, HOPPER_CASES, MIXED, fused_backward
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -50,6 +50,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def apart(fused_backward: Any) -> None:
+    """The backward of the output is a kernel of its own where a test does not ask for the walk, which is for calls that fill a card."""
+    fused_backward(False)
+
+
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -68,12 +74,15 @@ FUSED = [
     Case("fused-none-packed", "delta", "none", B=1, T=139, H=1, HV=1, K=128, V=128, lengths=(5, 0, 64, 70)),
     Case("fused-head-K96V80", "delta", "head", B=1, T=66, H=1, HV=1, K=96, V=80),
     Case("fused-weak", "delta", "token", B=1, T=134, H=1, HV=1, K=128, V=128, decay="-0.02", states=False),
+    Case("fused-linear", "linear", "token", B=1, T=134, H=1, HV=1, K=128, V=96),
+    Case("fused-grouped", "delta", "token", B=1, T=134, H=1, HV=3, K=128, V=128),
+    Case("fused-grouped-linear-packed", "linear", "none", B=1, T=75, H=2, HV=4, K=128, V=128, lengths=(5, 0, 70)),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
-    [*FUSED, *(pytest.param(c, marks=pytest.mark.whole) for c in FUSED_CASES if c.T < 8192)],
+    [*FUSED, *(pytest.param(c, marks=pytest.mark.whole) for c in [*FUSED_CASES, *GROUPED_CASES] if c.T < 8192)],
     ids=lambda case: case.name,
 )
 def test_emulated_fused_backward_is_within_budget(
@@ -87,14 +96,14 @@ def test_emulated_fused_backward_is_within_budget(
     assert launched.count("state_forward_kernel") == 1 and "output_backward_kernel" not in launched, launched
 
 
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("rule, segments", [("delta", 1), ("delta", 2), ("linear", 1), ("linear", 2)])
 def test_emulated_fused_backward_has_the_bits_of_the_kernels_that_it_joins(
-    segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+    rule: str, segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of its roles comes first; so the size of a batch may choose between them."""
     cut_into(segments, monkeypatch)
     T = 200 + segments  # sizes of calls are remembered by shape
-    case = Case("fused", "delta", "token", B=2, T=T, H=1, HV=1, K=128, V=128, decay="-0.02")
+    case = Case("fused", rule, "token", B=2, T=T, H=1, HV=1, K=128, V=128, decay="-0.02")
     fused_backward(False)
     wanted, launched = emulated(case)
     assert {"output_backward_kernel"} <= set(launched) and "walk_backward_kernel" not in launched
@@ -107,6 +116,43 @@ def test_emulated_fused_backward_has_the_bits_of_the_kernels_that_it_joins(
             same_bits(found[name], t, name)
 
 
+def test_emulated_value_heads_that_share_a_key_head_take_turns(
+    fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dq and dk are the sums of those of each value head alone, added one after the other in their dtype, in segments; whichever
+    role comes first.
+    """
+    cut_into(2, monkeypatch)
+    case = Case("turns", "delta", "token", B=1, T=203, H=1, HV=3, K=128, V=128, decay="-0.02")
+    fused_backward(True)
+    x = make_inputs(case, torch.bfloat16)
+    alone = []
+    for head in range(3):
+        own = {name: t if name in ("q", "k") else t[:, :, head : head + 1] for name, t in x.items()}
+        own["initial_state"] = x["initial_state"][:, head : head + 1]
+        with hopper_card() as launched:
+            alone.append(alone_gradients(own, head))
+        assert "walk_backward_kernel" in launched
+    for seed in range(2):
+        with hopper_card(seed=seed) as launched:
+            found = alone_gradients(x)
+        assert "walk_backward_kernel" in launched
+        for name in ("q", "k"):
+            first, second, third = (one[name] for one in alone)
+            same_bits(found[name], (first + second) + third, name)
+        for name in ("v", "beta", "log_decay"):
+            same_bits(found[name], torch.cat([one[name] for one in alone], 2), name)
+
+
+def alone_gradients(x: dict[str, torch.Tensor], head: int | None = None) -> dict[str, torch.Tensor]:
+    """Of a fixed weighting of the output, of all value heads or of one."""
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    o, _ = flashmix.delta_rule(**leaves, impl="gluon")
+    do = torch.randn(*o.shape[:2], 3, o.shape[3], generator=torch.Generator().manual_seed(1)).to(o.dtype)
+    do = do if head is None else do[:, :, head : head + 1]
+    return dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), do), strict=True))
+
+
 def test_the_fused_backward_is_for_calls_that_fill_a_card(fused_backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(multiprocessors: int, H: int = 2, **changed: Any) -> list[str]:
         case = Case(
@@ -116,8 +162,9 @@ def test_the_fused_backward_is_for_calls_that_fill_a_card(fused_backward: Any, m
 
     fused_backward(True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0.7)
-    assert "walk_backward_kernel" in launched(2)
-    for other in (launched(3), launched(1, HV=4), launched(1, K=64), launched(1, rule="linear")):
+    for walked in (launched(2), launched(4, HV=4), launched(1, rule="linear"), launched(2, HV=16)):
+        assert "walk_backward_kernel" in walked and "output_backward_kernel" not in walked
+    for other in (launched(3), launched(3, HV=4), launched(1, HV=18), launched(1, K=64)):
         assert "walk_backward_kernel" not in other and "output_backward_kernel" in other
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import replace
 
@@ -172,24 +173,39 @@ def test_the_kernels_of_hopper_are_within_budget(case):
 
 @pytest.fixture
 def fused_backward(monkeypatch):
-    """Turns the backward of the output in the walk of the states on and off, in calls of any size (`FLASHMIX_TRY_FUSED_BACKWARD`)."""
+    """Turns the backward of the output in the walk of the states on and off, in calls of any size."""
 
     def turn(on):
-        memory = "flashmix.ops.recurrence.gluon_hopper.memory"
-        monkeypatch.setattr(f"{memory}.TRY_FUSED_BACKWARD", on)
-        monkeypatch.setattr(f"{memory}.FILLED", 0)
+        monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0 if on else math.inf)
         monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.BACKWARD", {})
 
     return turn
 
 
+WALKED = [
+    case for case in HOPPER_CASES if case.gate != "channel" and min(case.K, case.V) > 64 and max(case.K, case.V) <= 128
+]
 FUSED_CASES = [
     replace(case, name=case.name.replace("hopper", "hopper-fused"), HV=case.H)
-    for case in HOPPER_CASES
-    if case.rule == "delta" and case.gate != "channel" and min(case.K, case.V) > 64 and max(case.K, case.V) <= 128
+    for case in WALKED
     if not case.name.endswith("-grouped")
 ]
 FUSED_CASES.append(Case("hopper-fused-segments", "delta", "token", B=1, T=8192, H=1, HV=1, K=128, V=128))
+GROUPED_CASES = [
+    *(
+        replace(case, name=case.name.replace("hopper", "hopper-fused-grouped"))
+        for case in WALKED
+        if case.HV > case.H and (case.gate == "token" or case.name.endswith(("-T129", "-packed")))
+    ),
+    *(
+        Case(
+            f"hopper-fused-grouped-{rule}-{group}", rule, "token", T=200, H=2, HV=2 * group, K=128, V=128, decay="-0.02"
+        )
+        for rule in ("delta", "linear")
+        for group in (3, 4, 5, 8)
+    ),
+]
+GROUPED_LONG = Case("hopper-fused-grouped-segments", "delta", "token", B=1, T=8192, H=1, HV=4, K=128, V=128)
 
 
 @pytest.mark.gpu
@@ -205,6 +221,34 @@ def test_the_fused_backward_is_within_budget_and_has_the_bits_of_the_kernels_tha
         same_bits(got, wanted[name], name)
     if case.T < 8192:
         assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+
+
+@pytest.mark.gpu
+@named(GROUPED_CASES)
+def test_the_fused_backward_of_value_heads_that_share_a_key_head_is_within_budget(case, fused_backward):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    fused_backward(True)
+    assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+
+
+@pytest.mark.gpu
+@named([GROUPED_LONG, *(case for case in GROUPED_CASES if case.name.endswith(("-packed", "-8")))])
+def test_the_fused_backward_of_value_heads_that_share_a_key_head_adds_in_one_order(case, fused_backward):
+    """The same bits again and again; and each gradient is nearly that of the kernels that sum value heads in registers."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs(case, torch.bfloat16).items()}
+    fused_backward(False)
+    summed = evaluate(run_op, case, inputs, "gluon")
+    fused_backward(True)
+    first = evaluate(run_op, case, inputs, "gluon")
+    for name, got in first.items():
+        error = (got.double() - summed[name].double()).square().mean().sqrt()
+        assert error <= 0.01 * summed[name].double().square().mean().sqrt(), name
+    for _ in range(20):
+        for name, got in evaluate(run_op, case, inputs, "gluon").items():
+            same_bits(got, first[name], name)
 
 
 @pytest.mark.gpu

@@ -392,21 +392,29 @@ def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name):
     assert_compile_on_hopper(found, LINEAR_OF_256_STACK | segments)
 
 
-FUSED = ("one value head", "one value head, no decay", "narrow", "packed", "segments")
+FUSED = (
+    *("one value head", "one value head, no decay", "narrow", "packed", "segments", "linear"),
+    *("linear, no decay, packed", "linear, segments"),
+)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.whole] * (name not in ("one value head", "segments"))) for name in FUSED],
+    [
+        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("one value head", "segments", "linear")))
+        for name in FUSED
+    ],
 )
-def test_the_fused_backward_of_hopper_compiles(name, monkeypatch):
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
     """Within shared memory, with few spills (descriptors, the finisher's), no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_FUSED_BACKWARD", True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0)
-    found = launches(replace(HOPPER[name], H=1, HV=1), torch.bfloat16, (9, 0), "gluon")
+    found = launches(replace(HOPPER[name], H=1, HV=group), torch.bfloat16, (9, 0), "gluon")
     found = [launch for launch in found if launch.name == "walk_backward_kernel"]
     assert len(found) == 1
-    assert_compile_on_hopper(found, {"walk_backward_kernel": 40}, {"walk_backward_kernel": 128})
+    assert_compile_on_hopper(
+        found, {"walk_backward_kernel": 48 if group > 1 and name == "packed" else 40}, {"walk_backward_kernel": 128}
+    )
 
 
 # Whatever a launch of these has, a size, a flag or an operand, a launch of the same kernel in another case has too.

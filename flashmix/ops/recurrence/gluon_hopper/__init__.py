@@ -75,11 +75,9 @@ class HopperRun:
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
 
-    def memory(
-        self, state: Tensor | None, starts: Tensor | None, result: Tensor | None, ends: Tensor | None
-    ) -> StateMemory:
-        where = self.base.where
-        return StateMemory(where.cu_seqlens, where.offsets, state, starts, result, ends)
+    def memory(self, *given: Tensor | None) -> StateMemory:
+        """Of the state to begin with, those of segments, the results for sequences and segments, and the counters of `walk.py`."""
+        return StateMemory(self.base.where.cu_seqlens, self.base.where.offsets, *given)
 
 
 class ChunkReads(NamedTuple):
@@ -219,7 +217,8 @@ def launch_backward(
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
     decayed, saved, parts = allocate(sizes.decayed_bytes, device), len(kept) > 1, backward_parts(call, sizes)
     stated = not saved and not walks(call, sizes)  # there is memory for states
-    worked = [part.of(parts) for part in (sizes.work + sizes.states if stated else sizes.work)]
+    more = () if saved else sizes.states if stated else sizes.counters
+    worked = [part.of(parts) for part in sizes.work + more]
     work = allocate(sum(part.bytes for part in worked), device)
     found = results(call)
 
@@ -228,7 +227,8 @@ def launch_backward(
         own = views(memory, sizes.kept), views(decayed, sizes.decayed)
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
         room = views(work, worked)
-        states = views(kept[1], sizes.states) if saved else room[len(sizes.work) :]
+        states = views(kept[1], sizes.states) if saved else room[len(sizes.work) :] if stated else []
+        counters = None if saved or stated or not more else room[-1]
         starts = None
         if scored[1]:
             ends, starts = room[1:3]
@@ -241,7 +241,7 @@ def launch_backward(
         for one, read, given, made in [whole] if parts == 1 else sequences(whole, own[0], parts):
             if stated:
                 save_states(one, read, states)
-            gradients(one, read, given, (room[0], *states), made)
+            gradients(one, read, given, (room[0], *states), made, counters)
 
     own = memory, *kept[1:], decayed, work
     launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
@@ -281,20 +281,21 @@ def gradients(
     grads: tuple[Tensor, Tensor | None, Tensor | None],
     work: Sequence[Tensor],
     found: Gradients,
+    counters: Tensor | None = None,
 ) -> None:
     """Launches what makes the gradients `found`, of what `scores` returns, of those of the output, of final states and of what segments
     leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections; without that for the last
-    two they are made again.
+    two they are made again, and value heads that share a key head take their turns by `counters`.
     """
     call, (reads, joined, decayed) = run.call, scored
     (do, dstate, starts), (dstates, *states) = grads, work
     n = run.segmented if joined else run.n
-    x = run.memory(dstate, starts, found.get("initial_state"), None)
+    x = run.memory(dstate, starts, found.get("initial_state"), None, counters)
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     if not states:
         read = reads.q, reads.k, run.tokens(call.v, 64), reads.T, reads.vectors
-        walk_backward(run.base, run.plan, n, read, (do, dstates, joined[1] if joined else None), found)
+        walk_backward(run.base, run.plan, n, read, (do, dstates, joined[1] if joined else None, counters), found)
         return
     values = do, found["v"], states[1] if call.rule.corrected else call.v, states[0], dstates
     if decayed is None:

@@ -24,10 +24,11 @@ OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
 # The states that chunks start from are kept from forward to backward in place of being made again, as far as kernels can.
 KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
 
-# The backward of the output in the walk of the states (`walk.py`) has not run on a card: it serves only where it is asked for, and where
-# its programs are more than this part of the multiprocessors. The gradients have the same bits by either kernel.
-TRY_FUSED_BACKWARD = os.environ.get("FLASHMIX_TRY_FUSED_BACKWARD") == "1"
-FILLED = 0.7
+# The backward of the output in the walk of the states (`walk.py`) takes about as long for few programs as for one on each multiprocessor.
+# So it serves where its programs fill more than this part of the rounds that they take, and adds to dq and dk in 16 bits with at most so
+# many value heads a key head.
+FILLED = 0.65
+GROUPED = 8
 
 
 class CallMemory(NamedTuple):
@@ -35,13 +36,15 @@ class CallMemory(NamedTuple):
 
     # Kept: T (without corrections nothing), vectors of chunks; of segments the maps and the states that they start from. What the
     # backward works on: the gradients of the states that chunks leave; of segments what they send back and receive. Either: the states
-    # that chunks start from, nu unless it is V, and what Triton's backward of the output passes through memory. A per-channel
-    # decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays, their reach and marks of chunks.
+    # that chunks start from, nu unless it is V, and what Triton's backward of the output passes through memory; or where value heads
+    # share a key head counters of the programs that walk. A per-channel decay has its pairs made again, among the decayed keys, the decay
+    # of whole chunks, sums of decays, their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
     kept: tuple[MemoryPart, ...]
     decayed: tuple[MemoryPart, ...]
     work: tuple[MemoryPart, ...]
     states: tuple[MemoryPart, ...]
+    counters: tuple[MemoryPart, ...]
     kept_bytes: int
     decayed_bytes: int
     work_bytes: int
@@ -91,13 +94,14 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
         ]
     work = [MemoryPart(dtype, (chunks, HV, V, K))]
     states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
+    counters = [MemoryPart(torch.int32, (2 * N * HV * tiles.segments + 1,))] if HV > call.heads else []
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
         under = K if corrected else 1
         kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
         work += [starts, starts]
-    parts = tuple(kept), tuple(decayed), tuple(work), tuple(states)
-    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts])
+    parts = tuple(kept), tuple(decayed), tuple(work), tuple(states), tuple(counters)
+    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts[:-1]])
 
 
 def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> int:
@@ -127,13 +131,15 @@ def keeps_states(call: RecurrenceCall) -> bool:
 def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
     """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that they have no memory.
 
-    That is for the delta rule with one value head a key head and tiles of 128 channels, where its programs fill most of a card.
+    That is with tiles of 128 channels and at most one decay per token, where its programs fill most of a card. The gradients have the same
+    bits either way with one value head a key head.
     """
-    tiles = call.value_heads == call.heads and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
-    if not TRY_FUSED_BACKWARD or not tiles or not call.rule.corrected or call.decay is Decay.CHANNEL:
+    tiles = call.value_heads <= GROUPED * call.heads and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
+    if not tiles or call.decay is Decay.CHANNEL:
         return False
     segments = sizes.kept[-1].shape[2] if len(sizes.work) > 1 else 1
-    return call.sequences * call.value_heads * segments > FILLED * gpu.target(call.device).multiprocessors
+    programs, multiprocessors = call.sequences * call.value_heads * segments, gpu.target(call.device).multiprocessors
+    return programs > FILLED * cdiv(programs, multiprocessors) * multiprocessors
 
 
 def results(call: RecurrenceCall) -> Gradients:

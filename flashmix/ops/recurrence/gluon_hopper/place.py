@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from flashmix.gpu.hopper import copy_to_global, copy_to_shared, gl, gluon, reinterpret
+from flashmix.gpu.hopper import add_to_global, copy_to_global, copy_to_shared, gl, gluon, reinterpret
 from flashmix.ops.recurrence.gluon_hopper.structs import Chunk, Segment, Span
 
 RAGGED = gl.constexpr(1 << 30)
@@ -28,12 +28,17 @@ def sequence_span(cu, n, tokens):
 
 @gluon.jit
 def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
-    """The segment of this program. With MAPS there are two for each, N and M of (7.1), and each of these as often as it takes programs for
-    all values; M has the keys in their place, which may take another number.
+    """The segment of this program."""
+    return segment_of(gl.program_id(0), x, n, MAPS, S)
+
+
+@gluon.jit
+def segment_of(program, x, n, MAPS: gl.constexpr, S: gl.constexpr):
+    """The segment of program number `program`. With MAPS there are two for each, N and M of (7.1), and each of these as often as it takes
+    programs for all values; M has the keys in their place, which may take another number.
 
     Without corrections M is a diagonal, which the program of N makes.
     """
-    program = gl.program_id(0)
     channel = 0
     identity = 0
     PARTS: gl.constexpr = S.BV // (S.WARPGROUPS * 64)
@@ -136,6 +141,17 @@ def store_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
         copy_to_global(d, [RAGGED, end, RAGGED - span.length + t, head, channel], block)
     else:
         copy_to_global(d, [span.sequence, t, head, channel], block)
+
+
+@gluon.jit
+def add_tokens(d, span, t, head, channel, tile, S: gl.constexpr):
+    """Adds a shared tile to the tokens t to t + 63 of a span, in their dtype; past its end nothing."""
+    block = block_of(d, tile)
+    if S.PACKED:
+        end = span.first + span.length
+        add_to_global(d, [RAGGED, end, RAGGED - span.length + t, head, channel], block)
+    else:
+        add_to_global(d, [span.sequence, t, head, channel], block)
 
 
 @gluon.jit

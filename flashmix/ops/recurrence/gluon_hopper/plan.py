@@ -91,6 +91,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     )  # room for that beside the states, or for queries, a and b
     maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
+    stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
     return HopperPlan(
         triton=own,
@@ -104,7 +105,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=_output(decayed),
-        walk=Kernel(walk_backward_kernel, decayed._replace(KEYS=2, VALUES=3), num_warps=4, maxnreg=128),
+        walk=Kernel(walk_backward_kernel, decayed._replace(STAGES=stages, NUS=stages), num_warps=4, maxnreg=128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),

@@ -151,14 +151,15 @@ class HopperBackward:
         run, found = self.run, results(self.run.call)
         sizes = symbolic_sizes_of(run.call)
         walked = walks(run.call, sizes)
-        parts = sizes.work[:1] if walked else (sizes.work[0], *sizes.states)
-        work = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
+        parts = (sizes.work[0], *(sizes.counters if walked else sizes.states))
+        dstates, *others = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
+        states, counters = ((), others[0] if others else None) if walked else (others, None)
         dstate = dstate.contiguous()
         starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
         scored = self.scored.reads, self.segments, self.scored.triton
         if not walked:
-            save_states(run, scored, work[1:])
-        gradients(run, scored, (self.do, dstate, starts), work, found)
+            save_states(run, scored, states)
+        gradients(run, scored, (self.do, dstate, starts), (dstates, *states), found, counters)
         return finished(run.call, found, wanted)
 
 

@@ -60,6 +60,7 @@ class StateMemory(NamedTuple):
     starts: Any  # [N, HV, segments, V, K]: what each segment begins with
     result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
     ends: Any  # what each segment ends with: maps [N, HV, segments, V + K (without corrections V + 1), K], backward [N, HV, segments, V, K]
+    counters: Any = None  # [2 N HV segments + 1] int32: backward made 0, for `walk.py`
 
 
 class OutputMemory(NamedTuple):
@@ -77,6 +78,7 @@ class WalkMemory(NamedTuple):
     offsets: Any  # [N + 1] int32: the first chunk of each sequence
     sequence_state: Any  # [N, HV, K, V]: initial state
     starts: Any  # [N, HV, segments, V, K]: what each segment begins with
+    counters: Any  # with several value heads a key head: programs that have begun; behind it the chunks that each program has added
     beta: Any  # [B, T, HV]
     decay: Any  # [B, T, HV] or None
 

@@ -1,4 +1,4 @@
-"""The backward of `output` in the walk of the states: one program a (sequence, head, segment), with one value head a key head.
+"""The backward of `output` in the walk of the states: one program a (sequence, value head, segment).
 
 The reverse state pass needs neither S nor nu, so it comes first; then this kernel makes S and nu again as `state.py` does, chunk after
 chunk, and with them the gradients of the chunk as `output.py` does (equations there). S and nu never go to memory.
@@ -11,7 +11,8 @@ and sends dq and dk. Letters of tiles: `C` = 64 tokens, `K` = 128 channels of ke
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
-    allocate_barriers,
+    await_count,
+    count_up,
     ex2,
     expect_bytes,
     fence_async_shared,
@@ -31,7 +32,7 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE, VECTOR
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE
 from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
 from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     CARRIED,
@@ -42,9 +43,10 @@ from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     gate_gradients,
 )
 from flashmix.ops.recurrence.gluon_hopper.place import (
+    add_tokens,
     fetch_tile,
     fetch_tokens,
-    segment_of_program,
+    segment_of,
     store_tokens,
     vector,
 )
@@ -54,20 +56,20 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     ROW_FACTOR,
     fetch_vectors,
     load_state,
-    ring,
     total_decay,
 )
-from flashmix.ops.recurrence.gluon_hopper.structs import WalkBarriers, WalkTiles
+from flashmix.ops.recurrence.gluon_hopper.walk_tiles import walk_tiles
 
 
 @gluon.jit
-def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
+def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
     """Fills the rings: first what the next chunk begins with, then what it needs later and its readers leave later."""
     keys_d, values_d, others_d = d
     q_d, k_d = keys_d
     v_d, T_d, vec_d = values_d
     do_d, dr_d, ds_d = others_d
-    at = segment_of_program(x, numbers, False, S)
+    nu_parts = reinterpret(tiles.nu, tiles.q.dtype, [S.NUS * 2, 64, 64], TILE)
+    at = segment_of(program, x, numbers, False, S)
     for n in range(at.count):
         chunk = at.begin + n
         t = chunk * 64
@@ -77,21 +79,28 @@ def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
         fetch_vectors(vec_d, row, bar, tiles.vectors, n, VSTAGES)
         wait_empty(bars.keys.empty, n)
         bar = expect_bytes(bars.keys.full, n, 2 * 64 * S.BK * 2)
-        fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.k.index(n % S.KEYS), S)
-        fetch_tokens(q_d, at.span, t, at.head, 0, bar, tiles.q.index(n % S.KEYS), S)
-        wait_empty(bars.tokens.empty, n)
-        bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
-        for w in gl.static_range(2):
-            fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, tiles.tokens.index(w), S)
-        wait_empty(bars.T.empty, n)
-        bar = expect_bytes(bars.T.full, n, 64 * 64 * 2)
-        fetch_tile(T_d, [row * 64, 0], bar, tiles.T.index(0))
+        fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(n % S.KEYS), S)
+        fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(n % S.KEYS), S)
+        if S.CORRECTED:
+            wait_empty(bars.tokens.empty, n)
+            bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
+            for w in gl.static_range(2):
+                fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, tiles.tokens.index(w), S)
+            wait_empty(bars.T.empty, n)
+            bar = expect_bytes(bars.T.full, n, 64 * 64 * 2)
+            fetch_tile(T_d, [row * 64, 0], bar, tiles.T.index(0))
+        else:
+            wait_empty(bars.nu.empty, n)
+            bar = expect_bytes(bars.nu.full, n, 64 * S.BV * 2)
+            for w in gl.static_range(2):
+                fetch_tokens(v_d, at.span, t, at.head, w * 64, bar, nu_parts.index((n % S.NUS) * 2 + w), S)
         wait_empty(bars.dO.empty, n)
         bar = expect_bytes(bars.dO.full, n, 64 * S.BV * 2)
-        fetch_tokens(do_d, at.span, t, at.head, 0, bar, tiles.dO.index(0), S)
-        wait_empty(bars.dR.empty, n)
-        bar = expect_bytes(bars.dR.full, n, 64 * S.BV * 2)
-        fetch_tokens(dr_d, at.span, t, at.head, 0, bar, tiles.dR.index(0), S)
+        fetch_tokens(do_d, at.span, t, at.head, 0, bar, tiles.dO.index(n % S.STAGES), S)
+        if S.CORRECTED:
+            wait_empty(bars.dR.empty, n)
+            bar = expect_bytes(bars.dR.full, n, 64 * S.BV * 2)
+            fetch_tokens(dr_d, at.span, t, at.head, 0, bar, tiles.dR.index(0), S)
         for w in gl.static_range(2):
             wait_empty(bars.dstate.empty, 2 * n + w)
             bar = expect_bytes(bars.dstate.full, 2 * n + w, 64 * S.BV * 2)
@@ -99,15 +108,42 @@ def producer(d, x, numbers, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
+def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr):
+    """nu of a chunk, [v, C], which it leaves in its place; without corrections V, which lies there."""
+    DT: gl.constexpr = tiles.q.dtype
+    if S.CORRECTED:
+        left = gl.convert_layout(s16, LEFT_64)
+        ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        wait_full(bars.tokens.full, n)
+        ks, left = products_done(0, deps=[ks, left])
+        v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
+        row = vector(tiles.vectors, (n % VSTAGES) * 4 + z + ROW_FACTOR, COLUMNS_64)
+        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
+        wait_full(bars.T.full, n)
+        nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+        release(bars.tokens.empty, n)  # after a product that takes what has been read
+        wait_empty(bars.nu.empty, n)
+        nu, R = products_done(0, deps=[nu, R])
+        release(bars.T.empty, n)
+        nu_own.store(nu.to(DT))
+        fence_async_shared()
+        signal(bars.nu.full, n)
+        return nu
+    else:
+        wait_full(bars.nu.full, n)
+        return nu_own.load(ACC_64).to(gl.float32)
+
+
+@gluon.jit
+def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
     """The rows 64 w ... of S^T, and the channels 64 w ... of dq and dk, which are left in the places of q and k."""
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
     q_parts = reinterpret(tiles.q, DT, [S.KEYS * 2, 64, 64], TILE)
     k_parts = reinterpret(tiles.k, DT, [S.KEYS * 2, 64, 64], TILE)
     s_parts = reinterpret(tiles.state, DT, [2, S.BV, 64], TILE)
-    nu_parts = reinterpret(tiles.nu, DT, [2, 64, 64], TILE)
-    at = segment_of_program(x, numbers, False, S)
+    nu_parts = reinterpret(tiles.nu, DT, [S.NUS * 2, 64, 64], TILE)
+    at = segment_of(program, x, numbers, False, S)
     state = load_state(x, at, w, False, S)  # [v, K]
     for n in range(at.count):
         z = opaque_zero()  # lest descriptors of tiles with one place be hoisted into registers
@@ -115,6 +151,7 @@ def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
         q_own = q_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
         k_own = k_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
         S_own = s_parts.index(w + z)  # [V, K]
+        nu_own = nu_parts.index((n % S.NUS) * 2 + w + z).permute((1, 0))  # [v, C]
         stage = (n % VSTAGES) * 4
         s16 = state.to(DT)
         wait_empty(bars.state.empty, n)
@@ -123,52 +160,47 @@ def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
         signal(bars.state.full, n)
         wait_full(bars.v.full, n)
         state = state * total_decay(tiles.vectors, n, S)[None, :]
-        left = gl.convert_layout(s16, LEFT_64)
         wait_full(bars.keys.full, n)
-        ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
-        wait_full(bars.tokens.full, n)
-        ks, left = products_done(0, deps=[ks, left])
-        v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
-        row = vector(tiles.vectors, stage + z + ROW_FACTOR, COLUMNS_64)
-        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
-        release(bars.tokens.empty, n)
-        wait_full(bars.T.full, n)
-        nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
-        wait_empty(bars.nu.empty, n)
-        nu, R = products_done(0, deps=[nu, R])
-        release(bars.T.empty, n)
-        nu_parts.index(w + z).permute((1, 0)).store(nu.to(DT))
-        fence_async_shared()
-        signal(bars.nu.full, n)
+        nu = chunk_nu(w, s16, k, nu_own, n, z, tiles, bars, S)  # [v, C]
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
             tiles.vectors, stage + BETA, COLUMNS_64
         )
         written = gl.convert_layout((nu * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         wait_full(bars.state.full, n)
-        wait_full(bars.dR.full, n)
-        d = product(tiles.dR.index(z), S_own, ACC_64, 64, 64)  # (6.2)
-        state, written = products_done(1, deps=[state, written])
-        signal(bars.updated, n)
-        wait_full(bars.nu.full, n)
+        if S.CORRECTED:
+            wait_full(bars.dR.full, n)
+            d = product(tiles.dR.index(z), S_own, ACC_64, 64, 64)  # (6.2)
+            state, written = products_done(1, deps=[state, written])
+            signal(bars.updated, n)
+            wait_full(bars.nu.full, n)
         wait_full(bars.dstate.full, 2 * n + w)
-        e = product(tiles.nu.index(z), tiles.dstate.index(w + z), ACC_64, 64, 64)
+        e = product(tiles.nu.index(n % S.NUS + z), tiles.dstate.index(w + z), ACC_64, 64, 64)
         row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
-        d = products_done(1, deps=[d])
-        release(bars.dR.empty, n)
-        rows = pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * d, 1))  # [C, K]
-        dk = d * (0.0 - row)[:, None]
-        e, dk = products_done(0, deps=[e, dk])
+        if S.CORRECTED:
+            d = products_done(1, deps=[d])
+            release(bars.dR.empty, n)
+            rows = pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * d, 1))  # [C, K]
+            dk = d * (0.0 - row)[:, None]
+            e, dk = products_done(0, deps=[e, dk])
+        else:
+            state, written = products_done(1, deps=[state, written])
+            signal(bars.updated, n)
+            rows = 0.0
+            e = products_done(0, deps=[e])
         release(bars.nu.empty, n)
         release(bars.dstate.empty, 2 * n + w)
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
-        dk += e * (column * vector(tiles.vectors, stage + BETA, ROWS_64))[:, None]
+        factor = (column * vector(tiles.vectors, stage + BETA, ROWS_64))[:, None]
+        if S.CORRECTED:
+            dk += e * factor
+        else:
+            dk = e * factor
         written = column * pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * e, 1))  # [C, K]
         wait_full(bars.dO.full, n)
-        dq = product(tiles.dO.index(z), S_own, ACC_64, 64, 64)
+        dq = product(tiles.dO.index(n % S.STAGES + z), S_own, ACC_64, 64, 64)
         wait_full(bars.pairs_q.full, n)
         N_q = tiles.pairs.index(z)  # [C, C]
-        N_a = tiles.pairs.index(1 + z)  # [C, C]
         dk = warpgroup_mma(N_q.permute((1, 0)), q_own, dk, is_async=True)  # (3.3)
         dq = products_done(1, deps=[dq])
         release(bars.dO.empty, n)
@@ -176,14 +208,17 @@ def walker(w: gl.constexpr, x, numbers, tiles, bars, S: gl.constexpr):
         rows = scale * gl.sum(q_own.load(ACC_64).to(gl.float32) * dq, 1) - rows  # [C, K]
         dq = dq * (row * scale)[:, None]
         dq = warpgroup_mma(N_q, k_own, dq, is_async=True)
-        wait_full(bars.pairs_a.full, n)
-        dk = warpgroup_mma(N_a, k_own, dk, is_async=True)
-        dk = warpgroup_mma(N_a.permute((1, 0)), k_own, dk, is_async=True)
+        if S.CORRECTED:
+            N_a = tiles.pairs.index(1 + z)  # [C, C]
+            wait_full(bars.pairs_a.full, n)
+            dk = warpgroup_mma(N_a, k_own, dk, is_async=True)
+            dk = warpgroup_mma(N_a.permute((1, 0)), k_own, dk, is_async=True)
         release(bars.v.empty, n)
         put_walker_sums(rows * row, written, w, n, tiles, bars)
         dq, dk = products_done(0, deps=[dq, dk])
         release(bars.pairs_q.empty, n)
-        release(bars.pairs_a.empty, n)
+        if S.CORRECTED:
+            release(bars.pairs_a.empty, n)
         wait_full(bars.updated, n)
         q_own.store(dq.to(DT))
         k_own.store(dk.to(DT))
@@ -220,10 +255,10 @@ def put_carried(n, z, tiles, bars, S: gl.constexpr):
 
 
 @gluon.jit
-def pairs(x, numbers, tiles, bars, S: gl.constexpr):
+def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
     """The warpgroup for dA (6.1): N_q and N_a of each chunk, and the share of pairs in dg and dbeta."""
     DT: gl.constexpr = tiles.q.dtype
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)[None, :]
     for n in range(at.count):
@@ -232,7 +267,7 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
         stage = (n % VSTAGES) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        nu = tiles.nu.index(z)  # [C, V]
+        nu = tiles.nu.index(n % S.NUS + z)  # [C, V]
         if S.DECAY:
             put_carried(n, z, tiles, bars, S)
         wait_full(bars.keys.full, n)
@@ -240,7 +275,7 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
         wait_full(bars.v.full, n)
         wait_full(bars.dO.full, n)
         wait_full(bars.nu.full, n)
-        dA = product(tiles.dO.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
+        dA = product(tiles.dO.index(n % S.STAGES + z), nu.permute((1, 0)), ACC_64, 64, 64)
         difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
         E = gl.where(here >= column, ex2(gl.minimum(difference, 0.0)) * numbers.scale, 0.0)
         pair, dA = products_done(0, deps=[pair, dA])
@@ -256,28 +291,55 @@ def pairs(x, numbers, tiles, bars, S: gl.constexpr):
         if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
             W = gl.where(here == column, 0.0, W)
         rows, columns = row_and_column_sums(W, beta)
-        pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-        wait_full(bars.dR.full, n)
-        dA = product(tiles.dR.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
-        pair, dA = products_done(0, deps=[pair, dA])
-        release(bars.dR.empty, n)
+        if S.CORRECTED:
+            pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
+            wait_full(bars.dR.full, n)
+            dA = product(tiles.dR.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
+            pair, dA = products_done(0, deps=[pair, dA])
+            release(bars.dR.empty, n)
         release(bars.nu.empty, n)
-        difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-        P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
-        beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
-        more_rows, more_columns = row_and_column_sums(P * pair, beta)
-        wait_empty(bars.pairs_a.empty, n)
-        tiles.pairs.index(1 + z).store((P * beta[None, :]).to(DT))
-        fence_async_shared()
-        signal(bars.pairs_a.full, n)
+        if S.CORRECTED:
+            difference = (
+                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+            )
+            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
+            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
+            more_rows, more_columns = row_and_column_sums(P * pair, beta)
+            rows += more_rows
+            columns += more_columns
+            wait_empty(bars.pairs_a.empty, n)
+            tiles.pairs.index(1 + z).store((P * beta[None, :]).to(DT))
+            fence_async_shared()
+            signal(bars.pairs_a.full, n)
         release(bars.v.empty, n)
-        put_pair_sums(rows + more_rows, columns + more_columns, diagonal, n, tiles, bars, S)
+        put_pair_sums(rows, columns, diagonal, n, tiles, bars, S)
 
 
 @gluon.jit
-def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
+def send_keys(dq_d, dk_d, x, at, t, n, numbers, tiles, S: gl.constexpr):
+    """Sends dq and dk of a chunk. Those of value heads that share a key head are added up in memory, one after the other: the first
+    stores, each waits for the one before it.
+    """
+    dq = tiles.q.index(n % S.KEYS)
+    dk = tiles.k.index(n % S.KEYS)
+    if S.GROUP == 1:
+        store_tokens(dq_d, at.span, t, at.head, 0, dq, S)
+        store_tokens(dk_d, at.span, t, at.head, 0, dk, S)
+    else:
+        head = at.head // S.GROUP
+        if at.head % S.GROUP == 0:
+            store_tokens(dq_d, at.span, t, head, 0, dq, S)
+            store_tokens(dk_d, at.span, t, head, 0, dk, S)
+        else:
+            await_count(x.counters + (1 + at.index - numbers.segments), n + 1)
+            add_tokens(dq_d, at.span, t, head, 0, dq, S)
+            add_tokens(dk_d, at.span, t, head, 0, dk, S)
+
+
+@gluon.jit
+def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
     """dg and dbeta of each chunk; sends dq and dk."""
-    at = segment_of_program(x, numbers, False, S)
+    at = segment_of(program, x, numbers, False, S)
     for n in range(at.count):
         t = (at.begin + n) * 64
         if S.PACKED:
@@ -286,62 +348,29 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
             first = at.span.sequence.to(gl.int64) * numbers.tokens + t
         gate_gradients(x, tiles, bars, n, first, gl.minimum(at.span.length - t, 64), at.head, S)
         wait_full(bars.gradients, n)
-        store_tokens(dq_d, at.span, t, at.head, 0, tiles.q.index(n % S.KEYS), S)
-        store_tokens(dk_d, at.span, t, at.head, 0, tiles.k.index(n % S.KEYS), S)
+        send_keys(dq_d, dk_d, x, at, t, n, numbers, tiles, S)
         stores_done(0)
         release(bars.keys.empty, n)
-
-
-@gluon.jit
-def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Shared memory and barriers."""
-    tiles = WalkTiles(
-        q=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        k=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
-        tokens=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
-        T=gl.allocate_shared_memory(DT, [1, 64, 64], TILE),
-        dO=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        dR=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        dstate=gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
-        state=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
-        nu=gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE),
-        pairs=gl.allocate_shared_memory(DT, [2, 64, 64], TILE),
-        vectors=gl.allocate_shared_memory(gl.float32, [4 * VSTAGES, 64], VECTOR),
-        sums=gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
-    )
-    TRACE: gl.constexpr = 1 if S.DECAY else 0  # `pairs` reads S and dS' too
-    bars = WalkBarriers(
-        keys=ring(S.KEYS, 1, 1),
-        v=ring(VSTAGES, 1, 4),
-        tokens=ring(1, 1, 2),
-        T=ring(1, 1, 2),
-        dO=ring(1, 1, 3),
-        dR=ring(1, 1, 3),
-        dstate=ring(2, 1, 1 + TRACE),
-        state=ring(1, 2, 2 + TRACE),
-        nu=ring(1, 2, 3),
-        pairs_q=ring(1, 1, 2),
-        pairs_a=ring(1, 1, 2),
-        sums=ring(2, 3, 1),
-        updated=allocate_barriers(1, 2),
-        gradients=allocate_barriers(S.KEYS, 2),
-    )
-    return tiles, bars
+        if S.GROUP > 1:
+            count_up(x.counters + (1 + at.index), 0)
 
 
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def walk_backward_kernel(q_d, k_d, v_d, T_d, vec_d, do_d, dr_d, ds_d, dq_d, dk_d, x, n, S: gl.constexpr):
     """Gradients of queries and keys, of beta and of the decay."""
+    program = gl.program_id(0)
+    if S.GROUP > 1:  # in the order in which programs begin: none waits for one that cannot begin
+        program = gl.atomic_add(x.counters, 1)
     tiles, bars = walk_tiles(q_d.dtype, S)
     copies = ((q_d, k_d), (v_d, T_d, vec_d), (do_d, dr_d, ds_d))
     gl.warp_specialize(
         [
-            (pairs, (x, n, tiles, bars, S)),
-            (walker, (0, x, n, tiles, bars, S)),
-            (walker, (1, x, n, tiles, bars, S)),
-            (producer, (copies, x, n, tiles, bars, S)),
-            (finisher, (dq_d, dk_d, x, n, tiles, bars, S)),
+            (pairs, (program, x, n, tiles, bars, S)),
+            (walker, (0, program, x, n, tiles, bars, S)),
+            (walker, (1, program, x, n, tiles, bars, S)),
+            (producer, (program, copies, x, n, tiles, bars, S)),
+            (finisher, (program, dq_d, dk_d, x, n, tiles, bars, S)),
         ],
         [4, 4, 1, 1],
         [160, 160, 24, 24],

@@ -19,22 +19,22 @@ def walk_backward(
     plan: HopperPlan,
     numbers: HopperNumbers,
     read: tuple[Tiles | None, ...],
-    values: tuple[Tensor, Tensor, Tensor | None],
+    values: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     found: Gradients,
 ) -> None:
     """Makes the gradients of keys, of beta and of the decay, from the tiles that are `read`, of q, k, v, T and vectors, and from dO, the
-    gradients of states and the states that segments start from.
+    gradients of states, the states that segments start from, and zeros for `counters`.
     """
-    call, where, (do, dstates, starts) = run.call, run.where, values
+    call, where, (do, dstates, starts, counters) = run.call, run.where, values
     tokens = partial(descriptors.tokens, width=128, packed=call.packed)
     tiles = (
         *read,
         tokens(do),
-        tokens(found["v"]),
+        tokens(found["v"]) if call.rule.corrected else None,  # dR
         descriptors.states(dstates, 128, 64),
         tokens(found["q"]),
         tokens(found["k"]),
     )
-    made = found["beta"], found.get("log_decay")
-    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, *made)
+    made = found.get("beta"), found.get("log_decay")
+    x = WalkMemory(where.cu_seqlens, where.offsets, call.initial_state, starts, counters, *made)
     plan.walk(run.rows * numbers.segments, *tiles, x, numbers)
