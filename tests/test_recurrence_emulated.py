@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ CASES = [
     Case("256-linear-none-packed", "linear", "none", B=1, T=75, H=1, HV=2, K=256, V=256, lengths=(5, 0, 70)),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
+    # 2^-130 in a chunk, within one pass about the middle, and 2^-190, beyond it
+    Case("channel-middle", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-1.4"),
+    Case("channel-middle-linear", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-1.4"),
+    Case("channel-beyond", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-2.1"),
 ]
 
 
@@ -146,6 +151,25 @@ def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None
     for other in found[1:]:
         for name, t in other.items():
             assert torch.equal(t, found[0][name].to(t.dtype)), name
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
+    """A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range for one pass."""
+    x = make_inputs(Case("", rule, "channel", B=1, T=64, H=3, HV=3, K=128, V=72, states=False), torch.bfloat16)
+    x["log_decay"][:, :, :, ::3] *= 2.0
+    assert -80 < x["log_decay"][:, :40].sum(1).amin() / math.log(2) < -65  # m is 0 there
+    found = []
+    for later in (0.0, 1.0, 4.0, 30.0):
+        decay = x["log_decay"].clone()
+        decay[:, 40:] *= later
+        with hopper_card() as launched:
+            o, _ = run_op(Case("", rule, "channel"), {**x, "log_decay": decay}, "gluon")
+        assert "channel_scores_kernel" in launched
+        found.append(o)
+    for later in found[1:]:
+        same_bits(later[:, :40], found[0][:, :40], "outputs before")
+        assert not torch.equal(later, found[0])
 
 
 @pytest.mark.whole

@@ -1,12 +1,12 @@
 """The backward of `output` and `scores` with a per-channel decay: by way of the states, and of the pairs of rows in range for one pass.
 
-    ~x = e^G x (x = scale q, -k)        y = e^{-G} beta k        dA_q = dO nu^T        dA_a = dR nu^T        (6.1)
-    dX_q = dO S^T + dA_q y              dX_a = dR S^T + dA_a y                                              (3.3), (6.2)
+    ~x = e^{G-m} x (x = scale q, -k)    y = e^{m-G} beta k       dA_q = dO nu^T        dA_a = dR nu^T        (6.1)
+    dX_q = dO S^T e^m + dA_q y          dX_a = dR S^T e^m + dA_a y                                          (3.3), (6.2)
     dY = dA_q^T ~q + dA_a^T ~a          w = e^{G_C - G} nu dS'^T
-    dq = scale e^G dX_q                 d(beta k) = w + e^{-G} dY                  dk = beta d(beta k) - e^G dX_a
+    dq = scale e^{G-m} dX_q             d(beta k) = w + e^{m-G} dY                 dk = beta d(beta k) - e^{G-m} dX_a
     dg_t = sum_{i >= t} (~q dX_q + ~a dX_a - y dY - beta k w)_i + sum_i (beta k w)_i + e^{G_C} <S, dS'>      (2.9)
 
-channel by channel. `triton_gpu/channel_pairs.py` adds the pairs of rows out of range. Without corrections beta is 1, nu is V, and there
+channel by channel; m is that of `channel_scores.py`, 0 but where a channel decays far in a chunk. `triton_gpu/channel_pairs.py` adds the pairs of rows out of range. Without corrections beta is 1, nu is V, and there
 are no ~a, dA_a and dX_a.
 
 Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
@@ -31,6 +31,7 @@ from flashmix.gpu.hopper import (
     products_done,
     reinterpret,
     signal,
+    thread_barrier,
     wait_empty,
     wait_full,
     warpgroup_mma,
@@ -53,7 +54,7 @@ from flashmix.ops.recurrence.gluon_hopper.channel_copies import (
     channel_producer,
     leave_slot,
 )
-from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE
+from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE, middle_of
 from flashmix.ops.recurrence.gluon_hopper.layouts import (
     ACC_64,
     COLUMNS_64,
@@ -71,7 +72,7 @@ from flashmix.ops.recurrence.gluon_hopper.structs import ChannelBarriers, Channe
 @gluon.jit
 def rows_in_range(dA, x, item, far, S: gl.constexpr):
     """dA [C, C] of the rows that reach back to the chunk's start, else 0."""
-    if far != 0:
+    if far == 2:
         t = gl.arange(0, 64, ROWS_64)
         reach = gl.load(x.reach + item.to(gl.int64) * ((S.K + 31) // 32 * 64) + t)  # [C]
         dA = gl.where((reach == WHOLE)[:, None], dA, 0.0)
@@ -125,6 +126,12 @@ def float_sums(decay):
 
 
 @gluon.jit
+def shifted_sums(decay, m):
+    """G - m, [K, C]."""
+    return float_sums(decay) - m[:, None]
+
+
+@gluon.jit
 def written_keys(half, beta, S: gl.constexpr):
     """beta k, [K, C] in float32."""
     if S.CORRECTED:
@@ -135,7 +142,7 @@ def written_keys(half, beta, S: gl.constexpr):
 
 @gluon.jit
 def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
-    """w and -beta k w, [K, C], and of the latter's negative the sum over tokens and e^{G_C}, [K]."""
+    """w and -beta k w, [K, C], and of the latter's negative the sum over tokens, e^{G_C - m} and m, [K]."""
     z = opaque_zero()
     dstate = reinterpret(slots, slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
     await_slot(bars.slots, NU, i)
@@ -150,7 +157,18 @@ def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr
     d = d * column
     await_slot(bars.slots, K, i)
     shares = d * written_keys(half, beta, S)
-    return d, 0.0 - shares, gl.sum(shares, 1), ex2(last)
+    m = middle_of(last)
+    return d, 0.0 - shares, gl.sum(shares, 1), ex2(last - m), m
+
+
+@gluon.jit
+def scale_state(state, m):
+    """S e^m in the place of S [K, V]: a power of 2, so that nothing is rounded."""
+    values = state.load(ACC_64)
+    values = (values.to(gl.float32) * ex2(m)[:, None]).to(state.dtype)
+    state.store(values)
+    fence_async_shared()
+    thread_barrier()
 
 
 @gluon.jit
@@ -194,7 +212,7 @@ def store_sums(own, w: gl.constexpr, sums):
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
+def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
     """The channels 64 w ... of dq, dk and dg, which are left in the places of q, k and S."""
     DT: gl.constexpr = tiles.slots.dtype
     scale = numbers.scale
@@ -203,6 +221,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
     states = reinterpret(slots, DT, [SLOTS, 128, 64], TILE)
     decays = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
     for i in range(channel_item_count(numbers, S)):
+        far = gl.load(x.far + gl.program_id(0) + i * gl.num_programs(0))
         zero = opaque_zero()  # lest addresses of slots be hoisted into registers
         q = halves.index(2 * Q + w + zero)  # [C, K]
         k = halves.index(2 * K + w + zero)  # [C, K]
@@ -212,8 +231,11 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         beta = tiles.beta.index(i % 2)
         if S.CORRECTED:
             wait_full(bars.beta, i)
-        dk, z, rest, total = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K] twice
-        sums = float_sums(decay)  # [K, C]
+        dk, z, rest, total, m = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K]
+        if far != 0:
+            await_slot(bars.slots, STATE + w, i)
+            scale_state(state, m)
+        sums = shifted_sums(decay, m)  # [K, C]
         y = (written_keys(k, beta, S) * ex2(gl.minimum(0.0 - sums, LIMIT))).to(DT)
         row = ex2(sums)
         await_slot(bars.slots, Q, i)
@@ -233,7 +255,7 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         await_slot(bars.slots, STATE + w, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
         z -= y.to(gl.float32) * d
-        dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
+        dk += d * ex2(gl.minimum(0.0 - shifted_sums(decay, m), LIMIT))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]  # [1, C]
@@ -246,13 +268,13 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
             await_slot(bars.slots, DR, i)
             dX_a = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)  # dX_a^T
-        row = ex2(float_sums(decay))
+        row = ex2(shifted_sums(decay, m))
         z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
         dq = (dX * (row * scale)).to(DT)
         if S.CORRECTED:
             dX_a, y_left, z, dq = products_done(0, deps=[dX_a, y_left, z, dq])
             leave_slot(bars.slots, DR, 1)
-            row = ex2(float_sums(decay))
+            row = ex2(shifted_sums(decay, m))
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
@@ -294,8 +316,8 @@ def channel_output_kernel(q_d, k_d, G_d, nu_d, do_d, dr_d, s_d, ds_d, dq_d, dk_d
     gl.warp_specialize(
         [
             (pair_gradients, (x, n, tiles, bars, S)),
-            (consumer, (0, dg_d, n, tiles, bars, S)),
-            (consumer, (1, dg_d, n, tiles, bars, S)),
+            (consumer, (0, dg_d, x, n, tiles, bars, S)),
+            (consumer, (1, dg_d, x, n, tiles, bars, S)),
             (channel_producer, ((q_d, k_d, G_d), (nu_d, do_d, dr_d), (s_d, ds_d), x, n, tiles, bars, S)),
             (channel_finisher, ((dq_d, dk_d, dg_d), x, n, tiles, bars, S)),
         ],
