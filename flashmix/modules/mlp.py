@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import check_choice
 from flashmix.op.packing import Packing
 from flashmix.op.public import Public
@@ -186,7 +187,7 @@ class LowRank(Public, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        self.down = InputLinear(dim, rank, device=device, dtype=dtype)
         check_choice("activation", activation, "tanh", "sigmoid", None)
         self.activation = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, None: None}[activation]
         self.up = nn.Linear(rank, out, bias=bias, device=device, dtype=dtype)

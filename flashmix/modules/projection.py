@@ -7,10 +7,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import check_multiple, check_range
 
 
-class HeadProjection(nn.Linear):
+class HeadProjection(InputLinear):
     """One linear map without bias whose output is split into named parts, each with its own shape per token.
 
     Args:
@@ -35,7 +36,7 @@ class HeadProjection(nn.Linear):
         **parts: tuple[int, ...] | None,
     ) -> None:
         sizes = [0 if shape is None else prod(shape) for shape in parts.values()]
-        super().__init__(width, sum(sizes), bias=False, device=device, dtype=dtype)
+        super().__init__(width, sum(sizes), device=device, dtype=dtype)
         self.parts, self.sizes = parts, sizes
 
     def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
