@@ -237,7 +237,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def unit(self, x: Tensor) -> Tensor:
         """Queries or keys as `qk_norm` normalises them."""
-        return recomputed(l2_norm, x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
+        return recomputed("convolutions", l2_norm, x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.

@@ -98,7 +98,7 @@ class SoftmaxAttention(CachedAttention):
                 q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
-            qk = recomputed(_joined, q, k)
+            qk = recomputed("rotary", _joined, q, k)
         if self.rotary is not None:
             qk = self._rotate(self.rotary, qk, packing, None if cache is None else cache.lengths)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
@@ -107,7 +107,7 @@ class SoftmaxAttention(CachedAttention):
 
     def _rotate(self, rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, seen: Lengths | None) -> Tensor:
         if seen is None:
-            return recomputed(partial(rotary, cu_seqlens=packing), qk)
+            return recomputed("rotary", partial(rotary, cu_seqlens=packing), qk)
         tokens = qk.shape[1]
         return rotary(qk, positions=seen.positions(packing, tokens), limit=seen.reach(tokens))
 

@@ -110,9 +110,7 @@ class InputProducts(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         rows, dx = x.reshape(-1, x.shape[-1]), None
         found: list[Tensor | None] = [None] * len(weights)
-        wanted = [
-            needed and dy is not None for needed, dy in zip(ctx.needs_input_grad[1:], grads, strict=True)
-        ]
+        wanted = [needed and dy is not None for needed, dy in zip(ctx.needs_input_grad[1:], grads, strict=True)]
         for group in groups_of(weights):
             if all(grads[index] is None for index in group):
                 continue

@@ -57,7 +57,7 @@ class GatedMLP(Public, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         product = partial(gated, activation=self.activation)
-        return self.down(recomputed(product, *self.gate_up(x).chunk(2, dim=-1)))
+        return self.down(recomputed("products", product, *self.gate_up(x).chunk(2, dim=-1)))
 
     def writers(self) -> Iterator[Tensor]:
         """The matrix that makes the output."""
@@ -93,7 +93,7 @@ class SwiGLU(GatedMLP):
         gate_up, down = self.gate_up(x), self.down
         plain = type(down) is nn.Linear and not down._forward_hooks and not down._forward_pre_hooks
         y = swiglu_linear(gate_up, down.weight) if plain else None  # an adapter in its place is called
-        return self.down(recomputed(swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
+        return self.down(recomputed("products", swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
 
 
 class ChannelMixing(Public, nn.Module):
