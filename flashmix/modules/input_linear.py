@@ -78,8 +78,16 @@ def may_join(x: Tensor) -> bool:
 
 def plain(one: InputLinear, x: Tensor) -> bool:
     """Whether a map is called for its product alone."""
-    hooks = one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
-    return not hooks and type(one.weight) in (nn.Parameter, Tensor) and one.weight.dtype == x.dtype
+    return unobserved(one) and type(one.weight) in (nn.Parameter, Tensor) and one.weight.dtype == x.dtype
+
+
+def unobserved(module: nn.Module) -> bool:
+    """Whether a module has no hooks."""
+    before, after = (
+        module._forward_pre_hooks or module._backward_pre_hooks,
+        module._forward_hooks or module._backward_hooks,
+    )
+    return not (before or after)
 
 
 def groups_of(weights: Sequence[Tensor]) -> list[list[int]]:

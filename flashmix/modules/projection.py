@@ -41,11 +41,15 @@ class HeadProjection(InputLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The parts of `x` `[..., width]` in their order, `[..., *shape]`; None for a part that is left out."""
-        split = super().forward(x).split(self.sizes, dim=-1)
+        split = self.whole(x).split(self.sizes, dim=-1)
         return tuple(
             None if shape is None else part if len(shape) == 1 else part.unflatten(-1, shape)
             for part, shape in zip(split, self.parts.values(), strict=True)
         )
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The parts of `x` side by side, `[..., channels]`."""
+        return super().forward(x)
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.parts.items())
