@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from budget import assert_within_budget
 from torch import Tensor, nn
 
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
-from flashmix.models import Decoder, preset
+from flashmix.models import Decoder, DecoderConfig, LayerConfig, preset
 from flashmix.modules import input_linear
 from flashmix.modules.input_linear import InputLinear, as_one_node
+from flashmix.op.recompute import KINDS
+from flashmix.ops.rotary import joined
 
 
 @pytest.fixture
@@ -103,3 +108,45 @@ def test_another_input_is_multiplied_for_itself():
         other = layer.qkv(x + 1)
         assert torch.equal(other, torch.nn.functional.linear(x + 1, layer.qkv.weight))
         assert torch.equal(layer.qkv(x), torch.nn.functional.linear(x, layer.qkv.weight))
+
+
+def large_model(dtype: torch.dtype, recompute: tuple[str, ...] = KINDS) -> Decoder:
+    """Of tensors that are large enough for one node."""
+    torch.manual_seed(0)
+    heads = {"heads": 4, "head_dim": 128}
+    layers = [LayerConfig("gated_deltanet", heads), LayerConfig("kda", heads), LayerConfig("attention", heads)]
+    config = DecoderConfig(vocab_size=512, width=512, layers=layers)
+    return Decoder(config, recompute=recompute, dtype=dtype, device="cuda")
+
+
+def gradients_of(model: Decoder) -> dict[str, Tensor]:
+    tokens = torch.randint(512, (2, 2049), generator=torch.Generator().manual_seed(1)).cuda()
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    return {"loss": loss.detach(), **dict(zip(dict(model.named_parameters()), found, strict=True))}
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_errs_as_with_maps_apart(monkeypatch: pytest.MonkeyPatch):
+    made: list[input_linear.Products] = []
+    original = input_linear.Products.__init__
+    monkeypatch.setattr(input_linear.Products, "__init__", lambda self, *a: made.append(self) or original(self, *a))
+    model = large_model(torch.bfloat16)
+    together = gradients_of(model)
+    assert len(made) == 2 and not any(products.made for products in made)
+    monkeypatch.setattr(input_linear, "LEAST", {})
+    monkeypatch.setattr(joined, "joins", lambda *a: False)
+    monkeypatch.setattr("flashmix.modules.rotary_embedding.joins", lambda *a: False)
+    apart = gradients_of(model)
+    exact = gradients_of(model.float())
+    for name, t in together.items():
+        wide, other = exact[name].double().cpu(), apart[name].cpu()
+        assert_within_budget(name, t.cpu(), wide, other, torch.bfloat16, steps=len(model.blocks))
+
+
+@pytest.mark.gpu
+def test_what_is_made_again_keeps_its_bits_on_a_gpu():
+    wanted = gradients_of(large_model(torch.bfloat16, ()))
+    for kinds in [*itertools.combinations(KINDS, 1), KINDS]:
+        found = gradients_of(large_model(torch.bfloat16, kinds))
+        assert all(torch.equal(t, wanted[name]) for name, t in found.items()), kinds

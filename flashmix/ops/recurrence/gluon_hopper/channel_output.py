@@ -6,8 +6,8 @@
     dq = scale e^{G-m} dX_q             d(beta k) = w + e^{m-G} dY                 dk = beta d(beta k) - e^{G-m} dX_a
     dg_t = sum_{i >= t} (~q dX_q + ~a dX_a - y dY - beta k w)_i + sum_i (beta k w)_i + e^{G_C} <S, dS'>      (2.9)
 
-channel by channel; m is that of `channel_scores.py`, 0 but where a channel decays far in a chunk. `triton_gpu/channel_pairs.py` adds the pairs of rows out of range. Without corrections beta is 1, nu is V, and there
-are no ~a, dA_a and dX_a.
+channel by channel; m is that of `channel_scores.py`, 0 but where a channel decays far in a chunk. `triton_gpu/channel_pairs.py` adds the
+pairs of rows out of range. Without corrections beta is 1, nu is V, and there are no ~a, dA_a and dX_a.
 
 Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
 registers, what is summed over tokens is summed along rows, and the suffix sums of dg are products with a triangle of ones on the right.
