@@ -250,7 +250,9 @@ class Worker:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         if not self.cuda:
             shapes = [(rows, min(tokens, 64)) for rows, tokens in shapes]
-        if options.warm_worker:  # code for several sequences, then for one, which is a number that Triton specialises for
+        if (
+            options.warm_worker
+        ):  # code for several sequences, then for one, which is a number that Triton specialises for
             for rows in (2, 1):
                 self.train(rows, 2048 if self.cuda else 16)
             return

@@ -155,7 +155,7 @@ def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None
 
 @pytest.mark.parametrize("rule", ["delta", "linear"])
 def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
-    """A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range for one pass."""
+    """Nor of gradients. A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range."""
     x = make_inputs(Case("", rule, "channel", B=1, T=64, H=3, HV=3, K=128, V=72, states=False), torch.bfloat16)
     x["log_decay"][:, :, :, ::3] *= 2.0
     assert -80 < x["log_decay"][:, :40].sum(1).amin() / math.log(2) < -65  # m is 0 there
@@ -163,13 +163,16 @@ def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
     for later in (0.0, 1.0, 4.0, 30.0):
         decay = x["log_decay"].clone()
         decay[:, 40:] *= later
+        leaves = {name: t.detach().requires_grad_() for name, t in (x | {"log_decay": decay}).items()}
         with hopper_card() as launched:
-            o, _ = run_op(Case("", rule, "channel"), {**x, "log_decay": decay}, "gluon")
-        assert "channel_scores_kernel" in launched
-        found.append(o)
+            o = run_op(Case("", rule, "channel"), leaves, "gluon")[0]
+            grads = torch.autograd.grad(o[:, :40].float().sum(), list(leaves.values()))
+        assert {"channel_scores_kernel", "channel_output_kernel"} <= set(launched)
+        found.append({"o": o.detach(), **dict(zip(leaves, grads, strict=True))})
     for later in found[1:]:
-        same_bits(later[:, :40], found[0][:, :40], "outputs before")
-        assert not torch.equal(later, found[0])
+        for name, t in later.items():
+            same_bits(t[:, :40], found[0][name][:, :40], name)
+        assert not torch.equal(later["o"], found[0]["o"])
 
 
 @pytest.mark.whole

@@ -126,9 +126,25 @@ def float_sums(decay):
 
 
 @gluon.jit
-def shifted_sums(decay, m):
-    """G - m, [K, C]."""
-    return float_sums(decay) - m[:, None]
+def row_factors(sums, m, far):
+    """2^(G - m), with the same bits but for the exponent whatever m is: so they do not depend on later tokens."""
+    if far != 0:
+        low = gl.where(sums < -LIMIT, LIMIT, 0.0)
+        factors = ex2(sums + low) * ex2(0.0 - m - low)
+    else:
+        factors = ex2(sums)
+    return factors
+
+
+@gluon.jit
+def column_factors(sums, m, far):
+    """2^(m - G) likewise; no pair is seen of a row whose G is so low that this is bounded."""
+    if far != 0:
+        low = gl.where(sums < -LIMIT, LIMIT, 0.0)
+        factors = ex2(gl.minimum(0.0 - sums - low, LIMIT)) * ex2(m + low)
+    else:
+        factors = ex2(0.0 - sums)
+    return factors
 
 
 @gluon.jit
@@ -141,7 +157,7 @@ def written_keys(half, beta, S: gl.constexpr):
 
 
 @gluon.jit
-def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
+def by_state(w: gl.constexpr, i, far, slots, half, decay, beta, bars, S: gl.constexpr):
     """w and -beta k w, [K, C], and of the latter's negative the sum over tokens, e^{G_C - m} and m, [K]."""
     z = opaque_zero()
     dstate = reinterpret(slots, slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
@@ -231,13 +247,14 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
         beta = tiles.beta.index(i % 2)
         if S.CORRECTED:
             wait_full(bars.beta, i)
-        dk, z, rest, total, m = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K]
+        dk, z, rest, total, m = by_state(w, i, far, slots, k, decay, beta, bars, S)  # [K, C] twice, [K]
         if far != 0:
             await_slot(bars.slots, STATE + w, i)
             scale_state(state, m)
-        sums = shifted_sums(decay, m)  # [K, C]
-        y = (written_keys(k, beta, S) * ex2(gl.minimum(0.0 - sums, LIMIT))).to(DT)
-        row = ex2(sums)
+        m = m[:, None]
+        sums = float_sums(decay)  # [K, C]
+        y = (written_keys(k, beta, S) * column_factors(sums, m, far)).to(DT)
+        row = row_factors(sums, m, far)
         await_slot(bars.slots, Q, i)
         q_left = gl.convert_layout(decayed_rows(q, row * scale, DT), LEFT_64)
         if S.CORRECTED:
@@ -255,7 +272,7 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
         await_slot(bars.slots, STATE + w, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
         z -= y.to(gl.float32) * d
-        dk += d * ex2(gl.minimum(0.0 - shifted_sums(decay, m), LIMIT))
+        dk += d * column_factors(float_sums(decay), m, far)
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]  # [1, C]
@@ -268,13 +285,13 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
             dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
             await_slot(bars.slots, DR, i)
             dX_a = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)  # dX_a^T
-        row = ex2(shifted_sums(decay, m))
+        row = row_factors(float_sums(decay), m, far)
         z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
         dq = (dX * (row * scale)).to(DT)
         if S.CORRECTED:
             dX_a, y_left, z, dq = products_done(0, deps=[dX_a, y_left, z, dq])
             leave_slot(bars.slots, DR, 1)
-            row = ex2(shifted_sums(decay, m))
+            row = row_factors(float_sums(decay), m, far)
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
