@@ -7,8 +7,8 @@ pass over the input for itself, three with the backward. Here the maps of few ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from flashmix.op.recompute import LEAST
 
 FEW = 256  # channels of a map that is made with others as one product
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _current = threading.local()  # .products
 
 
@@ -42,31 +43,30 @@ class InputLinear(nn.Linear):
 
 
 class Products:
-    """The products of one input, each until its map asks for it."""
+    """The products of one input, each until its map asks for it; a scope."""
 
     def __init__(self, x: Tensor, maps: Sequence[InputLinear]) -> None:
         made = InputProducts.apply(x, *[one.weight for one in maps])
         self.x, self.made = x, {id(one): y for one, y in zip(maps, made, strict=True)}
 
+    def __enter__(self) -> None:
+        self.before = getattr(_current, "products", None)
+        _current.products = self
+
+    def __exit__(self, *error: object) -> None:
+        _current.products = self.before
+
     def take(self, one: InputLinear, x: Tensor) -> Tensor | None:
         return self.made.pop(id(one), None) if x is self.x else None
 
 
-@contextmanager
-def as_one_node(x: Tensor, layer: nn.Module) -> Iterator[None]:
-    """Within, the maps `InputLinear` of a layer are made of `x`, the layer's input, as one node of autograd.
+def as_one_node(x: Tensor, layer: nn.Module) -> AbstractContextManager[None]:
+    """A scope within which the maps `InputLinear` of a layer are made of `x`, the layer's input, as one node of autograd.
 
     It is so for large tensors of a GPU where autograd records; a map that has hooks, or another dtype, stays apart.
     """
-    if not may_join(x):
-        yield
-        return
-    maps = [one for one in layer.modules() if isinstance(one, InputLinear) and plain(one, x)]
-    before, _current.products = getattr(_current, "products", None), Products(x, maps) if len(maps) > 1 else None
-    try:
-        yield
-    finally:
-        _current.products = before
+    maps = [one for one in layer.modules() if isinstance(one, InputLinear) and plain(one, x)] if may_join(x) else []
+    return Products(x, maps) if len(maps) > 1 else _NOTHING
 
 
 def may_join(x: Tensor) -> bool:
