@@ -6,8 +6,9 @@
     dq = scale e^{G-m} dX_q             d(beta k) = w + e^{m-G} dY                 dk = beta d(beta k) - e^{G-m} dX_a
     dg_t = sum_{i >= t} (~q dX_q + ~a dX_a - y dY - beta k w)_i + sum_i (beta k w)_i + e^{G_C} <S, dS'>      (2.9)
 
-channel by channel; m is that of `channel_scores.py`, 0 but where a channel decays far in a chunk. `triton_gpu/channel_pairs.py` adds the
-pairs of rows out of range. Without corrections beta is 1, nu is V, and there are no ~a, dA_a and dX_a.
+channel by channel, with m = -64 to base 2 for all: so one way has rows that have decayed by up to `2^-REACHED`, and no bit depends on how
+far later tokens decay. dO and dR are multiplied by e^m, a power of 2, where they lie. `triton_gpu/channel_pairs.py` adds the pairs of rows
+out of range. Without corrections beta is 1, nu is V, and there are no ~a, dA_a and dX_a.
 
 Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
 registers, what is summed over tokens is summed along rows, and the suffix sums of dg are products with a triangle of ones on the right.
@@ -31,7 +32,6 @@ from flashmix.gpu.hopper import (
     products_done,
     reinterpret,
     signal,
-    thread_barrier,
     wait_empty,
     wait_full,
     warpgroup_mma,
@@ -54,7 +54,7 @@ from flashmix.ops.recurrence.gluon_hopper.channel_copies import (
     channel_producer,
     leave_slot,
 )
-from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE, middle_of
+from flashmix.ops.recurrence.gluon_hopper.channel_scores import REACHED, WHOLE
 from flashmix.ops.recurrence.gluon_hopper.layouts import (
     ACC_64,
     COLUMNS_64,
@@ -68,6 +68,10 @@ from flashmix.ops.recurrence.gluon_hopper.layouts import (
 from flashmix.ops.recurrence.gluon_hopper.state_parts import ring
 from flashmix.ops.recurrence.gluon_hopper.structs import ChannelBarriers, ChannelTiles
 
+MIDDLE = gl.constexpr(-64.0)  # m to base 2
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+SMALLER = gl.constexpr(2.0**-64)  # 2^m
+
 
 @gluon.jit
 def rows_in_range(dA, x, item, far, S: gl.constexpr):
@@ -80,8 +84,14 @@ def rows_in_range(dA, x, item, far, S: gl.constexpr):
 
 
 @gluon.jit
+def make_smaller(tile):
+    """dO e^m in the place of dO [C, V]: exact, as e^m is a power of 2 (below 2^-62 as far as denormal numbers go)."""
+    tile.store((tile.load(LINES).to(gl.float32) * SMALLER).to(tile.dtype))
+
+
+@gluon.jit
 def pair_gradients(x, numbers, tiles, bars, S: gl.constexpr):
-    """dA of the pairs that a row sees, if it is in range for one pass; before the first the triangle of ones."""
+    """dA of the pairs that a row sees, if it is in range for one pass; then dO e^m and dR e^m. Before the first the triangle of ones."""
     DT: gl.constexpr = tiles.slots.dtype
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
@@ -95,22 +105,25 @@ def pair_gradients(x, numbers, tiles, bars, S: gl.constexpr):
         await_slot(bars.slots, DO, i)
         dA = product(tiles.slots.index(DO), nu, ACC_64, 64, 64)
         dA = products_done(0, deps=[dA])
-        leave_slot(bars.slots, DO, 1)
         if not S.CORRECTED:
             leave_slot(bars.slots, NU, 1)
         dA = rows_in_range(gl.where(here >= column[None, :], dA, 0.0), x, item, far, S)
         wait_empty(bars.pairs.empty, i)
         tiles.pairs.index(0).store(dA.to(DT))
+        make_smaller(tiles.slots.index(DO + opaque_zero()))
         if S.CORRECTED:
             await_slot(bars.slots, DR, i)
             dA = product(tiles.slots.index(DR), nu, ACC_64, 64, 64)
             dA = products_done(0, deps=[dA])
-            leave_slot(bars.slots, DR, 1)
             leave_slot(bars.slots, NU, 1)
             dA = rows_in_range(gl.where(here > column[None, :], dA, 0.0), x, item, far, S)
             tiles.pairs.index(1).store(dA.to(DT))
+            make_smaller(tiles.slots.index(DR + opaque_zero()))
         fence_async_shared()
         signal(bars.pairs.full, i)
+        leave_slot(bars.slots, DO, 1)
+        if S.CORRECTED:
+            leave_slot(bars.slots, DR, 1)
 
 
 @gluon.jit
@@ -126,25 +139,15 @@ def float_sums(decay):
 
 
 @gluon.jit
-def row_factors(sums, m, far):
-    """2^(G - m), with the same bits but for the exponent whatever m is: so they do not depend on later tokens."""
-    if far != 0:
-        low = gl.where(sums < -LIMIT, LIMIT, 0.0)
-        factors = ex2(sums + low) * ex2(0.0 - m - low)
-    else:
-        factors = ex2(sums)
-    return factors
+def row_factors(sums):
+    """2^(G - m)."""
+    return ex2(sums - MIDDLE)
 
 
 @gluon.jit
-def column_factors(sums, m, far):
-    """2^(m - G) likewise; no pair is seen of a row whose G is so low that this is bounded."""
-    if far != 0:
-        low = gl.where(sums < -LIMIT, LIMIT, 0.0)
-        factors = ex2(gl.minimum(0.0 - sums - low, LIMIT)) * ex2(m + low)
-    else:
-        factors = ex2(0.0 - sums)
-    return factors
+def column_factors(sums):
+    """2^(m - G), bounded: no pair is seen of a row whose G is lower."""
+    return ex2(gl.minimum(MIDDLE - sums, REACHED + MIDDLE))
 
 
 @gluon.jit
@@ -157,8 +160,8 @@ def written_keys(half, beta, S: gl.constexpr):
 
 
 @gluon.jit
-def by_state(w: gl.constexpr, i, far, slots, half, decay, beta, bars, S: gl.constexpr):
-    """w and -beta k w, [K, C], and of the latter's negative the sum over tokens, e^{G_C - m} and m, [K]."""
+def by_state(w: gl.constexpr, i, slots, half, decay, beta, bars, S: gl.constexpr):
+    """w and -beta k w, [K, C], and of the latter's negative the sum over tokens and e^{G_C}, [K]."""
     z = opaque_zero()
     dstate = reinterpret(slots, slots.dtype, [SLOTS, 128, 64], TILE).index(DSTATE + w + z)  # [V, K]
     await_slot(bars.slots, NU, i)
@@ -173,18 +176,7 @@ def by_state(w: gl.constexpr, i, far, slots, half, decay, beta, bars, S: gl.cons
     d = d * column
     await_slot(bars.slots, K, i)
     shares = d * written_keys(half, beta, S)
-    m = middle_of(last)
-    return d, 0.0 - shares, gl.sum(shares, 1), ex2(last - m), m
-
-
-@gluon.jit
-def scale_state(state, m):
-    """S e^m in the place of S [K, V]: a power of 2, so that nothing is rounded."""
-    values = state.load(ACC_64)
-    values = (values.to(gl.float32) * ex2(m)[:, None]).to(state.dtype)
-    state.store(values)
-    fence_async_shared()
-    thread_barrier()
+    return d, 0.0 - shares, gl.sum(shares, 1), ex2(last)
 
 
 @gluon.jit
@@ -228,7 +220,7 @@ def store_sums(own, w: gl.constexpr, sums):
 
 
 @gluon.jit
-def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
+def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
     """The channels 64 w ... of dq, dk and dg, which are left in the places of q, k and S."""
     DT: gl.constexpr = tiles.slots.dtype
     scale = numbers.scale
@@ -237,7 +229,6 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
     states = reinterpret(slots, DT, [SLOTS, 128, 64], TILE)
     decays = reinterpret(slots, gl.float32, [SLOTS, 64, 64], TILE_32)
     for i in range(channel_item_count(numbers, S)):
-        far = gl.load(x.far + gl.program_id(0) + i * gl.num_programs(0))
         zero = opaque_zero()  # lest addresses of slots be hoisted into registers
         q = halves.index(2 * Q + w + zero)  # [C, K]
         k = halves.index(2 * K + w + zero)  # [C, K]
@@ -247,19 +238,15 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
         beta = tiles.beta.index(i % 2)
         if S.CORRECTED:
             wait_full(bars.beta, i)
-        dk, z, rest, total, m = by_state(w, i, far, slots, k, decay, beta, bars, S)  # [K, C] twice, [K]
-        if far != 0:
-            await_slot(bars.slots, STATE + w, i)
-            scale_state(state, m)
-        m = m[:, None]
+        dk, z, rest, total = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K] twice
         sums = float_sums(decay)  # [K, C]
-        y = (written_keys(k, beta, S) * column_factors(sums, m, far)).to(DT)
-        row = row_factors(sums, m, far)
+        y = (written_keys(k, beta, S) * column_factors(sums)).to(DT)
+        row = row_factors(sums)
         await_slot(bars.slots, Q, i)
         q_left = gl.convert_layout(decayed_rows(q, row * scale, DT), LEFT_64)
         if S.CORRECTED:
             a_left = gl.convert_layout(decayed_rows(k, 0.0 - row, DT), LEFT_64)
-        wait_full(bars.pairs.full, i)
+        wait_full(bars.pairs.full, i)  # of dO and dR too
         d = product(q_left, tiles.pairs.index(zero), ACC_64, 64, 64)  # dY^T, (3.3)
         if S.CORRECTED:
             d = warpgroup_mma(a_left, tiles.pairs.index(1 + zero), d, is_async=True)
@@ -268,11 +255,10 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
             d, q_left = products_done(0, deps=[d, q_left])
         y_left = gl.convert_layout(y, LEFT_64)
         dX = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
-        await_slot(bars.slots, DO, i)
         await_slot(bars.slots, STATE + w, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
         z -= y.to(gl.float32) * d
-        dk += d * column_factors(float_sums(decay), m, far)
+        dk += d * column_factors(float_sums(decay))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]  # [1, C]
@@ -283,15 +269,14 @@ def consumer(w: gl.constexpr, dg_d, x, numbers, tiles, bars, S: gl.constexpr):
         rest += diagonal_sums(inner) * total
         if S.CORRECTED:
             dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
-            await_slot(bars.slots, DR, i)
             dX_a = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)  # dX_a^T
-        row = row_factors(float_sums(decay), m, far)
+        row = row_factors(float_sums(decay))
         z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
         dq = (dX * (row * scale)).to(DT)
         if S.CORRECTED:
             dX_a, y_left, z, dq = products_done(0, deps=[dX_a, y_left, z, dq])
             leave_slot(bars.slots, DR, 1)
-            row = row_factors(float_sums(decay), m, far)
+            row = row_factors(float_sums(decay))
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
@@ -333,8 +318,8 @@ def channel_output_kernel(q_d, k_d, G_d, nu_d, do_d, dr_d, s_d, ds_d, dq_d, dk_d
     gl.warp_specialize(
         [
             (pair_gradients, (x, n, tiles, bars, S)),
-            (consumer, (0, dg_d, x, n, tiles, bars, S)),
-            (consumer, (1, dg_d, x, n, tiles, bars, S)),
+            (consumer, (0, dg_d, n, tiles, bars, S)),
+            (consumer, (1, dg_d, n, tiles, bars, S)),
             (channel_producer, ((q_d, k_d, G_d), (nu_d, do_d, dr_d), (s_d, ds_d), x, n, tiles, bars, S)),
             (channel_finisher, ((dq_d, dk_d, dg_d), x, n, tiles, bars, S)),
         ],

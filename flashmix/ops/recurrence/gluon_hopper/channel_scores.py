@@ -2,11 +2,11 @@
 
     ~x_i = e^{G_i} x_i        ^y_j = e^{G_C - G_j} y_j        A_ij = (e^{G_i - m} x_i) . (e^{m - G_j} y_j)      (1.6), (1.7)
 
-A thread has 32 tokens of two channels, so that sums over tokens are its own. To base 2, m is 0 in a channel that decays by up to
-`2^-LIMIT` in the chunk, else half of that decay, a whole number: so the scaled keys have the same bits but for their exponents, and a
-pair's do not depend on later tokens. A row that has decayed by more than `2^-REACHED` in some channel since the chunk's start is out of
-range (its pairs may be NaN): its chunk is marked, and `channel_far_rows.py` makes those rows again. A_ab is written as float16 in the
-place of T, which `channel_inverse.py` makes of it. Without corrections there are no a, A_ab and beta.
+A thread has 32 tokens of two channels, so that sums over tokens are its own. To base 2, m is 0 in a chunk that decays by up to `2^-LIMIT`
+in every channel, else -LIMIT: so the scaled keys have the same bits but for their exponents, and a pair's do not depend on later tokens.
+A row that has decayed by more than `2^-REACHED` in some channel since the chunk's start is out of range (its pairs may be NaN): its chunk
+is marked, and `channel_far_rows.py` makes those rows again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes
+of it. Without corrections there are no a, A_ab and beta.
 """
 
 from __future__ import annotations
@@ -60,29 +60,22 @@ def load_sums(x, at, head, channels, S: gl.constexpr):
 
 
 @gluon.jit
-def middle_of(last):
-    """m of channels whose sum over the chunk is `last`: a whole number, of which 2^m and 2^-m are exact."""
-    m = gl.where(last < -LIMIT, gl.maximum(last * 0.5, -LIMIT), 0.0)
-    return m.to(gl.int32).to(gl.float32)
-
-
-@gluon.jit
-def row_factors(G, low, high, split):
-    """2^(G - m) of 2^m and 2^-m; with `split` where G may be under the least exponent. Of each number by its own G alone."""
+def row_factors(G, split):
+    """2^(G - m); with `split`, where G may be under the least exponent, of each number by its own G alone."""
     if split:
         below = G < -LIMIT
-        factors = ex2(gl.where(below, G + LIMIT, G)) * gl.where(below, high * (1.0 / HIGHEST), high)
+        factors = ex2(gl.where(below, G + LIMIT, G)) * gl.where(below, 1.0, HIGHEST)
     else:
         factors = ex2(G)
     return factors
 
 
 @gluon.jit
-def column_factors(G, low, high, split):
+def column_factors(G, split):
     """2^(m - G) likewise."""
     if split:
         below = G < -LIMIT
-        factors = ex2(gl.where(below, 0.0 - LIMIT - G, 0.0 - G)) * gl.where(below, low * HIGHEST, low)
+        factors = ex2(gl.where(below, 0.0 - LIMIT - G, 0.0 - G)) * gl.where(below, 1.0, 1.0 / HIGHEST)
     else:
         factors = ex2(0.0 - G)
     return factors
@@ -162,17 +155,15 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     G, last, least = load_sums(x, at, head, channels, S)  # [C, K], [K], []
     store_chunk(x, gl.program_id(0), last, channels, REACHED, S)
     split = least < -LIMIT
-    m = middle_of(last)  # [K]
-    low, high = ex2(m)[None, :], ex2(0.0 - m)[None, :]
     wait_full(landed, 0)
-    row = row_factors(G, low, high, split)
+    row = row_factors(G, split)
     q = keys.index(0).load(COLUMNS).to(gl.float32)  # [C, K]
     keys.index(0).store((q * (row * n.scale)).to(DT))
     k = keys.index(1).load(COLUMNS).to(gl.float32)  # [C, K]
     if S.CORRECTED:
         keys.index(1).store((0.0 - k * row).to(DT))
         k = k * beta[:, None]
-    others.index(0).store((k * column_factors(G, low, high, split)).to(DT))
+    others.index(0).store((k * column_factors(G, split)).to(DT))
     others.index(1).store((k * ex2(last[None, :] - G)).to(DT))
     fence_async_shared()
     thread_barrier()
@@ -191,7 +182,7 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     if split:
         for i in gl.static_range(1 + S.CORRECTED):
             scaled = keys.index(i).load(COLUMNS).to(gl.float32)
-            keys.index(i).store((scaled * low).to(DT))
+            keys.index(i).store((scaled * (1.0 / HIGHEST)).to(DT))
         fence_async_shared()
         thread_barrier()
         store_rows(keys_d, span, at, head, keys, n, S)
