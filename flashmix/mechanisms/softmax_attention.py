@@ -92,7 +92,7 @@ class SoftmaxAttention(CachedAttention):
             nn.init.zeros_(self.output.bias)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: AttentionCache | None) -> Tensor:
-        if cache is None and self.rotary is not None and self.q_norm is None and self.is_plain():
+        if cache is None and self.rotary is not None and self.q_norm is None and self._is_plain():
             qkv = self.qkvg.whole(x).unflatten(-1, (-1, self.head_dim))
             q, k, v = self.rotary.of_parts(qkv, (self.heads, self.kv_heads, self.kv_heads), cu_seqlens=packing)
             return self.output(self.attend(q, k, v, packing, cache).flatten(2))
@@ -110,7 +110,7 @@ class SoftmaxAttention(CachedAttention):
         o = self.attend(q, k, v, packing, cache)
         return self.output((o if gate is None else o * torch.sigmoid(gate)).flatten(2))
 
-    def is_plain(self) -> bool:
+    def _is_plain(self) -> bool:
         """Whether queries, keys and values are all that the projection makes, and nothing else looks at them."""
         project = self.qkvg
         return type(project) is HeadProjection and project.parts["gate"] is None and unobserved(project)
