@@ -250,8 +250,11 @@ class Worker:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         if not self.cuda:
             shapes = [(rows, min(tokens, 64)) for rows, tokens in shapes]
-        if options.warm_worker:
-            self.train(1, 2048 if self.cuda else 16)
+        if (
+            options.warm_worker
+        ):  # code for several sequences, then for one, which is a number that Triton specialises for
+            for rows in (2, 1):
+                self.train(rows, 2048 if self.cuda else 16)
             return
         first, *others = shapes  # what is worth most comes first
         captured: Any = self.train_captured if options.graph and self.cuda else None

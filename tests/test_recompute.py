@@ -14,7 +14,7 @@ from flashmix import Packing
 from flashmix.models import Decoder, DecoderConfig, LayerConfig, preset
 from flashmix.modules.decay import ExactParameters
 from flashmix.op import recompute
-from flashmix.op.recompute import recomputed, recomputing
+from flashmix.op.recompute import KINDS, recomputed, recomputing
 from flashmix.ops.gated_product.linear import SwiGLULinear
 from flashmix.ops.gated_product.op import swiglu
 
@@ -41,6 +41,46 @@ def test_gradients_keep_their_bits(name: str, packed: bool, everywhere: Callable
         loss = model(tokens[:, :-1], targets=tokens[:, 1:], cu_seqlens=packing)
         found.append([loss, *gradients(model, loss)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("gated_deltanet", ["norms", "gated_norms", "convolutions"]), ("qwen3_next_like", KINDS)]
+)
+def test_a_model_keeps_what_it_is_told_to(name: str, kinds: list[str], everywhere: Callable[[bool], None]) -> None:
+    """Fewer bytes with each kind that is made again, and the same bits."""
+    everywhere(True)
+    tokens = torch.randint(256, (2, 21))
+    before, sizes = [], []
+    for count in range(len(kinds) + 1):
+        torch.manual_seed(0)
+        model = Decoder(preset(f"{name}_nano"), recompute=kinds[:count])
+        held: dict[int, Tensor] = {}
+
+        def pack(x: Tensor, held: dict[int, Tensor] = held) -> Tensor:
+            held[x.untyped_storage().data_ptr()] = x
+            return x
+
+        with pytest.MonkeyPatch.context() as patch:
+            original = recompute.Scope.pack
+            patch.setattr(
+                recompute.Scope,
+                "pack",
+                lambda self, x, own=original, pack=pack: (
+                    own(self, pack(x)) if self.reference(x) is None else own(self, x)
+                ),
+            )
+            patch.setattr(recompute, "_NOTHING", torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
+            loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+        sizes.append(sum(t.untyped_storage().nbytes() for t in held.values()))
+        found = [loss, *gradients(model, loss)]
+        assert not before or all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+        before = found
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes), sizes
+
+
+def test_a_kind_must_be_known() -> None:
+    with pytest.raises(ValueError, match="recompute must be one of 'norms', 'gated_norms'"):
+        Decoder(preset("gated_deltanet_nano"), recompute=["norms", "everything"])
 
 
 def checkpointed(config: DecoderConfig, dtype: torch.dtype, lengths: list[int], device: str) -> list[str]:
@@ -97,8 +137,8 @@ class Made(TorchDispatchMode):
 def chain(x: Tensor, w: Tensor) -> Tensor:
     """Two products of a cosine of a sine; of all these only `x` need be kept."""
     with recomputing(x):
-        y = recomputed(torch.sin, x)
-        z = recomputed(torch.cos, y)
+        y = recomputed("norms", torch.sin, x)
+        z = recomputed("norms", torch.cos, y)
         return (z.view(-1, 4) @ w).sum() + (z * w.sum()).sum()
 
 

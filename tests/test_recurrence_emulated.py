@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ CASES = [
     Case("256-linear-none-packed", "linear", "none", B=1, T=75, H=1, HV=2, K=256, V=256, lengths=(5, 0, 70)),
     Case("channel", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80),
     Case("channel-resets", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="resets"),
+    # 2^-130 in a chunk, within one pass about the middle, and 2^-190, beyond it
+    Case("channel-middle", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-1.4"),
+    Case("channel-middle-linear", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-1.4"),
+    Case("channel-beyond", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-2.1"),
 ]
 
 
@@ -250,6 +255,28 @@ def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None
     for other in found[1:]:
         for name, t in other.items():
             assert torch.equal(t, found[0][name].to(t.dtype)), name
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
+    """Nor of gradients. A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range."""
+    x = make_inputs(Case("", rule, "channel", B=1, T=64, H=3, HV=3, K=128, V=72, states=False), torch.bfloat16)
+    x["log_decay"][:, :, :, ::3] *= 2.0
+    assert -80 < x["log_decay"][:, :40].sum(1).amin() / math.log(2) < -65  # m is 0 there
+    found = []
+    for later in (0.0, 1.0, 4.0, 30.0):
+        decay = x["log_decay"].clone()
+        decay[:, 40:] *= later
+        leaves = {name: t.detach().requires_grad_() for name, t in (x | {"log_decay": decay}).items()}
+        with hopper_card() as launched:
+            o = run_op(Case("", rule, "channel"), leaves, "gluon")[0]
+            grads = torch.autograd.grad(o[:, :40].float().sum(), list(leaves.values()))
+        assert {"channel_scores_kernel", "channel_output_kernel"} <= set(launched)
+        found.append({"o": o.detach(), **dict(zip(leaves, grads, strict=True))})
+    for later in found[1:]:
+        for name, t in later.items():
+            same_bits(t[:, :40], found[0][name][:, :40], name)
+        assert not torch.equal(later["o"], found[0]["o"])
 
 
 @pytest.mark.whole

@@ -62,6 +62,12 @@ HOPPER_CASES = [
         for d in DECAYS
         if (gate, d) != ("channel", "-20")
     ),
+    # A chunk decays by 2^-130, within one pass about the middle of its decay, and by 2^-190, beyond it.
+    *(
+        Case(f"hopper-{rule}-channel-decay{d}", rule, "channel", K=128, V=128, decay=d)
+        for rule in ("delta", "linear")
+        for d in ("-1.4", "-2.1")
+    ),
     *(Case(f"hopper-beta{beta:g}", "delta", "token", K=128, V=128, beta=beta) for beta in (0.0, 1.0, 2.0)),
     *(
         Case(f"hopper-64-{rule}-{gate}{n}", rule, gate, **{"K": 64, "V": 64} | more)

@@ -208,7 +208,7 @@ HOPPER_REGISTERS = {
     "output_backward_kernel": 128,
 }
 HOPPER_STACK = {
-    "channel_output_kernel": 32,
+    "channel_output_kernel": 40,
     "state_forward_kernel": 48,
     "state_backward_kernel": 8,
     "output_backward_kernel": 208,

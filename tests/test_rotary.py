@@ -20,6 +20,7 @@ from rowwise_cases import (
 from torch import Tensor
 
 from flashmix import Packing
+from flashmix.ops.rotary.joined import split_and_rotated
 from flashmix.ops.rotary.op import rotary, rotary_table
 from flashmix.ops.rotary.scaling import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 
@@ -291,3 +292,27 @@ def test_rotary_table_refuses_odd_dims(dim: int) -> None:
         rotary_table(4, dim)
     with pytest.raises(ValueError, match="positions must be non-negative, got -1"):
         rotary_table(-1, 4)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("lengths", [None, (3, 0, 4)])
+@pytest.mark.parametrize("used", ["qkv", "k", "v"])
+def test_parts_of_one_projection_have_one_gradient(lengths, used):
+    """With the bits of split and rotary; float16, for the interpreter cuts bfloat16 off."""
+    packing = None if lengths is None else Packing.from_lengths(list(lengths))
+    qkv = torch.randn(1 if lengths else 2, 7, 8, 16, dtype=torch.float16).requires_grad_()
+    cos, sin = rotary_table(7, 16)
+    found = []
+    for joined in (False, True):
+        if joined:
+            q, k, v = split_and_rotated(qkv, (4, 2, 2), (cos, sin, packing, False))
+        else:
+            qk, v = qkv.split([6, 2], dim=2)
+            q, k = rotary(qk, cos, sin, cu_seqlens=packing, impl="triton").split([4, 2], dim=2)
+        loss = sum(
+            (t.float() * torch.arange(t.numel()).view(t.shape) / t.numel()).sum()
+            for n, t in zip("qkv", (q, k, v), strict=True)
+            if n in used
+        )
+        found.append([q, k, v, *torch.autograd.grad(loss, [qkv])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -149,6 +149,17 @@ def divided(x, y, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def inverse_root(x):
+    """`1 / sqrt(x)` to some bits more than narrow numbers have."""
+    if INTERPRETED:
+        return 1.0 / tl.sqrt(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def sigmoid(x, PRECISE: tl.constexpr):
     """`1 / (1 + e^-x)`; PRECISE: the exponential is of a number below 0."""
     if PRECISE:

@@ -16,6 +16,7 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import WriteStrength
+from flashmix.modules.input_linear import InputLinear, as_one_node
 from flashmix.modules.norm import GatedRMSNorm, RMSNorm, output_norm
 from flashmix.modules.projection import head_size
 from flashmix.modules.short_convolution import maybe_convolution
@@ -127,7 +128,7 @@ class DeltaNet(Mixer[RecurrentCache]):
         )
         self.keys, self.values = heads * self.head_dim, self.value_heads * self.value_dim
         channels = self.keys + self.steps * (self.keys + self.values)
-        self.qkv = nn.Linear(width, channels, bias=False, device=device, dtype=dtype)
+        self.qkv = InputLinear(width, channels, device=device, dtype=dtype)
         check_choice("qk_activation", qk_activation, "silu", *ACTIVATIONS)
         check_choice("qk_norm", qk_norm, "l2", "sum")
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
@@ -144,7 +145,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def make_parameters(self, **placement: Any) -> None:
         """Makes the parameters of `beta_and_decay`, in which the family differs, and last those of `normalise`."""
-        self.strength = nn.Linear(self.width, self.value_heads, bias=False, **placement)
+        self.strength = InputLinear(self.width, self.value_heads, **placement)
         self.make_norm(**placement)
 
     def make_norm(self, **placement: Any) -> None:
@@ -154,7 +155,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def make_gate(self, **placement: Any) -> nn.Module:
         """The projection of the output gate."""
-        return nn.Linear(self.width, self.values, bias=False, **placement)
+        return InputLinear(self.width, self.values, **placement)
 
     def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Any]:
         """`beta` `[B, T, HV]`, and the log decay or None."""
@@ -196,11 +197,13 @@ class DeltaNet(Mixer[RecurrentCache]):
         plain = self.convolution is not None and self.qk_activation == "silu" and self.qk_norm == "l2"
         if cache is not None and self.has_step and plain and cache.can_step(x, packing):
             return self.step(x, cache)
-        q, k, v, recent = self.queries_keys_values(x, packing, cache)
-        o = carried(self.recurrence, x, q, k, v, cache=cache, packing=packing)
-        if cache is not None:
-            cache.recent = recent
-        return self.output(self.normalise(o, x).flatten(2))
+        with as_one_node(x, self):
+            q, k, v, recent = self.queries_keys_values(x, packing, cache)
+            o = carried(self.recurrence, x, q, k, v, cache=cache, packing=packing)
+            if cache is not None:
+                cache.recent = recent
+            o = self.normalise(o, x)
+        return self.output(o.flatten(2))
 
     def queries_keys_values(
         self, x: Tensor, packing: Packing | None, cache: RecurrentCache | None
@@ -234,7 +237,7 @@ class DeltaNet(Mixer[RecurrentCache]):
 
     def unit(self, x: Tensor) -> Tensor:
         """Queries or keys as `qk_norm` normalises them."""
-        return recomputed(l2_norm, x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
+        return recomputed("convolutions", l2_norm, x) if self.qk_norm == "l2" else x / x.sum(-1, keepdim=True)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The mechanism: output `[B, T, HV, V]` and last state, from the input, queries and keys of length 1, and values.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.kda import KDA
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
@@ -76,8 +77,8 @@ class GatedDeltaNet2(KDA):
     def make_parameters(self, **placement: Any) -> None:
         super().make_parameters(**placement)
         del self.strength
-        self.erase = nn.Linear(self.width, self.value_heads * self.head_dim, bias=False, **placement)
-        self.write = nn.Linear(self.width, self.values, bias=False, **placement)
+        self.erase = InputLinear(self.width, self.value_heads * self.head_dim, **placement)
+        self.write = InputLinear(self.width, self.values, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         erase = self.write_strength(self.erase(x)).unflatten(-1, (self.value_heads, self.head_dim))

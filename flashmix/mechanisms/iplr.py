@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.public import public
 from flashmix.ops.norm.op import l2_norm
 from flashmix.ops.recurrence import dplr
@@ -55,7 +56,7 @@ class IPLR(DeltaNet):
     def make_parameters(self, **placement: Any) -> None:
         super().make_parameters(**placement)
         removal = self.value_heads * self.head_dim
-        self.removal = nn.Linear(self.width, removal, bias=False, **placement)
+        self.removal = InputLinear(self.width, removal, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         beta, _ = self.beta_and_decay(x)

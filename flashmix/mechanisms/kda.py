@@ -12,6 +12,7 @@ from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.deltanet import DeltaNet, DeltaNetOptions
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import BoundedDecay, MambaDecay
+from flashmix.modules.input_linear import InputLinear
 from flashmix.modules.mlp import LowRank
 from flashmix.op.checks import dims
 from flashmix.op.options import hands_on
@@ -78,7 +79,7 @@ class KDA(DeltaNet):
     def make_parameters(self, **placement: Any) -> None:
         rank = self.value_dim if self.rank is None else self.rank
         heads, channels = self.value_heads, self.decay_channels()
-        self.strength = nn.Linear(self.width, heads, bias=False, **placement)
+        self.strength = InputLinear(self.width, heads, **placement)
         self.decay_projection = LowRank(self.width, rank, heads * channels, **placement)
         self.decay: MambaDecay | BoundedDecay
         if self.lower is None:

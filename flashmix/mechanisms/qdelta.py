@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.gated_deltanet import GatedDeltaNet
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
@@ -77,7 +78,7 @@ class QDelta(GatedDeltaNet):
 
     def make_parameters(self, **placement: Any) -> None:
         super().make_parameters(**placement)
-        self.feedback = nn.Linear(self.width, self.value_heads, bias=False, **placement)
+        self.feedback = InputLinear(self.width, self.value_heads, **placement)
 
     def recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Any]:
         return qdelta(

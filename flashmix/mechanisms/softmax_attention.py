@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flashmix.layer.cache import AttentionCache, Lengths
 from flashmix.layer.cached_attention import CachedAttention
 from flashmix.mechanisms.registry import Mechanism, register
+from flashmix.modules.input_linear import unobserved
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
@@ -91,6 +92,10 @@ class SoftmaxAttention(CachedAttention):
             nn.init.zeros_(self.output.bias)
 
     def mix(self, x: Tensor, packing: Packing | None, cache: AttentionCache | None) -> Tensor:
+        if cache is None and self.rotary is not None and self.q_norm is None and self._is_plain():
+            qkv = self.qkvg.whole(x).unflatten(-1, (-1, self.head_dim))
+            q, k, v = self.rotary.of_parts(qkv, (self.heads, self.kv_heads, self.kv_heads), cu_seqlens=packing)
+            return self.output(self.attend(q, k, v, packing, cache).flatten(2))
         qk, v, gate = self.qkvg(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=2)
@@ -98,16 +103,21 @@ class SoftmaxAttention(CachedAttention):
                 q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
-            qk = recomputed(_joined, q, k)
+            qk = recomputed("rotary", _joined, q, k)
         if self.rotary is not None:
             qk = self._rotate(self.rotary, qk, packing, None if cache is None else cache.lengths)
         q, k = qk.split([self.heads, self.kv_heads], dim=2)
         o = self.attend(q, k, v, packing, cache)
         return self.output((o if gate is None else o * torch.sigmoid(gate)).flatten(2))
 
+    def _is_plain(self) -> bool:
+        """Whether queries, keys and values are all that the projection makes, and nothing else looks at them."""
+        project = self.qkvg
+        return type(project) is HeadProjection and project.parts["gate"] is None and unobserved(project)
+
     def _rotate(self, rotary: RotaryEmbedding, qk: Tensor, packing: Packing | None, seen: Lengths | None) -> Tensor:
         if seen is None:
-            return recomputed(partial(rotary, cu_seqlens=packing), qk)
+            return recomputed("rotary", partial(rotary, cu_seqlens=packing), qk)
         tokens = qk.shape[1]
         return rotary(qk, positions=seen.positions(packing, tokens), limit=seen.reach(tokens))
 

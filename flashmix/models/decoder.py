@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from flashmix.layer.padding import Padding, padding_of
 from flashmix.models.cache import ModelCache
 from flashmix.models.config import NORMS, DecoderConfig, LayerConfig
 from flashmix.modules import ChannelMixing, LayerNorm, LinearCrossEntropy, MixtureOfExperts, RMSNorm
-from flashmix.op.checks import check_dtype, check_shape, contents_are_checked, dims
+from flashmix.op.checks import check_choice, check_dtype, check_shape, contents_are_checked, dims
 from flashmix.op.packing import Packing, as_packing, check_whole
-from flashmix.op.recompute import recomputing
+from flashmix.op.recompute import KINDS, MADE_AGAIN, recomputing
 from flashmix.parallel.exchange import keep_states
 
 
@@ -29,6 +29,9 @@ class Block(nn.Module):
         super().__init__()
         self.kind = layer.mixer
         self.norm_after = layer.norm_after
+        self.recompute: Collection[str] = (
+            MADE_AGAIN  # which outputs the backward makes again; a `Decoder` says it to all
+        )
         norm = partial(NORMS[config.norm], config.width, config.norm_eps, **placement)
         self.mixer_norm = norm()
         self.mixer = layer.build(config.width, **placement)
@@ -49,7 +52,7 @@ class Block(nn.Module):
 
         The dictionary holds the values of the first layer of each kind that shares them (`Mixer.shares`).
         """
-        with contextlib.nullcontext() if packing is not None and packing.sharded else recomputing(x):
+        with contextlib.nullcontext() if packing is not None and packing.sharded else recomputing(x, self.recompute):
             return self._run(x, packing, cache, shared, mlp_cache, added)
 
     def _run(
@@ -120,6 +123,8 @@ class Decoder(nn.Module):
         config: sizes and layers.
         checkpoint_activations: keep only the input of each block and compute the rest again in the backward; over a `Shard` the states of
             other ranks are kept as well, not asked for again.
+        recompute: which outputs the backward makes again in place of keeping them, on a GPU, with the same bits: any of "norms",
+            "gated_norms", "convolutions", "rotary" and "products". Each block has them as its attribute `recompute`.
         device, dtype: of the parameters.
 
     Example:
@@ -136,6 +141,7 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         *,
         checkpoint_activations: bool = False,
+        recompute: Collection[str] = MADE_AGAIN,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -146,6 +152,10 @@ class Decoder(nn.Module):
         norm = partial(NORMS[config.norm], config.width, config.norm_eps, device=device, dtype=dtype)
         self.embedding_norm = norm() if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer, device=device, dtype=dtype) for layer in config.layers)
+        for kind in recompute:
+            check_choice("recompute", kind, *KINDS)
+        for block in self._blocks():
+            block.recompute = tuple(recompute)
         self.norm = norm()
         self.head = nn.Linear(config.width, config.vocab_size, bias=False, device=device, dtype=dtype)
         if config.tied:

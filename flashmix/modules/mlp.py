@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import check_choice
 from flashmix.op.packing import Packing
 from flashmix.op.public import Public
@@ -56,7 +57,7 @@ class GatedMLP(Public, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         product = partial(gated, activation=self.activation)
-        return self.down(recomputed(product, *self.gate_up(x).chunk(2, dim=-1)))
+        return self.down(recomputed("products", product, *self.gate_up(x).chunk(2, dim=-1)))
 
     def writers(self) -> Iterator[Tensor]:
         """The matrix that makes the output."""
@@ -92,7 +93,7 @@ class SwiGLU(GatedMLP):
         gate_up, down = self.gate_up(x), self.down
         plain = type(down) is nn.Linear and not down._forward_hooks and not down._forward_pre_hooks
         y = swiglu_linear(gate_up, down.weight) if plain else None  # an adapter in its place is called
-        return self.down(recomputed(swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
+        return self.down(recomputed("products", swiglu, *gate_up.chunk(2, dim=-1))) if y is None else y
 
 
 class ChannelMixing(Public, nn.Module):
@@ -186,7 +187,7 @@ class LowRank(Public, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.down = nn.Linear(dim, rank, bias=False, device=device, dtype=dtype)
+        self.down = InputLinear(dim, rank, device=device, dtype=dtype)
         check_choice("activation", activation, "tanh", "sigmoid", None)
         self.activation = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, None: None}[activation]
         self.up = nn.Linear(rank, out, bias=bias, device=device, dtype=dtype)

@@ -71,7 +71,7 @@ class RMSNorm(Public, nn.Module):
         return 1.0 + at_least_float32(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return recomputed(self._scaled, x, self.scale)
+        return recomputed("norms", self._scaled, x, self.scale)
 
     def _scaled(self, x: Tensor, scale: Tensor | None) -> Tensor:
         if self.groups == 1:
@@ -87,7 +87,7 @@ class RMSNorm(Public, nn.Module):
             y, total = rms_norm(x, scale, **options)
         else:
             y, total = group_norm(x, self.groups, scale, center=False, **options)
-        recompute(y, self._scaled, total, scale)
+        recompute("norms", y, self._scaled, total, scale)
         return y, total
 
     def extra_repr(self) -> str:
@@ -124,13 +124,13 @@ class LayerNorm(Public, nn.Module):
         self.weight.fill_(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = recomputed(partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
+        y: Tensor = recomputed("norms", partial(layer_norm, eps=self.eps), x, self.weight, self.bias)
         return y
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """`(norm(x + residual), x + residual)` in one pass over memory, both ways; None adds nothing."""
         y, total = layer_norm(x, self.weight, self.bias, eps=self.eps, residual=residual, return_residual=True)
-        recompute(y, partial(layer_norm, eps=self.eps), total, self.weight, self.bias)
+        recompute("norms", y, partial(layer_norm, eps=self.eps), total, self.weight, self.bias)
         return y, total
 
     def extra_repr(self) -> str:
@@ -178,7 +178,7 @@ class GatedRMSNorm(Public, nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return recomputed(self._gated, x, self.weight, gate)
+        return recomputed("gated_norms", self._gated, x, self.weight, gate)
 
     def _gated(self, x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
         return rms_norm(x, weight, eps=self.eps, gate=gate, gate_activation=self.activation)

@@ -7,10 +7,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from flashmix.modules.input_linear import InputLinear
 from flashmix.op.checks import check_multiple, check_range
 
 
-class HeadProjection(nn.Linear):
+class HeadProjection(InputLinear):
     """One linear map without bias whose output is split into named parts, each with its own shape per token.
 
     Args:
@@ -35,16 +36,20 @@ class HeadProjection(nn.Linear):
         **parts: tuple[int, ...] | None,
     ) -> None:
         sizes = [0 if shape is None else prod(shape) for shape in parts.values()]
-        super().__init__(width, sum(sizes), bias=False, device=device, dtype=dtype)
+        super().__init__(width, sum(sizes), device=device, dtype=dtype)
         self.parts, self.sizes = parts, sizes
 
     def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """The parts of `x` `[..., width]` in their order, `[..., *shape]`; None for a part that is left out."""
-        split = super().forward(x).split(self.sizes, dim=-1)
+        split = self.whole(x).split(self.sizes, dim=-1)
         return tuple(
             None if shape is None else part if len(shape) == 1 else part.unflatten(-1, shape)
             for part, shape in zip(split, self.parts.values(), strict=True)
         )
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The parts of `x` side by side, `[..., channels]`."""
+        return super().forward(x)
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.parts.items())

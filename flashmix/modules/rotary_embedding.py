@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from flashmix.op.checks import check_multiple, check_range
 from flashmix.op.packing import Packing
 from flashmix.op.public import Public
+from flashmix.op.recompute import recomputed
+from flashmix.ops.rotary.joined import joins, split_and_rotated
 from flashmix.ops.rotary.op import rotary, rotary_table
 from flashmix.ops.rotary.scaling import RotaryScaling
 
@@ -93,6 +96,19 @@ class RotaryEmbedding(Public, nn.Module):
         return rotary(
             x, cos, sin, positions=positions, cu_seqlens=cu_seqlens, interleaved=self.interleaved, axes=self.axes
         )
+
+    def of_parts(
+        self, qkv: Tensor, sizes: tuple[int, int, int], *, cu_seqlens: Tensor | Packing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of so many heads, which are parts of `qkv` `[B, T, sum(sizes), head_dim]`, the first two rotated."""
+        if self.axes is None and (cu_seqlens is None or isinstance(cu_seqlens, Packing)):
+            tokens = cu_seqlens.reach if isinstance(cu_seqlens, Packing) else qkv.shape[1]
+            angles = (*self._table_for(tokens, qkv.device), cu_seqlens, self.interleaved)
+            if joins(qkv, angles):
+                return split_and_rotated(qkv, sizes, angles)
+        qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], dim=2)
+        q, k = recomputed("rotary", partial(self, cu_seqlens=cu_seqlens), qk).split(sizes[:2], dim=2)
+        return q, k, v
 
     def _table_for(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """A table on `device` with at least `limit` positions; in an exported program one of `limit`, which may be any number there."""

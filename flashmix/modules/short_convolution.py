@@ -106,7 +106,7 @@ class ShortConvolution(Public, nn.Module):
         if joins(qkv, weight, bias, sizes, activation, cu_seqlens, states):
             fused = unit if takes_unit(sizes, unit) else 0
             options: tuple[Any, ...] = sizes, activation, cu_seqlens, fused
-            q, k, v, *state = recomputed(joined_convolutions, qkv, weight, bias, *options)
+            q, k, v, *state = recomputed("convolutions", joined_convolutions, qkv, weight, bias, *options)
             unit = 0 if fused else unit
         else:
             given: dict[str, Any] = {
@@ -115,9 +115,11 @@ class ShortConvolution(Public, nn.Module):
                 "cu_seqlens": cu_seqlens,
             }
             make: Any = partial(_of_qkv, sizes=sizes, activation=activation, **given)
-            q, k, v, *state = make(qkv, weight, bias) if return_state else recomputed(make, qkv, weight, bias)
+            q, k, v, *state = (
+                make(qkv, weight, bias) if return_state else recomputed("convolutions", make, qkv, weight, bias)
+            )
         if unit:
-            q, k = (recomputed(l2_norm, t.unflatten(-1, (-1, unit))).flatten(-2) for t in (q, k))
+            q, k = (recomputed("convolutions", l2_norm, t.unflatten(-1, (-1, unit))).flatten(-2) for t in (q, k))
         return q, k, v, state[0] if state else None
 
     def extra_repr(self) -> str:

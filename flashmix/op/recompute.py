@@ -1,8 +1,8 @@
 """Outputs that autograd does not keep: the backward makes them again from inputs that are kept anyway, with the same bits.
 
-    with recomputing(x):                     # where x is large, and autograd records
-        y = recomputed(rms_norm, x)          # y as always
-        z = linear(y)                        # keeps how y was made, not y
+    with recomputing(x, ["norms"]):                  # where x is large, and autograd records
+        y = recomputed("norms", rms_norm, x)         # y as always
+        z = linear(y)                                # keeps how y was made, not y
 
 Within the scope autograd's saved tensors go through a hook, which keeps, in place of an output of `recomputed` or a view of it, a
 reference to its inputs. The first use in the backward makes it again; it is freed after the last one. As with any hook on saved
@@ -13,7 +13,7 @@ computes again, under autocast, within other hooks (activation checkpointing, te
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -24,6 +24,11 @@ Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
 
 # Bytes of the tensor that a scope is opened for, by device: below it memory is no matter, and the host's time is. On a CPU all is kept.
 LEAST = {"cuda": 1 << 22}
+KINDS = ("norms", "gated_norms", "convolutions", "rotary", "products")
+"""Of outputs: norms of the residual stream and of queries and keys; a layer's output, normalised and gated; queries, keys and values behind
+the short convolution; rotated queries and keys; the gated products of MLPs."""
+MADE_AGAIN = ("norms", "convolutions", "rotary", "products")
+"""Those that are made again where nothing else is said."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _current = threading.local()  # .scope
 
@@ -64,7 +69,8 @@ class Reference:
 class Scope:
     """The outputs of `recomputed` so far, by their memory: they live until the scope ends, so that no address is used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[str] = KINDS) -> None:
+        self.kinds = kinds
         self.outputs: dict[int, tuple[Origin, int, Tensor]] = {}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
@@ -102,12 +108,12 @@ class Scope:
                 self.outputs[storage.data_ptr()] = origin, index, y
 
 
-def recomputing(x: Tensor) -> AbstractContextManager[None]:
-    """A scope in which autograd keeps no output of `recomputed`, if `x`, whose size says how large the outputs are, is large."""
+def recomputing(x: Tensor, kinds: Collection[str] = KINDS) -> AbstractContextManager[None]:
+    """A scope in which autograd keeps no output of `recomputed` of these kinds, if `x`, whose size says how large they are, is large."""
     least = LEAST.get(x.device.type)
     if least is None or x.numel() * x.element_size() < least or not torch.is_grad_enabled() or not can_recompute(x):
         return _NOTHING
-    return Scope()
+    return Scope(kinds) if kinds else _NOTHING
 
 
 def can_recompute(x: Tensor) -> bool:
@@ -120,15 +126,18 @@ def can_recompute(x: Tensor) -> bool:
     return hooks._top_saved_tensors_default_hooks(False) is None
 
 
-def recomputed(make: Callable[..., Outputs], *inputs: Any) -> Outputs:
-    """`make(*inputs)`, which the backward makes again if it needs it; `make` is a function of its tensors alone, without randomness."""
+def recomputed(kind: str, make: Callable[..., Outputs], *inputs: Any) -> Outputs:
+    """`make(*inputs)`, which the backward makes again if it needs it; `make` is a function of its tensors alone, without randomness.
+
+    `kind` is one of `KINDS`.
+    """
     made = make(*inputs)
-    recompute(made, make, *inputs)
+    recompute(kind, made, make, *inputs)
     return made
 
 
-def recompute(made: Tensor | tuple[Tensor, ...], make: Callable[..., Any], *inputs: Any) -> None:
+def recompute(kind: str, made: Tensor | tuple[Tensor, ...], make: Callable[..., Any], *inputs: Any) -> None:
     """Says that `made` is what `make(*inputs)` would be."""
     scope: Scope | None = getattr(_current, "scope", None)
-    if scope is not None:
+    if scope is not None and kind in scope.kinds:
         scope.record(made, make, inputs)

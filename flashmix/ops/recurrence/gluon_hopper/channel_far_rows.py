@@ -14,14 +14,16 @@ from flashmix.ops.recurrence.triton_gpu.keys import load_float_keys
 from flashmix.ops.recurrence.triton_gpu.scores import channel_products
 from flashmix.ops.recurrence.triton_gpu.tiles import chunk_place, load_rows, pair_tile, replaced, zero_vectors, zeros
 
+OUT_OF_RANGE: tl.constexpr = tl.constexpr(2)  # the mark of a chunk with such a row
 PROGRAM_CHUNKS: tl.constexpr = tl.constexpr(8)  # chunks and value heads that a program looks at
 
 
 @triton.jit
 def store_reach(out, at, S: tl.constexpr):
-    """Writes how far back the rows of a chunk reach; returns the least of that over all channels, [C].
+    """Writes how far back the rows of a chunk reach; returns LEVELS for each row that one pass has whole, else 0, [C].
 
-    A row that does not reach the chunk's start in some channels is taken not to in any: its pairs are left whole to the other passes.
+    A row that is out of range for that in some channels is taken not to reach the chunk's start in any: its pairs are left whole to the
+    other passes.
     """
     BLOCKS: tl.constexpr = (S.K + S.REACH - 1) // S.REACH
     to = out.reach + (at.chunk.to(tl.int64) * S.HV + at.head) * (BLOCKS * S.C) + tl.arange(0, S.C)
@@ -30,12 +32,11 @@ def store_reach(out, at, S: tl.constexpr):
         d = block * S.REACH + tl.arange(0, S.REACH)
         own = to_base_2(load_rows(out.decay, at, S.HV, S.K, d, S), S)  # [C, REACH]
         G = load_rows(out.sums, at, S.HV, S.K, d, S)  # [C, REACH]
-        reach = reach_of(own, G, S)
-        tl.store(to + block * S.C, reach)
-        least = tl.minimum(least, reach)
+        tl.store(to + block * S.C, reach_of(own, G, S))
+        least = tl.minimum(least, tl.where(tl.max(-G, 1) <= S.ONE_PASS, S.LEVELS, 0))
     for block in tl.range(0, BLOCKS, num_stages=1):
         reach = tl.load(to + block * S.C).to(tl.int32)  # [C]
-        tl.store(to + block * S.C, tl.where((least < S.LEVELS) & (reach > NEAR), NEAR, reach))
+        tl.store(to + block * S.C, tl.where(least < S.LEVELS, tl.minimum(reach, NEAR), S.LEVELS))
     return least
 
 
@@ -47,7 +48,7 @@ def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
     first = tl.program_id(0) * PROGRAM_CHUNKS
     which = first + tl.arange(0, PROGRAM_CHUNKS)
     flags = tl.load(out.far + which, mask=which < n.programs, other=0)  # [PROGRAM_CHUNKS]
-    if tl.max(flags, 0) == 0:
+    if tl.max(flags, 0) < OUT_OF_RANGE:
         return
     PAIRS: tl.constexpr = len(S.ROW)
     COLUMNS: tl.constexpr = len(S.COLUMN_HEADS)
@@ -55,7 +56,7 @@ def channel_far_rows_kernel(x, out, where, n, S: tl.constexpr):
     own = tl.arange(0, S.C)[:, None] == tl.arange(0, S.C)[None, :]  # no pass has the pairs (i, i)
     for index in tl.range(first, tl.minimum(first + PROGRAM_CHUNKS, n.programs), num_stages=1):
         at = chunk_place(index // S.HV, index % S.HV, where, n, S)
-        if (at.count > 0) & (tl.load(out.far + index) != 0):
+        if (at.count > 0) & (tl.load(out.far + index) >= OUT_OF_RANGE):
             least = store_reach(out, at, S)  # [C]
             tl.debug_barrier()
             A = zeros(PAIRS, S.C, S.C)

@@ -1,13 +1,14 @@
 """The backward of `output` and `scores` with a per-channel decay: by way of the states, and of the pairs of rows in range for one pass.
 
-    ~x = e^G x (x = scale q, -k)        y = e^{-G} beta k        dA_q = dO nu^T        dA_a = dR nu^T        (6.1)
-    dX_q = dO S^T + dA_q y              dX_a = dR S^T + dA_a y                                              (3.3), (6.2)
+    ~x = e^{G-m} x (x = scale q, -k)    y = e^{m-G} beta k       dA_q = dO nu^T        dA_a = dR nu^T        (6.1)
+    dX_q = dO S^T e^m + dA_q y          dX_a = dR S^T e^m + dA_a y                                          (3.3), (6.2)
     dY = dA_q^T ~q + dA_a^T ~a          w = e^{G_C - G} nu dS'^T
-    dq = scale e^G dX_q                 d(beta k) = w + e^{-G} dY                  dk = beta d(beta k) - e^G dX_a
+    dq = scale e^{G-m} dX_q             d(beta k) = w + e^{m-G} dY                 dk = beta d(beta k) - e^{G-m} dX_a
     dg_t = sum_{i >= t} (~q dX_q + ~a dX_a - y dY - beta k w)_i + sum_i (beta k w)_i + e^{G_C} <S, dS'>      (2.9)
 
-channel by channel. `triton_gpu/channel_pairs.py` adds the pairs of rows out of range. Without corrections beta is 1, nu is V, and there
-are no ~a, dA_a and dX_a.
+channel by channel, with m = -64 to base 2 for all: so one way has rows that have decayed by up to `2^-REACHED`, and no bit depends on how
+far later tokens decay. dO and dR are multiplied by e^m, a power of 2, where they lie. `triton_gpu/channel_pairs.py` adds the pairs of rows
+out of range. Without corrections beta is 1, nu is V, and there are no ~a, dA_a and dX_a.
 
 Everything is transposed: a consumer's tiles are `[K, C]`, 64 channels of keys by the tokens of a chunk. So scaled keys are left operands in
 registers, what is summed over tokens is summed along rows, and the suffix sums of dg are products with a triangle of ones on the right.
@@ -53,7 +54,7 @@ from flashmix.ops.recurrence.gluon_hopper.channel_copies import (
     channel_producer,
     leave_slot,
 )
-from flashmix.ops.recurrence.gluon_hopper.channel_scores import LIMIT, WHOLE
+from flashmix.ops.recurrence.gluon_hopper.channel_scores import REACHED, WHOLE
 from flashmix.ops.recurrence.gluon_hopper.layouts import (
     ACC_64,
     COLUMNS_64,
@@ -67,11 +68,15 @@ from flashmix.ops.recurrence.gluon_hopper.layouts import (
 from flashmix.ops.recurrence.gluon_hopper.state_parts import ring
 from flashmix.ops.recurrence.gluon_hopper.structs import ChannelBarriers, ChannelTiles
 
+MIDDLE = gl.constexpr(-64.0)  # m to base 2
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+SMALLER = gl.constexpr(2.0**-64)  # 2^m
+
 
 @gluon.jit
 def rows_in_range(dA, x, item, far, S: gl.constexpr):
     """dA [C, C] of the rows that reach back to the chunk's start, else 0."""
-    if far != 0:
+    if far == 2:
         t = gl.arange(0, 64, ROWS_64)
         reach = gl.load(x.reach + item.to(gl.int64) * ((S.K + 31) // 32 * 64) + t)  # [C]
         dA = gl.where((reach == WHOLE)[:, None], dA, 0.0)
@@ -79,8 +84,14 @@ def rows_in_range(dA, x, item, far, S: gl.constexpr):
 
 
 @gluon.jit
+def make_smaller(tile):
+    """dO e^m in the place of dO [C, V]: exact, as e^m is a power of 2 (below 2^-62 as far as denormal numbers go)."""
+    tile.store((tile.load(LINES).to(gl.float32) * SMALLER).to(tile.dtype))
+
+
+@gluon.jit
 def pair_gradients(x, numbers, tiles, bars, S: gl.constexpr):
-    """dA of the pairs that a row sees, if it is in range for one pass; before the first the triangle of ones."""
+    """dA of the pairs that a row sees, if it is in range for one pass; then dO e^m and dR e^m. Before the first the triangle of ones."""
     DT: gl.constexpr = tiles.slots.dtype
     row = gl.arange(0, 64, ROWS_64)
     column = gl.arange(0, 64, COLUMNS_64)
@@ -94,22 +105,25 @@ def pair_gradients(x, numbers, tiles, bars, S: gl.constexpr):
         await_slot(bars.slots, DO, i)
         dA = product(tiles.slots.index(DO), nu, ACC_64, 64, 64)
         dA = products_done(0, deps=[dA])
-        leave_slot(bars.slots, DO, 1)
         if not S.CORRECTED:
             leave_slot(bars.slots, NU, 1)
         dA = rows_in_range(gl.where(here >= column[None, :], dA, 0.0), x, item, far, S)
         wait_empty(bars.pairs.empty, i)
         tiles.pairs.index(0).store(dA.to(DT))
+        make_smaller(tiles.slots.index(DO + opaque_zero()))
         if S.CORRECTED:
             await_slot(bars.slots, DR, i)
             dA = product(tiles.slots.index(DR), nu, ACC_64, 64, 64)
             dA = products_done(0, deps=[dA])
-            leave_slot(bars.slots, DR, 1)
             leave_slot(bars.slots, NU, 1)
             dA = rows_in_range(gl.where(here > column[None, :], dA, 0.0), x, item, far, S)
             tiles.pairs.index(1).store(dA.to(DT))
+            make_smaller(tiles.slots.index(DR + opaque_zero()))
         fence_async_shared()
         signal(bars.pairs.full, i)
+        leave_slot(bars.slots, DO, 1)
+        if S.CORRECTED:
+            leave_slot(bars.slots, DR, 1)
 
 
 @gluon.jit
@@ -122,6 +136,18 @@ def float_keys(half):
 def float_sums(decay):
     """G [C, K] as [K, C], read anew wherever it is used: registers are scarce."""
     return decay.permute((1, 0)).load(ACC_64)
+
+
+@gluon.jit
+def row_factors(sums):
+    """2^(G - m)."""
+    return ex2(sums - MIDDLE)
+
+
+@gluon.jit
+def column_factors(sums):
+    """2^(m - G), bounded: no pair is seen of a row whose G is lower."""
+    return ex2(gl.minimum(MIDDLE - sums, REACHED + MIDDLE))
 
 
 @gluon.jit
@@ -214,13 +240,13 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             wait_full(bars.beta, i)
         dk, z, rest, total = by_state(w, i, slots, k, decay, beta, bars, S)  # [K, C] twice, [K] twice
         sums = float_sums(decay)  # [K, C]
-        y = (written_keys(k, beta, S) * ex2(gl.minimum(0.0 - sums, LIMIT))).to(DT)
-        row = ex2(sums)
+        y = (written_keys(k, beta, S) * column_factors(sums)).to(DT)
+        row = row_factors(sums)
         await_slot(bars.slots, Q, i)
         q_left = gl.convert_layout(decayed_rows(q, row * scale, DT), LEFT_64)
         if S.CORRECTED:
             a_left = gl.convert_layout(decayed_rows(k, 0.0 - row, DT), LEFT_64)
-        wait_full(bars.pairs.full, i)
+        wait_full(bars.pairs.full, i)  # of dO and dR too
         d = product(q_left, tiles.pairs.index(zero), ACC_64, 64, 64)  # dY^T, (3.3)
         if S.CORRECTED:
             d = warpgroup_mma(a_left, tiles.pairs.index(1 + zero), d, is_async=True)
@@ -229,11 +255,10 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             d, q_left = products_done(0, deps=[d, q_left])
         y_left = gl.convert_layout(y, LEFT_64)
         dX = product(y_left, tiles.pairs.index(zero).permute((1, 0)), ACC_64, 64, 64)
-        await_slot(bars.slots, DO, i)
         await_slot(bars.slots, STATE + w, i)
         dX = warpgroup_mma(state, slots.index(DO + zero).permute((1, 0)), dX, is_async=True)  # dX_q^T
         z -= y.to(gl.float32) * d
-        dk += d * ex2(gl.minimum(0.0 - float_sums(decay), LIMIT))
+        dk += d * column_factors(float_sums(decay))
         if S.CORRECTED:
             store_sums(float_keys(k) * dk, w, tiles.sums)
             dk = dk * beta.load(COLUMNS_64)[None, :]  # [1, C]
@@ -244,15 +269,14 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
         rest += diagonal_sums(inner) * total
         if S.CORRECTED:
             dX_a = product(y_left, tiles.pairs.index(1 + zero).permute((1, 0)), ACC_64, 64, 64)
-            await_slot(bars.slots, DR, i)
             dX_a = warpgroup_mma(state, slots.index(DR + zero).permute((1, 0)), dX_a, is_async=True)  # dX_a^T
-        row = ex2(float_sums(decay))
+        row = row_factors(float_sums(decay))
         z += decayed_rows(q, row * scale, DT).to(gl.float32) * dX
         dq = (dX * (row * scale)).to(DT)
         if S.CORRECTED:
             dX_a, y_left, z, dq = products_done(0, deps=[dX_a, y_left, z, dq])
             leave_slot(bars.slots, DR, 1)
-            row = ex2(float_sums(decay))
+            row = row_factors(float_sums(decay))
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)

@@ -1,11 +1,12 @@
 """The `decay` and `scores` phases of a per-channel decay, one program per (chunk, value head): all pairs in one pass.
 
-    ~x_i = e^{G_i} x_i        ^y_j = e^{G_C - G_j} y_j        A_ij = ~x_i . (e^{-G_j} y_j)                      (1.6), (1.7)
+    ~x_i = e^{G_i} x_i        ^y_j = e^{G_C - G_j} y_j        A_ij = (e^{G_i - m} x_i) . (e^{m - G_j} y_j)      (1.6), (1.7)
 
-A thread has 32 tokens of two channels, so that sums over tokens are its own. A row that has decayed by more than `2^-LIMIT` in some
-channel since the chunk's start is out of range (its pairs may be NaN): its chunk is marked, and `channel_far_rows.py` makes those rows
-again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes of it. Without corrections there are no a, A_ab and
-beta.
+A thread has 32 tokens of two channels, so that sums over tokens are its own. To base 2, m is 0 in a chunk that decays by up to `2^-LIMIT`
+in every channel, else -LIMIT: so the scaled keys have the same bits but for their exponents, and a pair's do not depend on later tokens.
+A row that has decayed by more than `2^-REACHED` in some channel since the chunk's start is out of range (its pairs may be NaN): its chunk
+is marked, and `channel_far_rows.py` makes those rows again. A_ab is written as float16 in the place of T, which `channel_inverse.py` makes
+of it. Without corrections there are no a, A_ab and beta.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from flashmix.ops.recurrence.gluon_hopper.scores import LOG2E
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 2], [2, 16], [1, 4], [1, 0]))  # [64, 128]: few threads share a channel
 TOKENS_4 = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-LIMIT = gl.constexpr(80.0)
+LIMIT = gl.constexpr(80.0)  # a factor of columns is at most 2^LIMIT
+REACHED = gl.constexpr(160.0)
+HIGHEST = gl.constexpr(2.0**80)  # 2^LIMIT
 WHOLE = gl.constexpr(6)  # the reach of a row that reaches the chunk's start: log2 of its tokens
 
 
@@ -51,15 +54,41 @@ def load_sums(x, at, head, channels, S: gl.constexpr):
     own = gl.maximum(gl.load(x.decay + to, mask=inside, other=0.0).to(gl.float32) * LOG2E, -160.0)  # [C, K]
     G = gl.associative_scan(own, 0, plus)
     last = gl.min(G, 0)  # sums never rise
-    gl.store(x.sums + to, G, mask=inside & (S.SAVE | (gl.min(last, 0) < -LIMIT)))
-    return G, last
+    least = gl.min(last, 0)
+    gl.store(x.sums + to, G, mask=inside & (S.SAVE | (least < -REACHED)))
+    return G, last, least
 
 
 @gluon.jit
-def store_chunk(x, index, last, channels, S: gl.constexpr):
-    """Writes the decay of a whole chunk and whether some row is out of range; with SAVE reaches as if none were."""
+def row_factors(G, split):
+    """2^(G - m); with `split`, where G may be under the least exponent, of each number by its own G alone."""
+    if split:
+        below = G < -LIMIT
+        factors = ex2(gl.where(below, G + LIMIT, G)) * gl.where(below, 1.0, HIGHEST)
+    else:
+        factors = ex2(G)
+    return factors
+
+
+@gluon.jit
+def column_factors(G, split):
+    """2^(m - G) likewise."""
+    if split:
+        below = G < -LIMIT
+        factors = ex2(gl.where(below, 0.0 - LIMIT - G, 0.0 - G)) * gl.where(below, 1.0, 1.0 / HIGHEST)
+    else:
+        factors = ex2(0.0 - G)
+    return factors
+
+
+@gluon.jit
+def store_chunk(x, index, last, channels, RANGE: gl.constexpr, S: gl.constexpr):
+    """Writes the decay of a whole chunk and how far some channel decays: 2 where a row is out of range, beyond 2^-RANGE, else 1 beyond
+    2^-LIMIT. With SAVE reaches as if no row were out of range.
+    """
     gl.store(x.total + index.to(gl.int64) * S.K + channels, ex2(last), mask=channels < S.K)
-    gl.store(x.far + index, (gl.min(last, 0) < -LIMIT).to(gl.int32))
+    least = gl.min(last, 0)
+    gl.store(x.far + index, (least < -LIMIT).to(gl.int32) + (least < -RANGE).to(gl.int32))
     if S.SAVE:
         REACHES: gl.constexpr = (S.K + 31) // 32 * 64
         n = gl.arange(0, 256, LINE)
@@ -97,6 +126,14 @@ def store_pairs(qb, ab, pairs, A_d, index):
     copy_to_global(A_d, [index * 128, 0], block_of(A_d, pairs))
 
 
+@gluon.jit
+def store_rows(keys_d, span, at, head, keys, n, S: gl.constexpr):
+    """Writes ~q, and with corrections ~a."""
+    store_tokens(keys_d, span, at.t, head, 0, keys.index(0), S)
+    if S.CORRECTED:
+        store_tokens(keys_d, kind_of_keys(span, 1, n), at.t, head, 0, keys.index(1), S)
+
+
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
@@ -115,27 +152,25 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     channels = gl.arange(0, 128, gl.SliceLayout(0, COLUMNS))
     if S.CORRECTED:
         beta = token_numbers(x, at, head, numbers, S)
-    G, last = load_sums(x, at, head, channels, S)  # [C, K], [K]
-    store_chunk(x, gl.program_id(0), last, channels, S)
+    G, last, least = load_sums(x, at, head, channels, S)  # [C, K], [K], []
+    store_chunk(x, gl.program_id(0), last, channels, REACHED, S)
+    split = least < -LIMIT
     wait_full(landed, 0)
-    row = ex2(G)
+    row = row_factors(G, split)
     q = keys.index(0).load(COLUMNS).to(gl.float32)  # [C, K]
     keys.index(0).store((q * (row * n.scale)).to(DT))
     k = keys.index(1).load(COLUMNS).to(gl.float32)  # [C, K]
     if S.CORRECTED:
         keys.index(1).store((0.0 - k * row).to(DT))
         k = k * beta[:, None]
-    others.index(0).store((k * ex2(0.0 - G)).to(DT))
+    others.index(0).store((k * column_factors(G, split)).to(DT))
     others.index(1).store((k * ex2(last[None, :] - G)).to(DT))
     fence_async_shared()
     thread_barrier()
     span = at.span
-    store_tokens(keys_d, span, at.t, head, 0, keys.index(0), S)
-    if S.CORRECTED:
-        store_tokens(keys_d, kind_of_keys(span, 1, n), at.t, head, 0, keys.index(1), S)
-        store_tokens(keys_d, kind_of_keys(span, 2, n), at.t, head, 0, others.index(1), S)
-    else:
-        store_tokens(keys_d, kind_of_keys(span, 1, n), at.t, head, 0, others.index(1), S)
+    if least >= -LIMIT:
+        store_rows(keys_d, span, at, head, keys, n, S)
+    store_tokens(keys_d, kind_of_keys(span, 1 + S.CORRECTED, n), at.t, head, 0, others.index(1), S)
     y = others.index(0).permute((1, 0))  # [K, C]
     qb = product(keys.index(0), y, ACC_64, 64, 64)
     if S.CORRECTED:
@@ -143,7 +178,14 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
         qb, ab = products_done(0, deps=[qb, ab])
     else:
         qb = products_done(0, deps=[qb])
-    thread_barrier()  # all have read e^{-G} b
+    thread_barrier()  # all have read the scaled keys
+    if split:
+        for i in gl.static_range(1 + S.CORRECTED):
+            scaled = keys.index(i).load(COLUMNS).to(gl.float32)
+            keys.index(i).store((scaled * (1.0 / HIGHEST)).to(DT))
+        fence_async_shared()
+        thread_barrier()
+        store_rows(keys_d, span, at, head, keys, n, S)
     pairs = reinterpret(others.index(0), DT, [2, 64, 64], TILE)
     if S.CORRECTED:
         store_pairs(qb, ab, pairs, A_d, gl.program_id(0))

@@ -73,7 +73,7 @@ class DplrScores(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def dplr_plan(own: Plan, basic: HopperSpec, warpgroups: int) -> DplrPlan:
-    pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
+    pairs = own.scores.spec._replace(BK=own.tiles.decay.BK, ONE_PASS=own.scores.spec.LIMIT)
     state = basic._replace(HEADS=(), CHANNEL=True, WARPGROUPS=warpgroups, VALUES=2, PAIRS=2)
     states = partial(Kernel, num_warps=4, maxnreg=168)
     return DplrPlan(

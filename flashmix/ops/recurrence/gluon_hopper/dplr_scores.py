@@ -55,7 +55,7 @@ def load_decays(x, at, head, S: gl.constexpr):
     G = gl.associative_scan(own, 0, plus)
     last = gl.min(G, 0)  # sums never rise
     gl.store(x.sums + to, G, mask=inside & (S.SAVE | (gl.min(last, 0) < -LIMIT)))
-    store_chunk(x, gl.program_id(0), last, channels, S)
+    store_chunk(x, gl.program_id(0), last, channels, LIMIT, S)
     return own, G, last
 
 

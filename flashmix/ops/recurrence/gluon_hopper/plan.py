@@ -92,7 +92,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
-    pairs = own.scores.spec._replace(BK=own.tiles.decay.BK)
+    pairs = own.scores.spec._replace(BK=own.tiles.decay.BK, ONE_PASS=2 * own.scores.spec.LIMIT)
     return HopperPlan(
         triton=own,
         BK=basic.BK,

@@ -101,7 +101,7 @@ class ChannelMemory(NamedTuple):
     total: Any  # [chunks, HV, K]
     sums: Any  # G, [B, T, HV, K]
     reach: Any  # [chunks, HV, blocks of channels, 64] int8
-    far: Any  # [chunks, HV] int32: whether a row is out of range for one pass over the pairs
+    far: Any  # [chunks, HV] int32: 2 if a row is out of range for one pass over the pairs, 1 if it is not for one without m (1.6)
     A: Any  # [chunks, HV, 2, 64, 64]; of DPLR [chunks, HV, 4, 64, 64]
     before: Any  # the same memory as float16: A_ab in the place of T
 
@@ -303,7 +303,7 @@ class ChannelOutputMemory(NamedTuple):
     spans: Any  # [chunks, 2] int64: first token and tokens of each chunk of a packed batch
     beta: Any  # [B, T, HV]
     dbeta: Any  # [B, T, HV]
-    far: Any  # [chunks, HV] int32: whether a row is out of range for one pass over the pairs
+    far: Any  # [chunks, HV] int32: 2 if a row is out of range for one pass over the pairs, 1 if it is not for one without m (1.6)
     reach: Any  # [chunks, HV, blocks of channels, 64] int8, the same in all blocks as far as a row reaches the chunk's start
 
 

@@ -41,6 +41,9 @@ class ChunkSpec(NamedTuple):
     LEVELS: int = 0  # log2 C: levels of the inverse, and of passes over pairs with a per-channel decay
     LIMIT: int = 0  # a column factor is at most 2^LIMIT
     REACH: int = 0  # channels that share one reach
+    ONE_PASS: int = (
+        0  # rows that decay by up to 2^-ONE_PASS have their pairs made before those of `channel_far_rows.py`
+    )
     OUTPUT: bool = False  # the state pass writes o
     SAVE: bool = False  # the state pass writes what the backward reads
     DIAGONAL: bool = False  # the maps of segments are diagonal

@@ -24,6 +24,7 @@ from flashmix.ops.short_conv.triton_gpu.forward import (
     load_group,
     load_state,
     offset_of,
+    per_length,
     pick,
     span_of,
     store_state,
@@ -51,7 +52,7 @@ def gradient_before(past, x, dy, taps, block, S: tl.constexpr):
         if ACTIVATION != "":
             a = activation(a, ACTIVATION, PRECISE)
         # da = r (dy - a r^2 sum(dy a))
-        r = tl.div_rn(1.0, tl.sqrt_rn(head_sums(a * a, S) + S.EPS))
+        r = per_length(a, S)
         da = r * (du - a * (r * r * head_sums(du * a, S)))
         du = tl.where(block.part < S.PARTS - 1, da, du)
     if ACTIVATION != "":

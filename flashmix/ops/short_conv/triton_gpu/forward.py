@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashmix.gpu.rows import activation
+from flashmix.gpu.rows import activation, inverse_root
 
 LONG, FOLDED, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -300,9 +300,20 @@ def head_sums(x, S: tl.constexpr):
 
 
 @triton.jit
+def per_length(a, S: tl.constexpr):
+    """`[d]`: `1 / sqrt(sum(a^2) + EPS)` of a channel's head."""
+    length = head_sums(a * a, S) + S.EPS
+    if S.PRECISE:
+        r = tl.div_rn(1.0, tl.sqrt_rn(length))
+    else:
+        r = inverse_root(length)
+    return r
+
+
+@triton.jit
 def of_unit_length(a, block, S: tl.constexpr):
     """`a / sqrt(sum(a^2) + EPS)` per head; the last part, v, stays as it is."""
-    r = tl.div_rn(1.0, tl.sqrt_rn(head_sums(a * a, S) + S.EPS))
+    r = per_length(a, S)
     return tl.where(block.part < S.PARTS - 1, a * r, a)
 
 
