@@ -5,7 +5,8 @@
 - A line `<!-- plot: NAME -->` becomes that plot of `benchmarks/plots.py` with its caption and sources.
 - A line `<!-- example: NAME -->` becomes the source of that program of `examples/`.
 - A line `<!-- names: MODULE -->` becomes the reference of every public name of the module, in the order of `NAMES`.
-- Formulas between dollars become MathML, which browsers draw without a script.
+- Formulas between dollars become MathML, which browsers draw without a script; those of docstrings, which are plain text, do by way of
+  `docs/formula.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import formula  # mkdocs looks into this folder while it loads the hooks
 import griffe
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
@@ -138,12 +140,13 @@ def place(thing: Any, name: str) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """Formulas as MathML."""
 
-    def drawn(found: re.Match[str]) -> str:
-        formula = html.unescape(found[2]).strip()
-        display = formula.startswith("\\[")
-        return str(convert(formula[2:-2].strip(), display="block" if display else "inline"))
+    def mathml(found: re.Match[str]) -> str:
+        latex = html.unescape(found[2]).strip()
+        display = "block" if latex.startswith("\\[") else "inline"
+        drawn = convert(latex[2:-2].strip(), display=display)
+        return f'<div class="formula">{drawn}</div>' if display == "block" else str(drawn)
 
-    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', drawn, content, flags=re.DOTALL)
+    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', mathml, content, flags=re.DOTALL)
 
 
 class Runtime(griffe.Extension):  # type: ignore[misc]
@@ -193,7 +196,7 @@ def parameter(p: inspect.Parameter) -> griffe.Parameter:
 
 
 def rewrite(thing: griffe.Object) -> None:
-    """`Example:` is the section that shows prompts as code; a source is a paragraph."""
+    """`Example:` is the section that shows prompts as code; a source is a paragraph; formulas are set."""
     if thing.docstring is None:
         return
     text = re.sub(r"^Example:$", "Examples:", thing.docstring.value, flags=re.MULTILINE)
@@ -202,7 +205,8 @@ def rewrite(thing: griffe.Object) -> None:
     )
     text = re.sub(r"^ {4}((?:\w+, )+\w+): (.*\n?(?: {8}.*\n?)*)", one_each, text, flags=re.MULTILINE)
     text = re.sub(r"^Args: (.*)\n((?: {4}.*\n?)+)", r"**Args:** \1\n\nArgs:\n\2", text, flags=re.MULTILINE)
-    thing.docstring.value = re.sub(r"^(Source|Args): (?=\S)", r"**\1:** ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(Source|Args): (?=\S)", r"**\1:** ", text, flags=re.MULTILINE)
+    thing.docstring.value = formula.displayed(text)
 
 
 def one_each(found: re.Match[str]) -> str:
