@@ -43,6 +43,9 @@ FLASH = Series("torch's flash", "#c9c9c9", "...")
 FA4 = Series("FlashAttention-4", "#c9c9c9", "xx")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
 TRANSFORMERS = Series("transformers (PyTorch)", "#f5b971", "///")
+C = Series("flashmix, C", "#5b9bd9")
+PYTORCH = Series("flashmix, PyTorch", "#c9c9c9", "...")
+ROUNDED = Series("the definition in float32, rounded", "#ffffff")
 BOUND = Series("bound of the machine", "#ffffff")
 PRODUCT = Series("one large matrix product", "#ffffff")
 MATRIX_PRODUCT = {"NVIDIA H200": 790.0}  # TFLOP/s of 8192 x 8192 x 8192 in bfloat16 by torch, where it was measured
@@ -287,6 +290,23 @@ def errors(*measured: Json) -> Figure:
     return finish(figure, axes, title, "thousandths", ("output", "worst gradient"))
 
 
+def exact(measured: Json) -> Figure:
+    """Errors against float64 by implementation, of the narrowest dtype of a file; torch's attention counts as plain PyTorch."""
+    dtype = "bfloat16" if measured["measured_on"]["card"] != "cpu" else "float32"
+    power, unit = (3, "thousandths") if dtype == "bfloat16" else (7, "ten-millionths")
+    rows = [row for row in measured["rows"] if row["dtype"] == dtype]
+    series = {"gluon": GLUON, "triton": TRITON, "native": C, "portable": PYTORCH, "float32, rounded": ROUNDED}
+    figure, axes = panels(2, 9.0, 7.6)
+    for panel, part in zip(axes, ("output", "gradient"), strict=True):
+        values = [
+            (shown, [None if (of := row["errors"].get(impl)) is None else of[part] * 10**power for row in rows])
+            for impl, shown in series.items()
+        ]
+        bars(panel, [row["row"] for row in rows], [(shown, numbers) for shown, numbers in values if any(numbers)], 2)
+    title = f"Relative error against the definition in float64, {dtype} (less is better)"
+    return finish(figure, axes, title, unit, ("output", "worst gradient"))
+
+
 def attention_length(*measured: Json) -> Figure:
     """TFLOP/s over tokens, with as many tokens in all."""
     rows, tokens = attention_rows(*measured), (4096, 8192, 16384)
@@ -453,6 +473,12 @@ PLOTS = {
         RULES,
         "2026-11-21, one sequence of each row. The float64 definitions are compared in the tests, "
         "within the budget of the page on numerics.",
+    ),
+    "exact": Plot(
+        exact,
+        ("2026-11-26_errors_cpu.json",),
+        "2026-11-26, `python benchmarks/errors.py` on a CPU: 512 tokens, 2 heads of 128 channels (element by element: 256 channels), "
+        "the same inputs for all. The definition is a loop over tokens.",
     ),
     "attention_length": Plot(attention_length, ATTENTION, "2026-11-25, the runs of the plot of attention."),
     "recurrence_length": Plot(

@@ -2,7 +2,7 @@
 
 Docstrings are read in terminals too, so their formulas are plain text. A name of one letter, or of a Greek one, is a variable; a longer
 one is upright, as prose is; `_` and `^` put below and above; `*` multiplies elementwise, `.` is an inner product, `<-` overwrites; `x~`
-is x with a tilde.
+is x with a tilde. In documents the letters and signs may be Unicode's: `β`, `Σ_(j≤t)`, `∘`, `k²`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,40 @@ from __future__ import annotations
 import contextlib
 import re
 
-GREEK = {"beta", "gamma", "eta", "theta", "lambda", "Lambda", "mu", "nu", "pi", "sigma", "tau"}
+UNICODE = {
+    "β": "beta",
+    "γ": "gamma",
+    "η": "eta",
+    "θ": "theta",
+    "λ": "lambda",
+    "μ": "mu",
+    "ν": "nu",
+    "σ": "sigma",
+    "τ": "tau",
+    "φ": "phi",
+    "Λ": "Lambda",
+    "Σ": "sum",
+}
+PLAIN = {"∘": "*", "·": ".", "≤": "<=", "≥": ">=", "…": "...", "²": "^2"}
+GREEK = {"beta", "gamma", "eta", "theta", "lambda", "Lambda", "mu", "nu", "pi", "sigma", "tau", "phi"}
 OPERATORS = {"sum", "log", "ln", "exp", "max", "min", "tanh", "cos", "sin"}
 LONGER_INDICES = {"tj", "ij", "target"}
-SIGNS = {"<=": r"\le", ">=": r"\ge", "<-": r"\leftarrow", "...": r"\dots", "..": r"\dots", "*": r"\odot", ".": r"\cdot"}
+SIGNS = {
+    "+=": r"\text{+=}",
+    "-=": r"\text{−=}",
+    "<=": r"\le",
+    ">=": r"\ge",
+    "<-": r"\leftarrow",
+    "...": r"\dots",
+    "..": r"\dots",
+    "*": r"\odot",
+    ".": r"\cdot",
+}
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 TOKEN = re.compile(
     r"(?P<space> +)|(?P<word>`\w+`|\"\w+\"|[a-z]{2,}-[a-z]{2,}(?:'s)?|[a-z]{2,}'s)|(?P<name>[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*)"
     r"|(?P<number>\d+(?:\.\d+)?)"
-    r"|(?P<mark>[_^~'])|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<sign><=|>=|<-|\.\.\.?|(?<!\w)\.(?!\w)|[-*<>=+/|,;:])"
+    r"|(?P<mark>[_^~'])|(?P<open>[(\[{])|(?P<close>[)\]}])|(?P<sign>[-+]=|<=|>=|<-|\.\.\.?|(?<!\w)\.(?!\w)|[-*<>=+/|,;:])"
 )
 
 
@@ -44,7 +69,36 @@ def statements(block: str) -> list[str]:
 
 def latex(formula: str) -> str:
     """A formula in LaTeX. Raises ValueError for text that is none."""
+    for letter, name in UNICODE.items():
+        formula = re.sub(rf"{letter}(?=[A-Za-z])", rf"{name} ", formula).replace(letter, name)
+    for sign, plain in PLAIN.items():
+        formula = formula.replace(sign, plain)
     return Reader(formula).until("")
+
+
+def in_tables(markdown: str, column: str) -> str:
+    """A document with the code in the cells below the heading `column` of its tables between dollars, where it is a formula."""
+    lines, place = markdown.split("\n"), -1
+    for number, line in enumerate(lines):
+        cells = line.split(" | ") if line.startswith("| ") else []
+        if not line.startswith("|"):
+            place = -1
+        elif column in cells:
+            place = cells.index(column)
+        elif 0 <= place < len(cells):
+            cells[place] = re.sub(r"`([^`]+)`", between_dollars, cells[place])
+            lines[number] = " | ".join(cells)
+    return "\n".join(lines)
+
+
+def between_dollars(code: re.Match[str]) -> str:
+    """A formula in dollars; a name, a shape or an option stays code."""
+    if re.fullmatch(r"\w{2,}|\[.*\]|\w+=\w*", code[1]):
+        return code[0]
+    try:
+        return "$" + latex(code[1]).replace("|", r"\vert ").replace("\n", " ") + "$"  # a bar ends a cell
+    except ValueError:
+        return code[0]
 
 
 def named(name: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_api import MODULES
 
 import flashmix
 from flashmix import layers, models, modules
@@ -67,10 +68,11 @@ def test_the_picture_is_as_its_program_draws_it() -> None:
 
 
 def test_reference_pages_take_every_public_module() -> None:
-    marks = [
-        re.findall(r"<!-- names: ([\w.]+) -->", page.read_text()) for page in sorted((DOCS / "reference").glob("*.md"))
-    ]
-    assert sorted(marks) == [["flashmix"], ["flashmix.layers"], ["flashmix.models"], ["flashmix.modules"]]
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert sorted(re.findall(r"<!-- names: ([\w.]+) -->", pages)) == sorted(
+        MODULES
+    )  # what CONTRIBUTING.md calls public
+    assert "<!-- commands -->" in (DOCS / "reference" / "commands.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,22 @@ def formula() -> ModuleType:
 )
 def test_formulas_of_docstrings_are_set(formula: ModuleType, text: str, latex: str) -> None:
     assert formula.latex(text) == latex
+
+
+def test_formulas_of_tables_are_set_in_their_column_alone(formula: ModuleType) -> None:
+    table = "| call | step | rule |\n|---|---|---|\n| `x^2` | `S += β_t k/|k|`, `reset` | `T` |\n\nText.\n\n| a | b |\n| `c` | `d` |\n"
+    wanted = table.replace("`S += β_t k/|k|`", r"$S \text{+=}  \beta_{t}\, k/\vert k\vert $")
+    assert formula.in_tables(table, "step") == wanted
+
+
+def test_all_formulas_of_the_mechanisms_are_set(formula: ModuleType) -> None:
+    page = formula.in_tables((DOCS / "mechanisms.md").read_text(), "step")
+    tables = [table for table in re.split(r"\n\n+", page) if re.match(r"\| paper \| call \| step \|", table)]
+    rows = [line.split(" | ") for table in tables for line in table.splitlines()[2:]]
+    left = {code for cells in rows for code in re.findall(r"`([^`]+)`", cells[2])}
+    assert (
+        left == {"[D, S]", "[H, P]", "coupling=", "eps", "masked=False", "reset", "selective_scan"} and len(rows) > 40
+    )
 
 
 def test_statements_are_lines_and_columns(formula: ModuleType) -> None:
