@@ -55,7 +55,7 @@ dist: $(VENV)/has-dist
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/linux/*.whl
 	mv dist/linux/*.tar.gz dist && rm -r dist/linux
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tests/installed.py dist/*.whl --torch $(DIST_TORCH) --python $(DIST_PYTHON)
+	$(BIN)/python tests/installed.py dist/*.whl --sources dist/*.tar.gz --torch $(DIST_TORCH) --python $(DIST_PYTHON)
 
 docs: $(VENV)/has-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

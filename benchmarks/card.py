@@ -63,6 +63,7 @@ JOBS = {
         False,
         switches=TRIED,
     ),
+    "errors": Job("python benchmarks/errors.py --device cuda --out {out}/errors.json", 150, False),
     # measurements
     "tried_times": Job(
         "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:3,gated_delta_rule:5",

@@ -43,9 +43,12 @@ FLASH = Series("torch's flash", "#c9c9c9", "...")
 FA4 = Series("FlashAttention-4", "#c9c9c9", "xx")
 COMPILE = Series("torch.compile", "#c9c9c9", "...")
 TRANSFORMERS = Series("transformers (PyTorch)", "#f5b971", "///")
+C = Series("flashmix, C", "#5b9bd9")
+PYTORCH = Series("flashmix, PyTorch", "#c9c9c9", "...")
+ROUNDED = Series("the definition in float32, rounded", "#ffffff")
 BOUND = Series("bound of the machine", "#ffffff")
 PRODUCT = Series("one large matrix product", "#ffffff")
-MATRIX_PRODUCT = 790.0  # TFLOP/s of 8192 x 8192 x 8192 in bfloat16 by torch on an H200
+MATRIX_PRODUCT = {"NVIDIA H200": 790.0}  # TFLOP/s of 8192 x 8192 x 8192 in bfloat16 by torch, where it was measured
 
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small files, and the reader's own font
@@ -147,13 +150,26 @@ def gated_deltanet(*measured: Json) -> Figure:
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
 
 
-def attention_rows(measured: Json) -> dict[str, Json]:
-    """TFLOP/s by what a row is: `128, 4096, 4, 16 causal` has 128 channels, 4 sequences of 4,096 tokens and 16 heads."""
-    return {row["row"]: row for row in measured["rows"] if "row" in row}
+def card(measured: Json) -> str:
+    """The GPU of a file: `NVIDIA H100`."""
+    about = measured["measured_on"]
+    return " ".join(str(about.get("gpu", about.get("device"))).split()[:2])
 
 
-def attention(measured: Json) -> Figure:
-    rows = attention_rows(measured)
+def attention_rows(*measured: Json) -> dict[str, Json]:
+    """TFLOP/s by what a row is: `128, 4096, 4, 16 causal` has 128 channels, 4 sequences of 4,096 tokens and 16 heads.
+
+    What several files have of a row is the later one's; `gluon` is what a call takes by itself, under the name of the kernels.
+    """
+    found: dict[str, Json] = {}
+    for row in (row for file in measured for row in file["rows"] if "row" in row):
+        ours = {name.replace("gluon", "auto"): number for name, number in row.items() if name.startswith("gluon")}
+        found[row["row"]] = found.get(row["row"], {}) | row | ours
+    return found
+
+
+def attention(*measured: Json) -> Figure:
+    rows, on = attention_rows(*measured), card(measured[-1])
     sizes = [(dim, 16384, 32 if dim == 64 else 8 if dim == 256 else 16) for dim in (64, 80, 96, 128, 192, 256)]
     names = {
         f"{dim}, {tokens}, {16384 // tokens}, {heads} {mask}": f"{dim} channels, {mask}\n{16384 // tokens} × {tokens:,} tokens"
@@ -166,8 +182,10 @@ def attention(measured: Json) -> Figure:
         sides = ((OURS, "auto"), (FA4, "fa4"), (CUDNN, "cudnn"))
         values = [(series, [rows[name].get(f"{key}_{part}") for name in names]) for series, key in sides]
         values = [(series, numbers) for series, numbers in values if any(numbers)]
-        bars(panel, list(names.values()), [*values, (PRODUCT, [MATRIX_PRODUCT] * len(names))], 0)
-    title = "Softmax attention, 16 heads (of 64 channels: 32, of 256: 8), bfloat16, NVIDIA H200 (more is faster)"
+        if on in MATRIX_PRODUCT:
+            values.append((PRODUCT, [MATRIX_PRODUCT[on]] * len(names)))
+        bars(panel, list(names.values()), values, 0)
+    title = f"Softmax attention, 16 heads (of 64 channels: 32, of 256: 8), bfloat16, {on} (more is faster)"
     return finish(figure, axes, title, "TFLOP/s", ("forward", "backward"))
 
 
@@ -199,16 +217,47 @@ def peer(row: Json, name: str) -> float | None:
 
 
 def mechanisms(*measured: Json) -> Figure:
-    found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
-    figure, axes = panels(2, 9.0, 6.4)
+    """Triton's kernels and the peer are in the first files, those of `RULES`; what is in Gluon in the others."""
+    shape = (8, 4096, 16, 16, 128, 128)
+    found = by_rule(measured[: len(RULES)], shape)
+    later = [{"rows": [*of["rows"], *of.get("forms of 128 channels", ())]} for of in measured[len(RULES) :]]
+    gluon = {rule: row for rule, row in by_rule(later, shape).items() if rule in IN_GLUON}
+    figure, axes = panels(2, 9.0, 7.6)
     for panel, part in zip(axes, ("forward", "both"), strict=True):
+        ours = [(row.get("as it is") or row["flashmix"] if (row := gluon.get(rule)) else None) for rule in found]
         values = [
+            (GLUON, [number(times, f"{part}_ms") for times in ours]),
             (TRITON, [row["flashmix"][f"{part}_ms"] for row in found.values()]),
             (FLA, [peer(row, f"{part}_ms") for row in found.values()]),
             (BOUND, [row["bound_ms"][part] for row in found.values()]),
         ]
         bars(panel, [rule.replace("_", " ") for rule in found], values, 2)
     title = "Mechanisms, 8 × 4,096 tokens, 16 heads of 128 channels, bfloat16, NVIDIA H200 (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
+def on_h100(*measured: Json) -> Figure:
+    """What is in Gluon beside Triton's kernels; a later file has the last word."""
+    found = {
+        (row["rule"], *shape_of(row)): row
+        for file in measured
+        for row in file["rows"]
+        if "forward_ms" in row["flashmix"]
+    }
+    found = dict(sorted(found.items()))
+    names = [
+        f"{row['rule'].replace('_', ' ')}, {row['B']} × {row['T']:,}\n{row['HV']} heads of {row['K']}"
+        + (f", values of {row['V']}" if row["V"] != row["K"] else "")
+        for row in found.values()
+    ]
+    figure, axes = panels(2, 9.0, 7.6)
+    for panel, part in zip(axes, ("forward", "both"), strict=True):
+        values = [
+            (GLUON, [row["flashmix"][f"{part}_ms"] for row in found.values()]),
+            (TRITON, [row["triton"][f"{part}_ms"] for row in found.values()]),
+        ]
+        bars(panel, names, values, 2)
+    title = f"The recurrence on an {card(measured[-1])}, bfloat16 (less is faster)"
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
 
 
@@ -241,12 +290,29 @@ def errors(*measured: Json) -> Figure:
     return finish(figure, axes, title, "thousandths", ("output", "worst gradient"))
 
 
-def attention_length(measured: Json) -> Figure:
+def exact(measured: Json) -> Figure:
+    """Errors against float64 by implementation, of the narrowest dtype of a file; torch's attention counts as plain PyTorch."""
+    dtype = "bfloat16" if measured["measured_on"]["card"] != "cpu" else "float32"
+    power, unit = (3, "thousandths") if dtype == "bfloat16" else (7, "ten-millionths")
+    rows = [row for row in measured["rows"] if row["dtype"] == dtype]
+    series = {"gluon": GLUON, "triton": TRITON, "native": C, "portable": PYTORCH, "float32, rounded": ROUNDED}
+    figure, axes = panels(2, 9.0, 7.6)
+    for panel, part in zip(axes, ("output", "gradient"), strict=True):
+        values = [
+            (shown, [None if (of := row["errors"].get(impl)) is None else of[part] * 10**power for row in rows])
+            for impl, shown in series.items()
+        ]
+        bars(panel, [row["row"] for row in rows], [(shown, numbers) for shown, numbers in values if any(numbers)], 2)
+    title = f"Relative error against the definition in float64, {dtype} (less is better)"
+    return finish(figure, axes, title, unit, ("output", "worst gradient"))
+
+
+def attention_length(*measured: Json) -> Figure:
     """TFLOP/s over tokens, with as many tokens in all."""
-    rows, tokens = attention_rows(measured), (4096, 8192, 16384)
+    rows, tokens = attention_rows(*measured), (4096, 8192, 16384)
     figure, axes = panels(2, 9.0, 3.8)
     for panel, part in zip(axes, ("forward", "backward"), strict=True):
-        for series, key, marker in ((GLUON, "gluon", "o"), (TRITON, "triton", "s"), (CUDNN, "cudnn", "^")):
+        for series, key, marker in ((OURS, "auto", "o"), (FA4, "fa4", "s"), (CUDNN, "cudnn", "^")):
             found = [rows[f"128, {T}, {16384 // T}, 16 causal"][f"{key}_{part}"] for T in tokens]
             line = "--" if series.hatch else "-"
             panel.plot(
@@ -257,7 +323,7 @@ def attention_length(measured: Json) -> Figure:
         panel.set_ylim(0, 760)
         panel.grid(color="#e2e2e2")
     axes[0].set_ylabel("TFLOP/s")
-    title = "Causal attention over the length, 16,384 tokens in all, 16 heads of 128, NVIDIA H200 (more is faster)"
+    title = f"Causal attention over the length, 16,384 tokens in all, 16 heads of 128, {card(measured[-1])} (more is faster)"
     return finish(figure, axes, title, "tokens in a sequence", ("forward", "backward"))
 
 
@@ -356,7 +422,17 @@ HOPPER = (
     "2026-11-22_recurrence_hopper_all_h200.json",
     *(f"2026-11-23_recurrence_{kind}_h200.json" for kind in ("peers", "pairs_made")),
 )
-HOPPER_ATTENTION = "2026-11-22_attention_hopper_all_h200.json"
+ATTENTION = ("2026-11-25_attention_fa4_h100.json", "2026-11-25_attention_hopper_h100.json")
+IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
+GLUON_FILES = tuple(
+    f"{day}_{kind}_h200.json"
+    for day, kind in (
+        ("2026-11-22", "recurrence_hopper_all"),
+        ("2026-11-23", "recurrence_pairs_made"),
+        ("2026-11-23", "recurrence_heads_of_64_and_256"),
+    )
+)
+ON_H100 = tuple(f"2026-11-25_recurrence_{kind}_h100.json" for kind in ("tried", "final"))
 RULES = tuple(f"2026-11-21_recurrence_gpu{kind}_h200.json" for kind in ("", "_rest", "_gated"))
 ROWWISE = ("2026-11-21_rowwise_h200.json", "2026-11-21_convolution_and_losses_h200.json")
 PLOTS = {
@@ -369,8 +445,9 @@ PLOTS = {
     ),
     "attention": Plot(
         attention,
-        ("2026-11-23_attention_fa4_h200.json",),
-        "Medians of runs that take turns, cold L2 cache, the card at its power limit; 2026-11-23.",
+        ATTENTION,
+        "2026-11-25, medians of runs that take turns, cold L2 cache, the card at its power limit. flashmix beside cuDNN: one run; "
+        "FlashAttention-4 4.0.0b36: an earlier one of that day, in which cuDNN's times differ by 2 % on average and 10 % at most.",
     ),
     "decode": Plot(
         decode,
@@ -380,9 +457,15 @@ PLOTS = {
     ),
     "mechanisms": Plot(
         mechanisms,
-        RULES,
-        "2026-11-21, with the Triton kernels, before those in Gluon. Where flash-linear-attention 0.6.0 refuses "
-        "its backward on this Triton (simple GLA), its code with the refusal lifted was timed.",
+        (*RULES, *GLUON_FILES),
+        "Triton and flash-linear-attention 0.6.0: 2026-11-21, the host's time included; where flash-linear-attention refuses its "
+        "backward on this Triton (simple GLA), its code with the refusal lifted was timed. Gluon: runs of 2026-11-22 and 23, the host's "
+        "time hidden.",
+    ),
+    "on_h100": Plot(
+        on_h100,
+        ON_H100,
+        "2026-11-25, runs that take turns, the host's time hidden. Rows of two runs are the later one's.",
     ),
     "memory": Plot(memory, RULES, "2026-11-21, the runs of the plot of mechanisms."),
     "errors": Plot(
@@ -391,9 +474,13 @@ PLOTS = {
         "2026-11-21, one sequence of each row. The float64 definitions are compared in the tests, "
         "within the budget of the page on numerics.",
     ),
-    "attention_length": Plot(
-        attention_length, (HOPPER_ATTENTION,), "2026-11-22, medians of runs that take turns, cold L2 cache."
+    "exact": Plot(
+        exact,
+        ("2026-11-26_errors_cpu.json",),
+        "2026-11-26, `python benchmarks/errors.py` on a CPU: 512 tokens, 2 heads of 128 channels (element by element: 256 channels), "
+        "the same inputs for all. The definition is a loop over tokens.",
     ),
+    "attention_length": Plot(attention_length, ATTENTION, "2026-11-25, the runs of the plot of attention."),
     "recurrence_length": Plot(
         recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
     ),

@@ -5,16 +5,20 @@
 - A line `<!-- plot: NAME -->` becomes that plot of `benchmarks/plots.py` with its caption and sources.
 - A line `<!-- example: NAME -->` becomes the source of that program of `examples/`.
 - A line `<!-- names: MODULE -->` becomes the reference of every public name of the module, in the order of `NAMES`.
-- Formulas between dollars become MathML, which browsers draw without a script.
+- A line `<!-- commands -->` becomes the help of every command of `flashmix`.
+- Formulas between dollars become MathML, which browsers draw without a script; those of docstrings and of the table of mechanisms, which
+  are plain text, do by way of `docs/formula.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import html
 import importlib
 import inspect
 import logging
+import os
 import posixpath
 import re
 import sys
@@ -22,7 +26,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import formula  # mkdocs looks into this folder while it loads the hooks
 import griffe
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File
@@ -74,7 +80,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     markdown = re.sub(r"\[(?:docs/)?\w+\.md\]\(([\w./]+\.md)", lambda link: titled(link, path, titles), markdown)
     markdown = re.sub(r"^<!-- plot: (\w+) -->$", lambda found: plot(found[1], path), markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^<!-- example: (\w+) -->$", lambda found: example(found[1]), markdown, flags=re.MULTILINE)
-    return re.sub(r"^<!-- names: ([\w.]+) -->$", lambda found: names(found[1]), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- commands -->$", lambda _: commands(), markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^<!-- names: ([\w.]+) -->$", lambda found: names(found[1]), markdown, flags=re.MULTILINE)
+    return formula.in_tables(markdown, "step") if path == "mechanisms.md" else markdown
 
 
 def moved(target: str, source: str, page: str) -> str:
@@ -121,13 +129,27 @@ def example(name: str) -> str:
 def names(module: str) -> str:
     """The reference of each public name of a module, in groups and by name."""
     found = importlib.import_module(module)
-    left = {name: place(getattr(found, name), f"{module}.{name}") for name in found.__all__}
+    later = getattr(found, "_LATER", {})  # what would import transformers
+    left = {
+        name: f"{module}.{later[name]}.{name}" if name in later else place(getattr(found, name), f"{module}.{name}")
+        for name in found.__all__
+    }
     text = []
     for heading, prefixes in NAMES.items() if module == "flashmix" else [("", ("",))]:
         group = sorted((name for name, where in left.items() if where.startswith(prefixes)), key=str.lower)
         text += [f"## {heading}"] if heading else []
         text += [f"::: {left.pop(name)}" for name in group]
     return "\n\n".join(text)
+
+
+def commands() -> str:
+    """The help of each command, as it is in a terminal of 88 columns."""
+    from flashmix.train.cli import make_parser
+
+    with mock.patch.dict(os.environ, COLUMNS="88"):
+        parsers = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+        helps = {name: parser.format_help() for name, parser in parsers.choices.items()}
+    return "\n\n".join(f"## flashmix {name}\n\n```text\n{text}```" for name, text in helps.items())
 
 
 def place(thing: Any, name: str) -> str:
@@ -138,12 +160,13 @@ def place(thing: Any, name: str) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """Formulas as MathML."""
 
-    def drawn(found: re.Match[str]) -> str:
-        formula = html.unescape(found[2]).strip()
-        display = formula.startswith("\\[")
-        return str(convert(formula[2:-2].strip(), display="block" if display else "inline"))
+    def mathml(found: re.Match[str]) -> str:
+        latex = html.unescape(found[2]).strip()
+        display = "block" if latex.startswith("\\[") else "inline"
+        drawn = convert(latex[2:-2].strip(), display=display)
+        return f'<div class="formula">{drawn}</div>' if display == "block" else str(drawn)
 
-    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', drawn, content, flags=re.DOTALL)
+    return re.sub(r'<(span|div) class="arithmatex">(.*?)</\1>', mathml, content, flags=re.DOTALL)
 
 
 class Runtime(griffe.Extension):  # type: ignore[misc]
@@ -166,9 +189,14 @@ def running() -> dict[str, Any]:
     """The public functions and classes by where they are written."""
     modules = [
         importlib.import_module(name)
-        for name in ("flashmix", *(f"flashmix.{n}" for n in ("layers", "modules", "models")))
+        for name in ("flashmix", *(f"flashmix.{n}" for n in ("layers", "modules", "models", "hf", "checkpoints")))
     ]
-    things = [(f"{m.__name__}.{name}", getattr(m, name)) for m in modules for name in m.__all__]
+    things = [
+        (f"{m.__name__}.{name}", getattr(m, name))
+        for m in modules
+        for name in m.__all__
+        if name not in getattr(m, "_LATER", ())
+    ]
     return {place(thing, name): thing for name, thing in things}
 
 
@@ -193,7 +221,7 @@ def parameter(p: inspect.Parameter) -> griffe.Parameter:
 
 
 def rewrite(thing: griffe.Object) -> None:
-    """`Example:` is the section that shows prompts as code; a source is a paragraph."""
+    """`Example:` is the section that shows prompts as code; a source is a paragraph; formulas are set."""
     if thing.docstring is None:
         return
     text = re.sub(r"^Example:$", "Examples:", thing.docstring.value, flags=re.MULTILINE)
@@ -202,7 +230,8 @@ def rewrite(thing: griffe.Object) -> None:
     )
     text = re.sub(r"^ {4}((?:\w+, )+\w+): (.*\n?(?: {8}.*\n?)*)", one_each, text, flags=re.MULTILINE)
     text = re.sub(r"^Args: (.*)\n((?: {4}.*\n?)+)", r"**Args:** \1\n\nArgs:\n\2", text, flags=re.MULTILINE)
-    thing.docstring.value = re.sub(r"^(Source|Args): (?=\S)", r"**\1:** ", text, flags=re.MULTILINE)
+    text = re.sub(r"^(Source|Args): (?=\S)", r"**\1:** ", text, flags=re.MULTILINE)
+    thing.docstring.value = formula.displayed(text)
 
 
 def one_each(found: re.Match[str]) -> str:

@@ -1,10 +1,10 @@
 """Whether built wheels work where nothing else is: each in a new virtual environment, in an empty folder.
 
-    python tests/installed.py dist/*.whl [--torch torch==2.6.0 torch==2.15.0] [--python python3.12 python3.13]
+    python tests/installed.py dist/*.whl [--sources dist/*.tar.gz] [--torch torch==2.6.0 torch==2.15.0] [--python python3.12 python3.13]
 
 Installs torch and the wheel, imports flashmix, and runs `flashmix --version`, `flashmix doctor` and `flashmix doctor --check`: each wheel
 with each torch by each Python. Before that, no library in a wheel may name folders of the machine that built it (takes pyelftools, which
-auditwheel brings).
+auditwheel brings), and the sources must have every file of the repository, the tests too.
 `make dist` runs it.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import io
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from itertools import product
@@ -63,14 +64,26 @@ def check_libraries(wheel: Path) -> None:
                 raise SystemExit(f"{wheel.name}: {name} looks for libraries in {', '.join(found)}")
 
 
+def check_sources(archive: Path) -> None:
+    """Raises SystemExit where the sources lack a file that git knows; what is written but not yet known is not asked for."""
+    known = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+    with tarfile.open(archive) as files:
+        found = {name.partition("/")[2] for name in files.getnames()}
+    if missing := set(known.strip("\0").split("\0")) - found - {".gitignore"}:
+        raise SystemExit(f"{archive.name} lacks {', '.join(sorted(missing))}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheels", nargs="+", type=Path)
+    parser.add_argument("--sources", type=Path, metavar="ARCHIVE")
     parser.add_argument("--torch", nargs="+", default=["torch"], metavar="REQUIREMENT")
     parser.add_argument("--python", nargs="+", default=[sys.executable], metavar="COMMAND")
     given = parser.parse_args()
     for wheel in given.wheels:
         check_libraries(wheel)
+    if given.sources:
+        check_sources(given.sources)
     for torch, python, wheel in product(given.torch, given.python, given.wheels):
         print(f"== {wheel.name} with {torch}, {python}", flush=True)
         try_wheel(wheel, torch, python)

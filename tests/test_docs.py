@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_api import MODULES
+
+import flashmix
+from flashmix import layers, models, modules
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -63,10 +68,83 @@ def test_the_picture_is_as_its_program_draws_it() -> None:
 
 
 def test_reference_pages_take_every_public_module() -> None:
-    marks = [
-        re.findall(r"<!-- names: ([\w.]+) -->", page.read_text()) for page in sorted((DOCS / "reference").glob("*.md"))
-    ]
-    assert sorted(marks) == [["flashmix"], ["flashmix.layers"], ["flashmix.models"], ["flashmix.modules"]]
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert sorted(re.findall(r"<!-- names: ([\w.]+) -->", pages)) == sorted(
+        MODULES
+    )  # what CONTRIBUTING.md calls public
+    assert "<!-- commands -->" in (DOCS / "reference" / "commands.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def formula() -> ModuleType:
+    return load(DOCS / "formula.py")
+
+
+@pytest.mark.parametrize(
+    "text, latex",
+    [
+        ("S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T", r"S_{t} = \text{diag}(e^{g_{t}})\, S_{t-1} + k_{t}\, v_{t}^{\top}"),
+        ("S' = S - gamma_t (S'^T e_t)^T", r"S^{\prime} = S - \gamma_{t}\, (S^{\prime \top}\, e_{t})^{\top}"),
+        (
+            "K~_t = sum_{j <= t} k_j e^{s_j - z_t}^T",
+            r"\tilde{K}_{t} = \sum_{j \le  t}\, k_{j}\, {e^{s_{j} - z_{t}}}^{\top}",
+        ),
+        ("y = x / sqrt(sum(x^2) + eps) * weight", r"y = x / \sqrt{\sum(x^{2}) + \varepsilon} \odot  \text{weight}"),
+        ("h <- e^(l_t - old_t) |h|^2 ... h_0", r"h \leftarrow  e^{l_{t} - \text{old}_{t}}\, |h|^{2} \dots  h_{0}"),
+        (
+            "beta = 2 sigmoid(A_log) where `it` may",
+            r"\beta = 2\ \text{sigmoid}(\text{A_log})\ \text{where}\ \text{it}\ \text{may}",
+        ),
+    ],
+)
+def test_formulas_of_docstrings_are_set(formula: ModuleType, text: str, latex: str) -> None:
+    assert formula.latex(text) == latex
+
+
+def test_formulas_of_tables_are_set_in_their_column_alone(formula: ModuleType) -> None:
+    table = "| call | step | rule |\n|---|---|---|\n| `x^2` | `S += β_t k/|k|`, `reset` | `T` |\n\nText.\n\n| a | b |\n| `c` | `d` |\n"
+    wanted = table.replace("`S += β_t k/|k|`", r"$S \text{+=}  \beta_{t}\, k/\vert k\vert $")
+    assert formula.in_tables(table, "step") == wanted
+
+
+def test_all_formulas_of_the_mechanisms_are_set(formula: ModuleType) -> None:
+    page = formula.in_tables((DOCS / "mechanisms.md").read_text(), "step")
+    tables = [table for table in re.split(r"\n\n+", page) if re.match(r"\| paper \| call \| step \|", table)]
+    rows = [line.split(" | ") for table in tables for line in table.splitlines()[2:]]
+    left = {code for cells in rows for code in re.findall(r"`([^`]+)`", cells[2])}
+    assert (
+        left == {"[D, S]", "[H, P]", "coupling=", "eps", "masked=False", "reset", "selective_scan"} and len(rows) > 40
+    )
+
+
+def test_statements_are_lines_and_columns(formula: ModuleType) -> None:
+    assert formula.statements("    a  = b;  c = d    (e)\n    f = g; h") == ["a = b", r"c = d \quad (e)", "f = g; h"]
+
+
+@pytest.mark.parametrize("text", ["torch.exp(x)", "d = {}", "x = (y", "x = y)", "x_", "x ^^ 2", "a % b", "e^"])
+def test_what_is_no_formula_is_refused(formula: ModuleType, text: str) -> None:
+    with pytest.raises(ValueError, match="no formula"):
+        formula.latex(text)
+
+
+def test_docstrings_keep_all_but_their_formulas(formula: ModuleType) -> None:
+    docstring = "One sentence.\n\n    y = x^2\n    z = y\n\nArgs:\n    x: `[B]`.\n\n        more\n\nText.\n\n    import torch.nn\n"
+    assert formula.displayed(docstring) == docstring.replace(
+        "    y = x^2\n    z = y", "$$\ny = x^{2}\n$$\n\n$$\nz = y\n$$"
+    )
+
+
+def test_all_formulas_of_the_reference_are_set(formula: ModuleType) -> None:
+    """What stays code in the docstrings of public functions and classes is code."""
+    kept, found = [], 0
+    for module in (flashmix, layers, modules, models):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.isfunction(thing) or inspect.isclass(thing):
+                text = re.split(r"^Examples?:$", formula.displayed(inspect.getdoc(thing) or ""), flags=re.MULTILINE)[0]
+                found += text.count("$$") // 2
+                kept += [name for paragraph in re.split(r"\n{2,}", text) if re.match(r" {4}", paragraph)]
+    assert kept == ["accelerate"] and found > 200
 
 
 KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")

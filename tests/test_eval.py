@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from flashmix.train.progress import Progress
 from flashmix.train.tasks import IGNORED, KEYS, TASKS, VALUES, permutations, swaps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--steps", "2", "--examples", "2", "--batch-tokens", "64", "--threads", "1", "--device", "cpu"]
 every_task = pytest.mark.parametrize("name", TASKS)
 
@@ -376,3 +379,16 @@ def test_the_documented_run_is_the_recorded_one_and_shows_the_known_order() -> N
             > at["recall", "deltanet", keys]
             > 2 * max(at["recall", x, keys] for x in linear)
         )
+
+
+def test_the_table_of_presets_has_all_of_them() -> None:
+    """docs/evaluation.md, and the numbers of `benchmarks/results` with both seeds, for each family of presets."""
+    page = (ROOT / "docs" / "evaluation.md").read_text().partition("## All presets")[2]
+    cells = [
+        (cell["task"], cell["model"], cell["seed"])
+        for path in (ROOT / "benchmarks" / "results").glob("*_evaluation_presets_cpu.json")
+        for cell in json.loads(path.read_text())["cells"]
+    ]
+    assert sorted(cells) == sorted(product(("recall", "parity"), PRESETS, (0, 1)))
+    for task in page.split("\n\n| ")[1:]:
+        assert set(re.findall(r"^\| (\w+) \|", task, flags=re.MULTILINE)) == set(PRESETS)

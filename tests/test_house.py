@@ -260,6 +260,35 @@ def test_commands_of_documents_are_options_that_there_are() -> None:
     assert seen > 20
 
 
+def test_other_commands_of_documents_are_there() -> None:
+    """`make` has the target and its variables, `pip` the extras, and `torchrun` starts flashmix."""
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    for document in DOCUMENTS:
+        for line in shell_lines(document.read_text()):
+            command, *words = shlex.split(line, comments=True) or ["flashmix"]
+            names = {
+                "make": [
+                    rf"^{word}:" if "=" not in word else rf"\$[({{]*(if \$\()?{word.split('=')[0]}\b" for word in words
+                ],
+                "pip": [rf"^{extra} = " for word in words for extra in re.findall(r"\[(\w+)\]", word)],
+            }
+            assert command in ("flashmix", "make", "pip", "torchrun"), f"{document.name} has an unknown command: {line}"
+            for name in names.get(command, ()):
+                assert re.search(name, makefile if command == "make" else project, flags=re.MULTILINE), line
+            if command == "torchrun":
+                make_parser().parse_args(words[words.index("flashmix") + 1 :])
+
+
+def test_code_in_documents_is_fenced_and_of_a_kind_that_is_checked() -> None:
+    """Python runs, commands are checked, and the rest is text; indented code would be neither."""
+    for document in DOCUMENTS:
+        fences = re.split(r"^```.*$", text := document.read_text(), flags=re.MULTILINE)
+        assert {*re.findall(r"^```(.+)$", text, flags=re.MULTILINE)} <= {"python", "sh", "text"}, document.name
+        for outside in fences[::2]:
+            indented = re.search(r"(?:\A|\n)\n {4,}(?![-*\d])(.*)", outside)
+            assert indented is None, f"{document.name} has code that is not fenced: {indented[1]}"
+
+
 def test_commands_of_documents_fit_into_a_page() -> None:
     for document in DOCUMENTS:
         for block in re.findall(r"^```sh\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL):

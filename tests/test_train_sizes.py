@@ -3,6 +3,7 @@
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,43 @@ def test_measurements_go_to_tensorboard(small: TrainConfig, tmp_path: Path, monk
         w for w in written if w[0] == "loss"
     ]
     assert "held_out_perplexity" in {name for name, _, _ in written}
+
+
+def test_measurements_go_to_weights_and_biases(
+    small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[dict[str, float], int]] = []
+    begun: dict[str, str] = {}
+
+    def init(**options: str) -> types.SimpleNamespace:
+        begun.update(options)
+        return types.SimpleNamespace(log=lambda values, step: written.append((values, step)))
+
+    package = types.ModuleType("wandb")
+    package.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    trainer = session.begin(replace(small, steps=2, log="wandb", eval_every=2), RunFolder(tmp_path / "run"))
+    assert trainer.run()
+    rows = trainer.folder.read_metrics()
+    assert [{"step": step, **values} for values, step in written] == rows and "held_out_perplexity" in rows[-1]
+    assert begun == {"name": "run", "dir": str(tmp_path / "run"), "id": "run", "resume": "allow"}
+
+
+def test_a_compiled_run_with_checkpointed_activations_takes_the_same_steps(
+    small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append("graph")
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    config = replace(small, steps=2, optimizer="adamw")
+    plain = train_in_parts(config, tmp_path / "plain", [])
+    other = train_in_parts(replace(config, compile=True, checkpoint_activations=True), tmp_path / "compiled", [])
+    assert losses(other) == losses(plain) and compiled
 
 
 def test_a_log_needs_its_package(small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

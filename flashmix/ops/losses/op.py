@@ -311,8 +311,8 @@ def linear_grpo(
 
         l_t    = ln softmax((hidden_t weight^T + bias) / temperature)[target_t]
         r_t    = e^(l_t - old_t)
-        loss_t = -min(r_t A_t, clamp(r_t, 1 - clip[0], 1 + clip[1]) A_t) + kl_weight (e^(ref_t - l_t) - (ref_t - l_t) -
-        1)
+        d_t    = ref_t - l_t
+        loss_t = -min(r_t A_t, clamp(r_t, 1 - clip[0], 1 + clip[1]) A_t) + kl_weight (e^(d_t) - d_t - 1)
 
     Args:
         hidden: `[B, T, D]`, floating: the states that predict `target`.
