@@ -45,7 +45,7 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = ("FLASHMIX_TRY_OUTPUT_OF_256",)  # kernels that serve only where they are asked for
+TRIED: tuple[str, ...] = ()  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),

@@ -13,7 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import DPLR_CASES, HOPPER_CASES, MIXED, output_of_256
+from test_recurrence_gpu import DPLR_CASES, HOPPER_CASES, MIXED
 
 import flashmix
 from flashmix.op.packing import Packing
@@ -22,8 +22,6 @@ from flashmix.parallel.shard import Shard
 pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
-
-__all__ = ["output_of_256"]  # a fixture
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -50,7 +48,6 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("output_of_256")
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
 )
@@ -177,15 +174,6 @@ def test_emulated_halves_of_the_values_of_dplr_change_no_bit() -> None:
         same_bits(found[name], t, name)
 
 
-def test_emulated_state_passes_of_256_channels_beside_tritons_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the delta rule with a decay, without `FLASHMIX_TRY_OUTPUT_OF_256=1`."""
-    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    case = Case("256-states", "delta", "token", B=1, T=134, H=1, HV=2, K=256, V=256)
-    with hopper_card() as launched:
-        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    assert {"wide_state_backward_kernel", "output_backward_kernel"} <= set(launched), launched
-
-
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
     """A decay per channel: its gradient came from other kernels, and so did those of q and k."""
     x = make_inputs(Case("channel", "delta", "channel", B=1, T=66, H=1, HV=1, K=72, V=72), torch.bfloat16)
@@ -268,7 +256,6 @@ def test_parts_cost_no_round_of_programs() -> None:
     assert parts_of_rounds(64, 32, 132) == 16
 
 
-@pytest.mark.usefixtures("output_of_256")
 @pytest.mark.whole
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize(
@@ -332,7 +319,6 @@ def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("output_of_256")
 def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
     rule, decay, ranks, order, tokens, segments, *channels = job

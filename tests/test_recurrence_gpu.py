@@ -162,14 +162,6 @@ def test_half_precision_is_within_budget(case, dtype):
     assert_kernels_within_budget(case, dtype)
 
 
-@pytest.fixture
-def output_of_256(monkeypatch):
-    """As with `FLASHMIX_TRY_OUTPUT_OF_256=1`: the Hopper kernel makes the backward of their output; calls of before were of other sizes."""
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.TRY_OUTPUT_OF_256", True)
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.BACKWARD", {})
-
-
 @pytest.mark.gpu
 @named(HOPPER_CASES)
 def test_the_kernels_of_hopper_are_within_budget(case):

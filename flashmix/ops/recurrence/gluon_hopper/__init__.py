@@ -35,15 +35,12 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     results,
     sizes_of,
     symbolic_sizes_of,
-    triton_output,
 )
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
-from flashmix.ops.recurrence.triton_gpu.plan import column_keys, row_keys
 from flashmix.ops.recurrence.triton_gpu.run import Run
-from flashmix.ops.recurrence.triton_gpu.structs import ChunkInputs, ChunkValues, KeyGradients
 from flashmix.parallel.halves import Halves
 
 __all__ = ["backward", "forward", "halves", "keeps"]
@@ -284,16 +281,14 @@ def gradients(
     leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections.
     """
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate, starts), (dstates, states, *others) = grads, work
-    nu = others[0] if call.rule.corrected else call.v
+    (do, dstate, starts), (dstates, states, *nus) = grads, work
+    nu = nus[0] if call.rule.corrected else call.v
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None)
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
     values = do, found["v"], nu, states, dstates
-    if decayed is None and triton_output(call):
-        output_backward_by_triton(run.base, values, others[1], found)
-    elif decayed is None:
+    if decayed is None:
         output_backward(run, values, reads, found)
     else:
         output_backward_of_channels(run.base, run.plan, run.n, decayed, values, found)
@@ -360,16 +355,6 @@ def state_output(
     kernel(
         run.programs(kernel), *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n
     )
-
-
-def output_backward_by_triton(run: Run, values: tuple[Tensor, ...], dA: Tensor, found: Gradients) -> None:
-    """Makes the gradients of keys, by value head, of beta and of the decay by Triton's kernel; dA passes through memory."""
-    do, dr, nu, states, dstates = values
-    call = run.call
-    inputs = ChunkInputs(row_keys(call), column_keys(call), call.beta, call.log_decay, None)
-    out = KeyGradients((found["q"], None), (found["k"],), found["beta"], found.get("log_decay"), dA)
-    x = ChunkValues((do, dr), (nu,), states, dstates)
-    run.plan.output(run.chunk_programs, None, inputs, x, out, run.where, run.n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

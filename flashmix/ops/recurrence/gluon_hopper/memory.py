@@ -23,13 +23,6 @@ TILED = ("q", "k", "v")  # operands that TMA reads
 OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
 # The states that chunks start from are kept from forward to backward in place of being made again, as far as kernels can.
 KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
-# The Hopper kernel for the backward of the output of the delta rule with 256 channels has a race in the gradient of the decay, in
-# the sum <S, dS'> (docs/lab_notes.md): in a hundred repeats on a card `dlog_decay` alone had other bits, in the last (partial) chunk
-# alone, in 31 % of calls alone on the card, 6 % beside seven other processes, 0.6 % with the tiles of S and dS' loaded after the products.
-# That is not explained: a variant that loads the tiles after the products, behind a barrier, was wrong in 77 of 300 calls, and two loads of
-# the tiles never differed. The kernel with the fence of `wide_output.py` has no count of its own. With a decay it serves only where it is
-# asked for.
-TRY_OUTPUT_OF_256 = os.environ.get("FLASHMIX_TRY_OUTPUT_OF_256") == "1"
 
 
 class CallMemory(NamedTuple):
@@ -37,8 +30,8 @@ class CallMemory(NamedTuple):
 
     # Kept: T (without corrections nothing), vectors of chunks; of segments the maps and the states that they start from. What the
     # backward works on: the gradients of the states that chunks leave; of segments what they send back and receive. Either: the states
-    # that chunks start from, nu unless it is V, and what Triton's backward of the output passes through memory. A per-channel
-    # decay has its pairs made again, among the decayed keys, the decay of whole chunks, sums of decays, their reach and marks of chunks.
+    # that chunks start from, and nu unless it is V. A per-channel decay has its pairs made again, among the decayed keys, the decay of
+    # whole chunks, sums of decays, their reach and marks of chunks.
     state: tuple[int, ...]  # [N, HV, K, V]
     kept: tuple[MemoryPart, ...]
     decayed: tuple[MemoryPart, ...]
@@ -93,8 +86,6 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
         ]
     work = [MemoryPart(dtype, (chunks, HV, V, K))]
     states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
-    if triton_output(call):
-        states.append(MemoryPart(dtype, (chunks, HV, 2, 64, 64)))
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
         under = K if corrected else 1
@@ -146,12 +137,6 @@ def results(call: RecurrenceCall) -> Gradients:
     if call.initial_state is not None:
         found["initial_state"] = torch.empty_like(call.initial_state)
     return found
-
-
-def triton_output(call: RecurrenceCall) -> bool:
-    """Whether Triton's kernel makes the backward of the output of a call without a decay per channel."""
-    races = call.decay is not Decay.NONE and call.rule.corrected and max(call.K, call.V) > 128
-    return races and not TRY_OUTPUT_OF_256
 
 
 def aligned(x: Tensor) -> Tensor:

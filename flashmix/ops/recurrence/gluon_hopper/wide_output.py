@@ -18,6 +18,7 @@ from flashmix.gpu.hopper import (
     gluon,
     mbarrier,
     opaque_zero,
+    pin,
     product,
     products_done,
     reinterpret,
@@ -135,7 +136,7 @@ def state_products(w: gl.constexpr, turn, carried, tiles, bars, S: gl.constexpr)
         else:
             d, e = products_done(0, deps=[d, e])
         if S.DECAY:
-            fence_async_shared()  # x and y have been read before TMA writes in their places
+            carried = pin(carried)  # x and y have come: a barrier waits for no load, and TMA writes in their places
         release(bars.states.empty, own * 2 + w)
         release(bars.states.empty, own * 2 + 2 + w)
     return d, d_a, e, carried
