@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -11,9 +12,10 @@ import torch
 from cases import Case, make_inputs, run_op
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
-from flashmix.gpu.ptxas import needed
+from flashmix.gpu.ptxas import needed, sound_ptxas
 
 pytest.importorskip("triton")
+from compilers.late_reads import late_reads
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
 
@@ -336,9 +338,12 @@ def test_few_heads_of_256_channels_are_cut_into_segments():
         assert ("segments_forward_kernel" in plan) == (case is HEADS_OF_256["segments"])
 
 
-def test_heads_of_256_channels_are_made_by_the_hopper_kernels():
-    for gate, rule in product(("token", "head", "none"), ("delta", "linear")):
-        assert "wide_output_backward_kernel" in gluon_kernels(replace(VERY_WIDE, rule=rule, gate=gate))
+def test_the_backward_of_256_channels_is_in_gluon():
+    for rule in ("delta", "linear"):
+        state = "wide_state" if rule == "delta" else "wide_linear"
+        for gate in ("token", "head", "none"):
+            made = gluon_kernels(replace(VERY_WIDE, rule=rule, gate=gate))
+            assert {f"{state}_forward_kernel", f"{state}_backward_kernel", "wide_output_backward_kernel"} <= set(made)
 
 
 @pytest.mark.parametrize(
@@ -348,12 +353,23 @@ def test_heads_of_256_channels_are_made_by_the_hopper_kernels():
         for name, case in HEADS_OF_256.items()
     ],
 )
-def test_hopper_kernels_of_256_channels_compile(case, monkeypatch):
+def test_hopper_kernels_of_256_channels_compile(case):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KNOWN", {})
     found = [launch for launch in launches(case, torch.bfloat16, (9, 0), "gluon") if launch.kernel.is_gluon()]
     assert set(HEADS_OF_256_STACK) <= {launch.name for launch in found}
     assert_compile_on_hopper(found, HEADS_OF_256_STACK)
+
+
+def test_no_tile_of_256_channels_is_left_while_a_thread_reads_it():
+    """Each of two consumers leaves two tiles of states in each of four turns of its loop, whose numbers it sums; TMA fills them again."""
+    (launch,) = [
+        one for one in launches(VERY_WIDE, torch.bfloat16, (9, 0), "gluon") if one.name.startswith("wide_output")
+    ]
+    with sound_ptxas():
+        found = late_reads(code_of(launch).asm["cubin"])
+    ((states, times),) = Counter(offset for offset, _ in found).most_common(1)
+    assert times == 16, found
+    assert not sum(reads for offset, reads in found if offset == states), found
 
 
 LINEAR_OF_256 = {name: replace(case, rule="linear") for name, case in HEADS_OF_256.items()}
