@@ -36,7 +36,7 @@ OP_EXTRAS = {
     "recurrence": {"segments", "step"},
     "attention": {"sdpa"},
     "losses": {"head", "parallel"},
-    "rotary": {"scaling"},
+    "rotary": {"scaling", "joined"},
     "scan": {"step"},
     "selective_scan": {"step", "extras"},
     "gated_product": {"linear"},

@@ -139,4 +139,5 @@ class InputProducts(torch.autograd.Function):
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """One tensor as it is, several side by side."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
+    first, *others = tensors
+    return torch.cat([first, *others], dim=dim) if others else first

@@ -45,7 +45,7 @@ def split_and_rotated(qkv: Tensor, sizes: Sizes, angles: Angles) -> tuple[Tensor
 
 def call_of(q: Tensor, k: Tensor | None, angles: Angles, inverse: bool = False) -> RotaryCall:
     cos, sin, packing, interleaved = angles
-    return RotaryCall(q, k, cos, sin, None, packing, 0, (), interleaved, inverse)
+    return RotaryCall(q, k, cos, sin, None, packing, start=0, axes=(), interleaved=interleaved, inverse=inverse)
 
 
 def rotate(qkv: Tensor, sizes: Sizes, angles: Angles) -> Tensor:
@@ -79,7 +79,8 @@ class SplitAndRotated(torch.autograd.Function):
         given = [dy for dy in grads[:3] if dy is not None]
         if not given:
             return None, None, None
-        found = given[0].new_empty(ctx.shape)
+        like, *_ = given
+        found = like.new_empty(ctx.shape)
         q, k, v = found.split(ctx.sizes, dim=2)
         dq, dk = (part.new_zeros(part.shape) if dy is None else dy for part, dy in zip((q, k), grads, strict=False))
         with gpu.on(found.device):

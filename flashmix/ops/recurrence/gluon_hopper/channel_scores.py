@@ -181,7 +181,7 @@ def channel_scores_kernel(q_d, k_d, keys_d, A_d, x, n, S: gl.constexpr):
     thread_barrier()  # all have read the scaled keys
     if split:
         for i in gl.static_range(1 + S.CORRECTED):
-            scaled = keys.index(i).load(COLUMNS).to(gl.float32)
+            scaled = keys.index(i).load(COLUMNS).to(gl.float32)  # [C, K]
             keys.index(i).store((scaled * (1.0 / HIGHEST)).to(DT))
         fence_async_shared()
         thread_barrier()
