@@ -115,6 +115,18 @@ def test_cross_entropy_refuses() -> None:
         cross_entropy(torch.ones(2, 5, 11), TARGET, impl="cuda")
 
 
+def test_a_row_does_not_depend_on_how_many_are_beside_it() -> None:
+    """A single product of a few rows has other bits than one of many."""
+    hidden, weight = random(130, 256).requires_grad_(), random(512, 256, seed=1)
+    target = torch.arange(130)
+    whole = linear_cross_entropy(hidden, weight, target, reduction="none")
+    (gradient,) = torch.autograd.grad(whole.sum(), hidden)
+    for rows in (slice(0, 1), slice(127, 130), slice(30, 99)):
+        few = linear_cross_entropy(hidden[rows], weight, target[rows], reduction="none")
+        assert_same_bits("loss", few, whole[rows])
+        assert_same_bits("gradient", torch.autograd.grad(few.sum(), hidden)[0][rows], gradient[rows])
+
+
 def test_it_agrees_with_torch() -> None:
     hidden, weight = random(10, 8, dtype=torch.float64), random(11, 8, seed=1, dtype=torch.float64)
     for smoothing, reduction in itertools.product((0.0, 0.1), ("mean", "sum", "none")):

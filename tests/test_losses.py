@@ -19,6 +19,7 @@ from flashmix.ops.losses.op import linear_grpo, linear_kl_divergence
 MASK = torch.tensor([[True, True, False, True, True], [True, False, False, True, True]])
 CHUNK = 3  # rows of a head at once
 TIMES = 10  # five rows each, of a sequence
+DRAWS = 12  # calls
 TARGET = torch.tensor([[3, 0, -100, 10, 7], [1, -5, 99, 4, 2]])  # anything where the mask is False
 
 
@@ -109,23 +110,30 @@ def log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 @pytest.mark.parametrize("reduction", ["sequence", "mean", "sum", "none"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_grpo_is_its_definition(temperature: float, reduction: str, dtype: torch.dtype) -> None:
-    hidden, weight = random(2, 5, 8, dtype=dtype) / 2, random(11, 8, dtype=dtype, seed=1) / 2
+    # A mean over eight tokens of both signs rounds by luck: many calls are one result.
+    hidden, weight = random(DRAWS, 2, 5, 8, dtype=dtype) / 2, random(DRAWS, 11, 8, dtype=dtype, seed=1) / 2
     old, reference = (
-        log_probs(hidden.double(), weight.double(), temperature) + random(2, 5, dtype=torch.float64, seed=s) * 0.4
+        torch.stack([log_probs(h, w, temperature) for h, w in zip(hidden.double(), weight.double(), strict=True)])
+        + random(DRAWS, 2, 5, dtype=torch.float64, seed=s) * 0.4
         for s in (2, 3)
     )
-    given = {"old_log_probs": old, "reference_log_probs": reference, "mask": MASK, "clip": (0.2, 0.28)}
-    given |= {"kl_weight": 0.1, "temperature": temperature, "reduction": reduction, "chunk": 3}
+    given = {"mask": MASK, "clip": (0.2, 0.28), "kl_weight": 0.1, "temperature": temperature, "reduction": reduction}
     for advantages in (torch.tensor([1.0, -2.0]), random(2, 5, seed=4)):
 
         def op(h: Tensor, w: Tensor) -> Tensor:
-            return linear_grpo(h, w, TARGET, advantages, **given)  # noqa: B023
+            found = [
+                linear_grpo(*x, TARGET, advantages, old_log_probs=a, reference_log_probs=b, chunk=3, **given)  # noqa: B023
+                for *x, a, b in zip(h, w, old, reference, strict=True)
+            ]
+            return torch.stack(found)
 
         def definition(h: Tensor, w: Tensor) -> Tensor:
             a = advantages.reshape(2, -1).to(h.dtype)  # noqa: B023
-            chosen = log_probs(h, w, temperature)
-            values = definitions.grpo(chosen, old.to(h.dtype), reference.to(h.dtype), a, 0.2, 0.28, 0.1)
-            return reduced(values, MASK, reduction)
+            found = []
+            for *x, before, other in zip(h, w, old.to(h.dtype), reference.to(h.dtype), strict=True):
+                values = definitions.grpo(log_probs(*x, temperature), before, other, a, 0.2, 0.28, 0.1)
+                found.append(reduced(values, MASK, reduction))
+            return torch.stack(found)
 
         assert_matches(op, definition, hidden, weight)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses.call import KLDivergenceCall, row_results
 from flashmix.ops.losses.head import mean_over
-from flashmix.ops.losses.portable.head import HeadGradients, PortableHead, rows_at_once
+from flashmix.ops.losses.portable.head import HeadGradients, PortableHead
 
 
 class Distributions(NamedTuple):
@@ -55,9 +55,8 @@ def backward(
 
 def heads(call: KLDivergenceCall) -> tuple[PortableHead, PortableHead]:
     """The student's and the teacher's."""
-    rows = rows_at_once(call.chunk, 2 * call.weight.shape[0])
-    student = PortableHead(call.hidden, call.weight, call.bias, call.wide, rows)
-    return student, PortableHead(call.teacher_hidden, call.teacher_weight, call.teacher_bias, call.wide, rows)
+    student = PortableHead(call.hidden, call.weight, call.bias, call.wide, call.chunk, 2)
+    return student, PortableHead(call.teacher_hidden, call.teacher_weight, call.teacher_bias, call.wide, call.chunk, 2)
 
 
 def distributions(

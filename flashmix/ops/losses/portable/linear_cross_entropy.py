@@ -8,13 +8,12 @@ from torch import Tensor
 
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.losses.call import LinearCrossEntropyCall, row_results
-from flashmix.ops.losses.portable.head import HeadGradients, PortableHead, rows_at_once
+from flashmix.ops.losses.portable.head import HeadGradients, PortableHead
 from flashmix.ops.losses.portable.rows import rows_backward, rows_forward
 
 
 def head_of(call: LinearCrossEntropyCall) -> PortableHead:
-    rows = rows_at_once(call.chunk, call.weight.shape[0])
-    return PortableHead(call.hidden, call.weight, call.bias, call.wide, rows)
+    return PortableHead(call.hidden, call.weight, call.bias, call.wide, call.chunk)
 
 
 def keeps(call: LinearCrossEntropyCall) -> Outputs:
