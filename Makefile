@@ -14,8 +14,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
-# one of those that .github/workflows/ci.yml names
-TRANSFORMERS ?= transformers==5.23.0
+# one of those that .github/workflows/ci.yml names; 5.20.2 is the newest for Python 3.10
+TRANSFORMERS ?= transformers==$(if $(filter 3.10,$(shell $(BIN)/python -c "import sys; print('%d.%d' % sys.version_info[:2])")),5.20.2,5.23.0)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
