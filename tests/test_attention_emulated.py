@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +17,20 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
+from flashmix.ops.attention import call as limits
+from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
+
 BF16 = torch.bfloat16
 SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
 # Head dims that choose the tiles and the passes of the backward, then what each feature adds.
 FAST = (
     Case("causal, persistent", **SMALL | {"tokens": 400}, dim=128, window=(63, 0)),
     Case("grouped heads, packed", **SMALL | {"heads_q": 2}, dim=128, softcap=3.0, sink=True, lengths=(70, 0, 5, 75)),
+    Case("three heads, the last from its first keys", **SMALL | {"tokens": 270, "heads": 3, "heads_q": 3}, dim=128),
+    Case(
+        "causal, dims 64, groups of queries by themselves", **SMALL | {"tokens": 410, "heads_q": 2}, dim=64, sink=True
+    ),
+    Case("dims 192", **SMALL, dim=192),
     Case("dims 64 and 50, not causal", **SMALL | {"tokens": 300}, dim=64, dim_v=50, causal=False),
     Case("dims 64 and 128", **SMALL, dim=64, dim_v=128),
     Case("grouped heads, dims 80 and 72", **SMALL | {"heads_q": 2}, dim=80, dim_v=72),
@@ -40,7 +51,7 @@ ALL = [
 
 
 def emulated(call: Call, seed: int) -> dict[str, Tensor]:
-    with hopper_card(2, seed) as launched:
+    with hopper_card(2, seed) as launched, mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
         found = call.op("gluon")
     assert "hopper_forward_kernel" in launched
     return found
@@ -64,3 +75,21 @@ def test_bits_do_not_depend_on_which_role_runs_first(case: Case) -> None:
     for seed in (1000, 2000):
         for name, found in emulated(call, seed).items():
             assert torch.equal(found, wanted[name]), (name, seed)
+
+
+@pytest.mark.parametrize(
+    "dim, tokens, heads, wanted",
+    [
+        *((128, 4096, 64, 4), (128, 8192, 32, 2), (128, 16384, 16, 1), (128, 6000, 64, 3), (64, 4096, 128, 8)),
+        *((64, 300, 9, 9), (128, 2048, 11, 6), (128, 16384, 2, 1), (128, 65536, 1, 1), (128, 0, 2, 2)),
+    ],
+)
+def test_heads_that_take_turns(dim: int, tokens: int, heads: int, wanted: int) -> None:
+    """As few as fill the cache and the card, in groups of one size, two at least where one would not fit a card at once."""
+    x = torch.empty(1, 1, 1, dim, dtype=BF16)
+    call: Any = SimpleNamespace(batch=1, heads_q=heads, tokens_q=tokens, q=x, v=x, device=x.device, group=1)
+    causal: Any = SimpleNamespace(CAUSAL=True, LEFT=False, PACKED=False)
+    full: Any = SimpleNamespace(CAUSAL=False, LEFT=False, PACKED=False)
+    with hopper_card(132):
+        assert heads_in_turns(call, causal, -(-tokens // 128), 5) == wanted
+        assert heads_in_turns(call, full, -(-tokens // 128), 5) == 5

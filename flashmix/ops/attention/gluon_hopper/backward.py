@@ -177,8 +177,9 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
     d_k = times(d_k, n.d_scale, QK)
     if S.BY_HEAD:
-        to_k = result_rows(work.d_k, at, n.heads_q, at.head, n.tokens_k, at.start_k, QK)
-        to_v = result_rows(work.d_v, at, n.heads_q, at.head, n.tokens_k, at.start_k, V)
+        row = (at.batch * n.heads_q + at.head).to(gl.int64) * n.tokens_k + at.start_k
+        to_k = (work.d_k + row * QK.ALL, QK.ALL)
+        to_v = (work.d_v + row * V.ALL, V.ALL)
         write_float32(to_k, d_k, first_key, at.tokens_k, QK)
         write_float32(to_v, d_v, first_key, at.tokens_k, V)
     else:
@@ -213,8 +214,8 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
                 [
                     (backward_group, (0, work, at, steps, rings, n, S)),
                     (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (0, at, steps, (first_d, second_d), work.counters, rings, n, S)),
-                    (backward_sums, (1, at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (0, work, at, steps, (first_d, second_d), rings, n, S)),
+                    (backward_sums, (1, work, at, steps, (first_d, second_d), rings, n, S)),
                 ],
                 [1, 1, 1],
                 [COPIES, COPIES, COPIES],
@@ -225,8 +226,8 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
                     (backward_group, (0, work, at, steps, rings, n, S)),
                     (backward_group, (1, work, at, steps, rings, n, S)),
                     (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (0, at, steps, (first_d, second_d), work.counters, rings, n, S)),
-                    (backward_sums, (1, at, steps, (first_d, second_d), work.counters, rings, n, S)),
+                    (backward_sums, (0, work, at, steps, (first_d, second_d), rings, n, S)),
+                    (backward_sums, (1, work, at, steps, (first_d, second_d), rings, n, S)),
                 ],
                 [4, 1, 1, 1],
                 [REGISTERS_OF_TWO, COPIES, COPIES, COPIES],
@@ -234,21 +235,30 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
 
 
 class GroupNumbers(NamedTuple):
-    size: Any  # of the result
+    tokens: Any
+    heads: Any  # of the result
     group: Any
 
 
 class GroupSpec(NamedTuple):
-    WIDTH: int  # of a row
-    BLOCK: int
+    ALL: int  # channels
+    WIDTH: int  # of a tile
+    ROWS: int
 
 
 @triton.jit(do_not_specialize=["n"])
 def group_sums_kernel(x, out, n, S: tl.constexpr):
-    """Each row of `out` is the sum of `group` rows of x, in float32 and in order."""
-    at = tl.program_id(0).to(tl.int64) * S.BLOCK + tl.arange(0, S.BLOCK)
-    row, column = at // S.WIDTH, at % S.WIDTH
-    total = tl.full([S.BLOCK], 0.0, tl.float32)
+    """`out [B, T, H, ALL]`: sums over each group of x `[B, H group, T, ALL]`, in float32 and in order; ROWS tokens of a head a program."""
+    blocks = tl.cdiv(n.tokens, S.ROWS)
+    bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = block * S.ROWS + tl.arange(0, S.ROWS)
+    column = tl.arange(0, S.WIDTH)
+    inside = (row < n.tokens)[:, None] & (column < S.ALL)[None, :]
+    step = n.tokens.to(tl.int64) * S.ALL  # from a head to the next
+    at = x + bh * n.group * step + row.to(tl.int64)[:, None] * S.ALL + column[None, :]
+    total = tl.full([S.ROWS, S.WIDTH], 0.0, tl.float32)
     for turn in range(n.group):
-        total += tl.load(x + (row * n.group + turn) * S.WIDTH + column, mask=at < n.size, other=0.0)  # [BLOCK]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < n.size)
+        total += tl.load(at + turn * step, mask=inside, other=0.0)  # [ROWS, WIDTH]
+    token = (bh // n.heads).to(tl.int64) * n.tokens + row
+    to = out + (token[:, None] * n.heads + bh % n.heads) * S.ALL + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)

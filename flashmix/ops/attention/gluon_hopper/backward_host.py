@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashmix.gpu.blocks import cdiv
+from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.memory import MemoryPart, views
 from flashmix.gpu.series import LaunchSeries
@@ -29,7 +30,7 @@ from flashmix.ops.attention.gluon_hopper.backward_sums import (
     pieces_of,
     query_gradient_kernel,
 )
-from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork
+from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork, turns_round
 from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wide_kernel
 from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
 from flashmix.ops.attention.gluon_hopper.plan import Plans
@@ -41,7 +42,8 @@ from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
 
 MOST_CHANNELS_TOGETHER = 128  # of the larger head dim: above, dK, dV and a half of dQ do not fit into registers
-SUMMED = 1024  # elements that a program adds up over a group of heads
+SUMMED = 8  # tokens that a program adds up over a group of heads
+CACHED_QUERIES = 16 << 20  # bytes of q, dO and dQ's sums that heads which take turns share through the L2 cache
 
 
 def _both_sides(call: AttentionCall, d_o: Tensor, S: AttentionSpec, rows: int, keys: int) -> tuple[Tiles | None, ...]:
@@ -88,12 +90,13 @@ class Together:
         spec = self.spec
         count = 0 if call.packing is None else call.packing.count + 1
         self.blocks_q, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
-        self.sums = (call.tokens_q // spec.BM + count if call.packed else self.blocks_q) * call.batch * call.heads_q
+        self.sums_q = call.tokens_q // spec.BM + count if call.packed else self.blocks_q  # blocks of dQ of a head
+        self.sums = self.sums_q * call.batch * call.heads_q
         self.blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
         self.keys = bound(hopper_backward_kernel, spec, **options)
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
         # sums of dQ's blocks; dK and dV by query head; counters
-        by_head = [(*x.shape[:2], call.heads_q, x.shape[3]) for x in (call.k, call.v) if spec.BY_HEAD]
+        by_head = [(call.batch, call.heads_q, *x.shape[1::2]) for x in (call.k, call.v) if spec.BY_HEAD]
         of_q, self.pieces = spec.QK[1:], pieces_of(spec.QK.FIRST)
         self.shapes = [piece_shape(piece, *of_q) for piece in (0, self.pieces - 1)]
         self.memory = [MemoryPart(torch.float32, (self.sums * piece_begin(self.pieces, *of_q),))]
@@ -106,8 +109,8 @@ class Together:
     ) -> None:
         spec, (sums, *by_head) = self.spec, memory
         d_k, d_v = by_head or (found["k"], found["v"])
-        n = numbers_of(call, spec, self.blocks_k)  # heads in turns share the cache with their dQ, those of a group too
-        n = n._replace(at_once=max(1, n.at_once // call.group))
+        n = numbers_of(call, spec, self.blocks_k)
+        n = n._replace(at_once=heads_in_turns(call, spec, self.blocks_k, n.at_once))
         self.keys(
             self.blocks_k * call.batch * call.heads_q,
             BackwardWork(
@@ -116,19 +119,37 @@ class Together:
                 decay=None,
                 at_keys=None,
                 n=n,
+                blocks_q=self.sums_q,
             ),
             *_both_sides(call, flow.tiled, spec, spec.BM, spec.BN // self.pieces),
             *[in_pieces(sums, shape) for shape in self.shapes],
         )
         self.queries(
             self.blocks_q * call.batch * call.heads_q,
-            QuerySums(found["q"], sums, rows.counters, more.table),
+            QuerySums(found["q"], sums, rows.counters, self.sums_q, more.table),
             numbers_of(call, spec, self.blocks_q),
         )
         for parts, result in zip(by_head, (found["k"], found["v"]), strict=False):
-            numbers = GroupNumbers(result.numel(), call.group)
-            kernel = bound(group_sums_kernel, GroupSpec(result.shape[3], SUMMED), num_warps=4)
-            kernel(cdiv(numbers.size, SUMMED), parts, result, numbers)
+            numbers, width = GroupNumbers(call.tokens_k, call.heads, call.group), result.shape[3]
+            kernel = bound(group_sums_kernel, GroupSpec(width, power_of_two(width), SUMMED), num_warps=4)
+            kernel(cdiv(call.tokens_k, SUMMED) * call.batch * call.heads, parts, result, numbers)
+
+
+def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: int) -> int:
+    """How many query heads take turns in the pass over the keys, of `blocks` programs each; `cached`: as many as share their keys.
+
+    Heads in turns share the cache with their dQ, those of a group too. Where the last ones have their heaviest keys first, the fewest that
+    fill CACHED_QUERIES do, in groups of one size: about as many programs as a card has multiprocessors or twice that, so that the last
+    group fills the card to the end; and two groups at least, of which the second goes the other way.
+    """
+    heads = call.batch * call.heads_q
+    if not turns_round(S.CAUSAL, S.LEFT, S.PACKED):
+        return max(1, cached // call.group)
+    row = (call.q.shape[3] + call.v.shape[3]) * call.q.element_size() + 4 * call.q.shape[3]
+    groups = cdiv(heads, cdiv(CACHED_QUERIES, max(call.tokens_q * row, 1)))
+    if heads * blocks > gpu.target(call.device).multiprocessors:
+        groups = max(groups, 2)
+    return cdiv(heads, max(min(groups, heads), 1))
 
 
 def in_pieces(sums: Tensor, shape: tuple[int, int]) -> Tiles:
@@ -174,7 +195,10 @@ class Apart:
         n = numbers_of(call, spec, self.blocks_k)
         self.keys(
             self.blocks_k * call.batch * call.heads,
-            BackwardWork(more.table_k, rows.level, rows.delta, found["k"], found["v"], None, *biases, more.at_keys, n),
+            BackwardWork(
+                *(more.table_k, rows.level, rows.delta, found["k"], found["v"], None, *biases, more.at_keys, n),
+                blocks_q=None,
+            ),
             *_both_sides(call, flow.tiled, spec, spec.BM, ROWS),
         )
 

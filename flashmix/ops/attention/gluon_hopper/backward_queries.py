@@ -21,6 +21,8 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     as_operand,
     fill_tile,
+    held,
+    in_registers,
     ring,
     scores,
     tile_of,
@@ -126,8 +128,11 @@ def query_group(group: gl.constexpr, work, at, keys, rings, n, S: gl.constexpr):
     q = tile_of(rings.q.tiles, group)
     d_o = tile_of(rings.d_o.tiles, group)
     wait_full(rings.q.full, group)
+    own = q
+    if held(QK.ALL, V.ALL):
+        own = in_registers(q, S.BN, QK)
     wait_full(rings.k.full, 0)
-    s = products_done(0, [scores(q, tile_of(rings.k.tiles, 0), QK)])  # [64, BN]
+    s = products_done(0, [scores(own, tile_of(rings.k.tiles, 0), QK)])  # [64, BN]
     wait_full(rings.d_o.full, group)
     for i in range(keys.count):
         wait_full(rings.v.full, i)
@@ -147,7 +152,7 @@ def query_group(group: gl.constexpr, work, at, keys, rings, n, S: gl.constexpr):
         a_1, a_2 = as_operand(d_s, dtype, QK)
         # s = q k^T of the next tile;  dQ += dS k
         wait_full(rings.k.full, i + 1, i + 1 < keys.count)
-        s = scores(q, tile_of(rings.k.tiles, (i + 1) % S.STAGES), QK)
+        s = scores(own, tile_of(rings.k.tiles, (i + 1) % S.STAGES), QK)
         d_1, d_2 = accumulate(d_q, (a_1, a_2), tile_of(rings.k.tiles, i % S.STAGES), QK)
         if QK.SECOND > 0:
             s, d_1, d_2, a_1, a_2 = products_done(0, [s, d_1, d_2, a_1, a_2])

@@ -1,8 +1,9 @@
 """dQ of the backward on Hopper: what programs of keys add to it, block by block of queries and in a fixed order, and dQ of the sums.
 
 A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; a warp adds it in
-float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys. Programs
-take the numbers by which they find their keys in the order in which they start, later keys first, so each waits for started programs only.
+float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys, or, with
+the last heads of causal calls, of the earlier ones. Programs take the numbers by which they find their keys in the order in which they
+start, so each waits for started programs only. A head's blocks lie one after the other.
 """
 
 # mypy: allow-untyped-defs
@@ -65,6 +66,7 @@ class QuerySums(NamedTuple):
     d_q: Any  # [B, Tq, HQ, K]
     sums: Any
     counters: Any
+    blocks: Any  # of a head
     table: Any  # of packed queries
 
 
@@ -99,64 +101,45 @@ def piece_row(place, piece: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def turn_of(at, block, n, S: gl.constexpr):
-    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
+def turn_of(at, steps, block, n, S: gl.constexpr):
+    """How many programs add to a block of queries before the one `at`: those of later keys that it sees, or of earlier ones."""
     last = gl.cdiv(at.tokens_k, S.BN) - 1
     ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
     if S.CAUSAL:
         last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
     elif S.RIGHT:
         last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
-    return last - at.first // S.BN
-
-
-@gluon.constexpr_function
-def adders_of(by_head):
-    """Warps that add to dQ. Grouped heads have one: there two, which pass a block on at once, took longer."""
-    return 1 if by_head else 2
+    return gl.where(steps.way > 0, last - at.first // S.BN, at.first // S.BN)
 
 
 @gluon.jit
-def backward_sums(warp: gl.constexpr, at, steps, d_q_d, counters, rings, n, S: gl.constexpr):
-    """One of the warps that add to dQ, block by block, each in its turn; the first to add stores.
+def backward_sums(warp: gl.constexpr, work, at, steps, d_q_d, rings, n, S: gl.constexpr):
+    """One of the two warps that add to dQ, every second block each and each in its turn; the first to add stores.
 
-    From the addition of a block until it is in memory it takes about as long as a step of the groups. So two warps have every second block
-    each, and pass it on as soon as it is in memory; one alone passes it on when the next is on its way.
+    From the addition of a block until it is in memory it takes about as long as a step of the groups: one warp alone would hold them up.
     """
     PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
     DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
-    WARPS: gl.constexpr = adders_of(S.BY_HEAD)
-    head = at.batch * n.heads_q + at.head
-    before = counters
-    if warp < WARPS:
-        for own in range((steps.all - warp + WARPS - 1) // WARPS):
-            i = WARPS * own + warp
-            block = steps.first + i
-            place = (steps.sums + block) * (n.batches * n.heads_q) + head
-            counter = counters + 1 + place
-            turn = turn_of(at, block, n, S)
-            await_count(counter, turn)
-            for piece in gl.static_range(PIECES):
-                take_turn(D_Q_FULL + 2 * piece, i, THREADS, True)
-                row = piece_row(place, piece, S)
-                tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
-                if turn == 0:
-                    copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
-                else:
-                    add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
-            if WARPS == 1:
-                if i > 0:
-                    count_up(before, PIECES)
-                before = counter
-            stores_done(0)
-            for piece in gl.static_range(PIECES):
-                release(rings.d_q.empty, PIECES * i + piece)
-            if WARPS == 2:
-                count_up(counter, 0)
-        if WARPS == 1:
-            if steps.all > 0:
-                count_up(before, 0)
+    first = (at.batch * n.heads_q + at.head) * work.blocks_q + steps.sums
+    for own in range((steps.all - warp + 1) // 2):
+        i = 2 * own + warp
+        block = steps.first + steps.way * i
+        place = first + block
+        turn = turn_of(at, steps, block, n, S)
+        await_count(work.counters + 1 + place, turn)
+        for piece in gl.static_range(PIECES):
+            take_turn(D_Q_FULL + 2 * piece, i, THREADS, True)
+            row = piece_row(place, piece, S)
+            tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
+            if turn == 0:
+                copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
+            else:
+                add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
+        stores_done(0)
+        for piece in gl.static_range(PIECES):
+            release(rings.d_q.empty, PIECES * i + piece)
+        count_up(work.counters + 1 + place, 0)
 
 
 @gluon.jit
@@ -208,7 +191,7 @@ def query_gradient_kernel(x, n, S: tl.constexpr):
         sequence, start_q, tokens_q, _, _, block = find_sequence(block, x.table)
     if block * S.BM >= tokens_q:
         return
-    place = (first_sums(sequence, start_q, S) + block) * (n.batches * n.heads_q) + bh
+    place = bh * x.blocks + first_sums(sequence, start_q, S) + block
     any_keys = tl.load(x.counters + 1 + place) > 0
     here = AttentionBlock(batch, head, head, bh, block * S.BM, start_q, tokens_q, start_q, tokens_q)
     to = result_rows(x.d_q, here, n.heads_q, head, n.tokens_q, start_q, QK)

@@ -42,6 +42,8 @@ from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     as_operand,
+    held,
+    in_registers,
     ring,
     scores,
     tile_of,
@@ -81,6 +83,8 @@ def value_group(work, at, steps, rings, n, S: gl.constexpr):
     d_v = zero_sums(V)
     bias = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, L))
     wait_full(rings.k.full, 0)
+    if held(QK.ALL, V.ALL):
+        k = in_registers(k, S.BM, QK)
     head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES
@@ -124,6 +128,8 @@ def key_group(work, at, steps, rings, n, S: gl.constexpr):
     sums = gl.full([64, 4], 0.0, gl.float32, row_pieces())
     if steps.all > 0:
         wait_full(rings.v.full, 0)
+    if held(QK.ALL, V.ALL):
+        v = in_registers(v, S.BM, V)
     head, block = at.head, steps.first
     for i in range(steps.all):
         stage = i % S.STAGES

@@ -23,7 +23,6 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    operand,
     pin,
     plain,
     products_done,
@@ -41,8 +40,10 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     forward_copies,
     left_by_name,
     let_go,
+    tiles_of_group,
     tiles_of_keys,
     told,
+    walks_alone,
 )
 from flashmix.ops.attention.gluon_hopper.scores import (
     EDGE,
@@ -59,6 +60,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
     as_operand,
+    in_registers,
     ring,
     scores,
     tile_of,
@@ -111,14 +113,8 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
 def queries_of(q, S: gl.constexpr):
     """The left operand of scores: in shared memory; in registers where tiles of keys are narrow, which would read it as often again."""
     if S.BN == 64 and S.QK.ALL <= 192:
-        L: gl.constexpr = operand(S.BN)
-        first, second = q
-        a = first.load(L)  # [64, FIRST]
-        if S.QK.SECOND > 0:
-            b = second.load(L)  # [64, SECOND]
-            return a, b
-        else:
-            return a, a
+        QK: gl.constexpr = S.QK
+        return in_registers(q, S.BN, QK)
     else:
         return q
 
@@ -205,6 +201,17 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
 
 
 @gluon.jit
+def pass_by(group: gl.constexpr, use, rings, S: gl.constexpr):
+    """Takes a turn without a product, and leaves the tiles of k and v, when they have landed."""
+    wait_full(rings.k.full, use)
+    await_turn(group, S)
+    pass_turn(group, S)
+    let_go(K_READ, rings.k, use, S)
+    wait_full(rings.v.full, use)
+    let_go(V_READ, rings.v, use, S)
+
+
+@gluon.jit
 def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.constexpr):
     """o, lse, m and l of 64 queries of a block."""
     QK: gl.constexpr = S.QK
@@ -212,8 +219,12 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     L: gl.constexpr = gl.SliceLayout(1, accumulator(S.BN))
     FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
     GROUPS: gl.constexpr = S.BM // 64
+    ALONE: gl.constexpr = walks_alone(S.BM, S.BN, S.DECAY or S.ALIBI)
     index = at.first + group * 64 + gl.arange(0, 64, L)
     rows = query_rows(x, at, index, n, S)
+    all_tiles = keys.count
+    if ALONE:
+        keys = tiles_of_group(group, at, keys, n, S)
     m = gl.full([64], LEAST, gl.float32, L)
     # the first tile
     wait_full(rings.q.full, turn * GROUPS + group)
@@ -239,6 +250,9 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
         acc = times_rows(acc, shrink, V)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
     let_go(V_READ, rings.v, last, S)
+    if ALONE:  # the tiles that the other groups see
+        for i in range(keys.count, all_tiles):
+            pass_by(group, keys.base + i, rings, S)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)

@@ -51,9 +51,26 @@ class Queue(NamedTuple):
 @gluon.jit
 def tiles_of_keys(at, base, n, S: gl.constexpr):
     """The `KeyTiles` of a block: one at least."""
-    low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S)
+    low, inner, outer, high = keys_of_rows(at.first + at.tokens_k - at.tokens_q, at.tokens_k, n, S.BM, S)
     count = gl.maximum((high - low + S.BN - 1) // S.BN, 1)
     return KeyTiles(base, low, (inner - low) // S.BN, (outer - low) // S.BN, count, at.tokens_k)
+
+
+@gluon.constexpr_function
+def walks_alone(rows, columns, biased):
+    """Whether a group leaves out the tiles of `columns` keys that none of its 64 queries sees, of those that a block of `rows` does."""
+    return rows > columns and not biased
+
+
+@gluon.jit
+def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
+    """The `KeyTiles` of 64 of a block's queries, in the numbers of the block's: one at least."""
+    first = at.first + group * 64 + at.tokens_k - at.tokens_q
+    _, inner, outer, high = keys_of_rows(first, at.tokens_k, n, 64, S)
+    begin = (inner - keys.low) // S.BN
+    end = gl.maximum((outer - keys.low) // S.BN, begin)
+    count = gl.maximum(gl.minimum((high - keys.low + S.BN - 1) // S.BN, keys.count), 1)
+    return KeyTiles(keys.base, keys.low, begin, end, count, keys.tokens)
 
 
 @gluon.constexpr_function

@@ -98,6 +98,26 @@ def first_of(buffers, i):
     return first.index(i).reshape([first.shape[-2], first.shape[-1]])
 
 
+@gluon.constexpr_function
+def held(dim_qk, dim_v):
+    """Whether the two passes of the backward hold their own 64 rows in registers, which each product would read from shared memory again.
+    With fewer channels the passes are those of gates and slopes, which take registers."""
+    return 128 < max(dim_qk, dim_v) <= 192
+
+
+@gluon.jit
+def in_registers(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """Both parts of a tile of 64 rows as left operands of products of so many columns."""
+    L: gl.constexpr = operand(COLUMNS)
+    first, second = tile
+    a = first.load(L)  # [64, FIRST]
+    if C.SECOND > 0:
+        b = second.load(L)  # [64, SECOND]
+        return a, b
+    else:
+        return a, a
+
+
 @gluon.jit
 def copy_part(descriptor, place, row, column, barrier, buffer, S: gl.constexpr):
     batch, head, start, tokens = place

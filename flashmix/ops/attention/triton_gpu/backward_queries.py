@@ -199,7 +199,7 @@ def attention_backward_queries_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, 
     d_q1 = tl.full([S.BM, QK.FIRST], 0.0, tl.float32)
     d_q2 = tl.full([S.BM, QK.SECOND], 0.0, tl.float32) if QK.SECOND > 0 else zeros
     state = (d_q1, d_q2, zeros, zeros)
-    low, inner, outer, high = keys_of_rows(rows.reference, at.tokens_k, n, S)
+    low, inner, outer, high = keys_of_rows(rows.reference, at.tokens_k, n, S.BM, S)
     if S.LEFT:
         state = walk_keys(state, low, tl.minimum(inner, high), rows, head, n, True, EDGE=True, S=S)
     state = walk_keys(state, inner, outer, rows, head, n, False, EDGE=False, S=S)

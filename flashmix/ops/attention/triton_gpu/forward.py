@@ -249,7 +249,7 @@ def attention_forward_kernel(x, out, k_tiles, k_rest, v_tiles, v_rest, n, S: tl.
     acc = tl.full([S.BM, V.FIRST], 0.0, tl.float32)
     acc_2 = tl.full([S.BM, V.SECOND], 0.0, tl.float32) if V.SECOND > 0 else m
     state = (acc, acc_2, m, l)
-    low, inner, outer, high = keys_of_rows(rows.reference, at.tokens_k, n, S)
+    low, inner, outer, high = keys_of_rows(rows.reference, at.tokens_k, n, S.BM, S)
     if S.LEFT:
         state = attend(state, low, tl.minimum(inner, high), q, k, v, rows, n, MASK=True, S=S)
     state = attend(state, inner, outer, q, k, v, rows, n, MASK=False, S=S)

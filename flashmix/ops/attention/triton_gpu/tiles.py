@@ -203,21 +203,21 @@ def load_numbers(x, at, tokens, other, EDGE: tl.constexpr):
 
 
 @triton.jit
-def keys_of_rows(first, tokens_k, n, S: tl.constexpr):
-    """The keys that BM queries from position `first` see: all in `[low, high)`; whole tiles that all of them see in
+def keys_of_rows(first, tokens_k, n, ROWS: tl.constexpr, S: tl.constexpr):
+    """The keys that ROWS queries from position `first` see: all in `[low, high)`; whole tiles that all of them see in
     `[inner, outer)`. All are multiples of BN but `high`, and `low <= inner <= outer`."""
     low = 0
     high = tokens_k
     outer = tokens_k
     if S.CAUSAL:
-        high = tl.minimum(high, first + S.BM)
+        high = tl.minimum(high, first + ROWS)
         outer = tl.minimum(outer, first + 1)
     elif S.RIGHT:
-        high = tl.minimum(high, first + S.BM + n.right)
+        high = tl.minimum(high, first + ROWS + n.right)
         outer = tl.minimum(outer, first + 1 + n.right)
     if S.LEFT:
         low = tl.maximum(first - n.left, 0) // S.BN * S.BN
-        inner = tl.cdiv(tl.maximum(first + S.BM - 1 - n.left, 0), S.BN) * S.BN
+        inner = tl.cdiv(tl.maximum(first + ROWS - 1 - n.left, 0), S.BN) * S.BN
         inner = tl.maximum(tl.minimum(inner, tl.cdiv(tl.maximum(high, 0), S.BN) * S.BN), low)
     else:
         inner = low
