@@ -2,7 +2,8 @@
 
 A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; a warp adds it in
 float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys.
-Programs take the numbers by which they find their keys in the order in which they start, so each waits for started programs only. A head's blocks lie one after the other.
+Programs take the numbers by which they find their keys in the order in which they start, so each waits for started programs only. A
+head's blocks lie one after the other.
 """
 
 # mypy: allow-untyped-defs
