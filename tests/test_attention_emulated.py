@@ -17,7 +17,9 @@ pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 
+from flashmix import Packing
 from flashmix.ops.attention import call as limits
+from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
 
 BF16 = torch.bfloat16
@@ -26,7 +28,7 @@ SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
 FAST = (
     Case("causal, persistent", **SMALL | {"tokens": 400}, dim=128, window=(63, 0)),
     Case("grouped heads, packed", **SMALL | {"heads_q": 2}, dim=128, softcap=3.0, sink=True, lengths=(70, 0, 5, 75)),
-    Case("three heads, the last from its first keys", **SMALL | {"tokens": 270, "heads": 3, "heads_q": 3}, dim=128),
+    Case("three heads in turns", **SMALL | {"tokens": 270, "heads": 3, "heads_q": 3}, dim=128),
     Case(
         "causal, dims 64, groups of queries by themselves", **SMALL | {"tokens": 410, "heads_q": 2}, dim=64, sink=True
     ),
@@ -75,6 +77,23 @@ def test_bits_do_not_depend_on_which_role_runs_first(case: Case) -> None:
     for seed in (1000, 2000):
         for name, found in emulated(call, seed).items():
             assert torch.equal(found, wanted[name]), (name, seed)
+
+
+def test_dq_does_not_depend_on_other_heads() -> None:
+    """Its sums over four blocks of keys have one order, whatever group of heads takes turns with it, and packed or not."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, flow = (torch.randn(1, 400, 3, 128, generator=generator).to(BF16) for _ in range(4))
+
+    def d_q(heads: slice, packing: Packing | None = None) -> Tensor:
+        leaves = [x[:, :, heads].clone().requires_grad_() for x in (q, k, v)]
+        with hopper_card(2, 0), mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
+            o, _ = softmax_attention(*leaves, causal=True, impl="gluon", cu_seqlens=packing)
+            return torch.autograd.grad(o, leaves, flow[:, :, heads])[0]
+
+    together = d_q(slice(0, 3))
+    for head in range(3):
+        assert torch.equal(d_q(slice(head, head + 1)), together[:, :, head : head + 1]), head
+    assert torch.equal(d_q(slice(0, 3), Packing.from_lengths([400])), together)
 
 
 @pytest.mark.parametrize(

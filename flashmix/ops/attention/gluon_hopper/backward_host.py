@@ -30,7 +30,7 @@ from flashmix.ops.attention.gluon_hopper.backward_sums import (
     pieces_of,
     query_gradient_kernel,
 )
-from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork, turns_round
+from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork
 from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wide_kernel
 from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
 from flashmix.ops.attention.gluon_hopper.plan import Plans
@@ -138,12 +138,11 @@ class Together:
 def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: int) -> int:
     """How many query heads take turns in the pass over the keys, of `blocks` programs each; `cached`: as many as share their keys.
 
-    Heads in turns share the cache with their dQ, those of a group too. Where the last ones have their heaviest keys first, the fewest that
-    fill CACHED_QUERIES do, in groups of one size: about as many programs as a card has multiprocessors or twice that, so that the last
-    group fills the card to the end; and two groups at least, of which the second goes the other way.
+    Heads in turns share the cache with their dQ, those of a group too. In causal calls the fewest that fill CACHED_QUERIES do, in
+    groups of one size: about as many programs as a card has multiprocessors or twice that; two groups at least where one would not fit.
     """
     heads = call.batch * call.heads_q
-    if not turns_round(S.CAUSAL, S.LEFT, S.PACKED):
+    if not S.CAUSAL or S.LEFT or S.PACKED:
         return max(1, cached // call.group)
     row = (call.q.shape[3] + call.v.shape[3]) * call.q.element_size() + 4 * call.q.shape[3]
     groups = cdiv(heads, cdiv(CACHED_QUERIES, max(call.tokens_q * row, 1)))

@@ -1,9 +1,9 @@
 """dQ of the backward on Hopper: what programs of keys add to it, block by block of queries and in a fixed order, and dQ of the sums.
 
 A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; a warp adds it in
-float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys, or, with
-the last heads of causal calls, of the earlier ones. Programs take the numbers by which they find their keys in the order in which they
-start, so each waits for started programs only. A head's blocks lie one after the other.
+float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys.
+Programs take the numbers by which they find their keys in the order in which they start, so each waits for started programs only. A
+head's blocks lie one after the other.
 """
 
 # mypy: allow-untyped-defs
@@ -102,14 +102,14 @@ def piece_row(place, piece: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def turn_of(at, steps, block, n, S: gl.constexpr):
-    """How many programs add to a block of queries before the one `at`: those of later keys that it sees, or of earlier ones."""
+    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
     last = gl.cdiv(at.tokens_k, S.BN) - 1
     ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
     if S.CAUSAL:
         last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
     elif S.RIGHT:
         last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
-    return gl.where(steps.way > 0, last - at.first // S.BN, at.first // S.BN)
+    return last - at.first // S.BN
 
 
 @gluon.jit
@@ -124,7 +124,7 @@ def backward_sums(warp: gl.constexpr, work, at, steps, d_q_d, rings, n, S: gl.co
     first = (at.batch * n.heads_q + at.head) * work.blocks_q + steps.sums
     for own in range((steps.all - warp + 1) // 2):
         i = 2 * own + warp
-        block = steps.first + steps.way * i
+        block = steps.first + i
         place = first + block
         turn = turn_of(at, steps, block, n, S)
         await_count(work.counters + 1 + place, turn)

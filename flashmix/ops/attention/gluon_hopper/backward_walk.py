@@ -44,7 +44,6 @@ class QuerySteps(NamedTuple):
     """The walk of a program: `each` blocks of queries from number `first` on, for each of its query heads (with dQ: for one)."""
 
     first: Any
-    way: Any  # to the next block: 1, or -1 where dQ is added up from the first keys
     each: Any
     all: Any
     inner: Any  # queries `inner` to `outer` see all its keys
@@ -70,34 +69,23 @@ def first_sums(sequence, start_q, S: tl.constexpr):
         return start_q * 0
 
 
-@gluon.constexpr_function
-def turns_round(causal, left, packed):
-    """Whether the last heads that take turns have their heaviest keys first: where programs of a head differ in length by far."""
-    return causal and not (left or packed)
-
-
 @gluon.jit
 def find_keys(number, table, n, S: gl.constexpr):
     """The BN keys of a program, and its `QuerySteps`. Where dQ is added up, keys come from the last, else the heaviest first.
 
     Of causal keys the last are the lightest: a head's programs come to each block in the order in which they start, and none waits for
-    long. But the heaviest of the last heads would then run alone at the end. So those heads go the other way: from the first keys, and
-    over their queries from the last, each program a block behind the one before.
+    long. All heads go this way, the last ones too: dQ's bits would else depend on the batch, and on whether sequences are packed.
     """
     heads, group, walked = n.heads, n.group, n.group
     if S.WITH_Q:
         heads, group, walked = n.heads_q, 1, 1
     bh, block = find_head(number, n.blocks, n.batches * heads, n.at_once)
-    way = number * 0 + 1
-    if S.WITH_Q and turns_round(S.CAUSAL, S.LEFT, S.PACKED):
-        last = (n.batches * heads - 1) // n.at_once * n.at_once
-        way = gl.where(number >= last * n.blocks, -1, 1)
     batch, head = bh // heads, bh % heads * group
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
         sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
     if S.WITH_Q:
-        block = gl.where(way > 0, gl.cdiv(tokens_k, S.BN) - 1 - block, block)
+        block = gl.cdiv(tokens_k, S.BN) - 1 - block
     else:
         block = gl.where(block * S.BN < tokens_k, block, -1)
     at = AttentionBlock(batch, head, head // n.group, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
@@ -105,15 +93,14 @@ def find_keys(number, table, n, S: gl.constexpr):
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
     if at.first + S.BN > tokens_k:  # some keys are past the last
         outer = inner
-    first = gl.where(way > 0, low // S.BM, low // S.BM + each - 1)
-    return at, QuerySteps(first, way, each, each * walked, inner, outer, first_sums(sequence, start_q, S))
+    return at, QuerySteps(low // S.BM, each, each * walked, inner, outer, first_sums(sequence, start_q, S))
 
 
 @gluon.jit
 def next_step(head, block, steps, S: gl.constexpr):
     """The head and the block of queries after these."""
     if S.WITH_Q:  # one head
-        return head, block + steps.way
+        return head, block + 1
     else:
         more = block + 1 < steps.first + steps.each
         return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
