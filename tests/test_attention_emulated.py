@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +18,6 @@ from compilers.gluon_emulator import hopper_card
 from flashmix import Packing
 from flashmix.ops.attention import call as limits
 from flashmix.ops.attention import softmax_attention
-from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
 
 BF16 = torch.bfloat16
 SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
@@ -94,21 +91,3 @@ def test_dq_does_not_depend_on_other_heads() -> None:
     for head in range(3):
         assert torch.equal(d_q(slice(head, head + 1)), together[:, :, head : head + 1]), head
     assert torch.equal(d_q(slice(0, 3), Packing.from_lengths([400])), together)
-
-
-@pytest.mark.parametrize(
-    "dim, tokens, heads, wanted",
-    [
-        *((128, 4096, 64, 4), (128, 8192, 32, 2), (128, 16384, 16, 1), (128, 6000, 64, 3), (64, 4096, 128, 8)),
-        *((64, 300, 9, 9), (128, 2048, 11, 6), (128, 16384, 2, 1), (128, 65536, 1, 1), (128, 0, 2, 2)),
-    ],
-)
-def test_heads_that_take_turns(dim: int, tokens: int, heads: int, wanted: int) -> None:
-    """As few as fill the cache and the card, in groups of one size, two at least where one would not fit a card at once."""
-    x = torch.empty(1, 1, 1, dim, dtype=BF16)
-    call: Any = SimpleNamespace(batch=1, heads_q=heads, tokens_q=tokens, q=x, v=x, device=x.device, group=1)
-    causal: Any = SimpleNamespace(CAUSAL=True, LEFT=False, PACKED=False)
-    full: Any = SimpleNamespace(CAUSAL=False, LEFT=False, PACKED=False)
-    with hopper_card(132):
-        assert heads_in_turns(call, causal, -(-tokens // 128), 5) == wanted
-        assert heads_in_turns(call, full, -(-tokens // 128), 5) == 5

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.memory import MemoryPart, views
@@ -43,7 +42,6 @@ from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
 
 MOST_CHANNELS_TOGETHER = 128  # of the larger head dim: above, dK, dV and a half of dQ do not fit into registers
 SUMMED = 8  # tokens that a program adds up over a group of heads
-CACHED_QUERIES = 16 << 20  # bytes of q, dO and dQ's sums that heads which take turns share through the L2 cache
 
 
 def _both_sides(call: AttentionCall, d_o: Tensor, S: AttentionSpec, rows: int, keys: int) -> tuple[Tiles | None, ...]:
@@ -110,7 +108,9 @@ class Together:
         spec, (sums, *by_head) = self.spec, memory
         d_k, d_v = by_head or (found["k"], found["v"])
         n = numbers_of(call, spec, self.blocks_k)
-        n = n._replace(at_once=heads_in_turns(call, spec, self.blocks_k, n.at_once))
+        n = n._replace(
+            at_once=max(1, n.at_once // call.group)
+        )  # heads in turns share the cache with their dQ, those of a group too
         self.keys(
             self.blocks_k * call.batch * call.heads_q,
             BackwardWork(
@@ -133,22 +133,6 @@ class Together:
             numbers, width = GroupNumbers(call.tokens_k, call.heads, call.group), result.shape[3]
             kernel = bound(group_sums_kernel, GroupSpec(width, power_of_two(width), SUMMED), num_warps=4)
             kernel(cdiv(call.tokens_k, SUMMED) * call.batch * call.heads, parts, result, numbers)
-
-
-def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: int) -> int:
-    """How many query heads take turns in the pass over the keys, of `blocks` programs each; `cached`: as many as share their keys.
-
-    Heads in turns share the cache with their dQ, those of a group too. In causal calls the fewest that fill CACHED_QUERIES do, in
-    groups of one size: about as many programs as a card has multiprocessors or twice that; two groups at least where one would not fit.
-    """
-    heads = call.batch * call.heads_q
-    if not S.CAUSAL or S.LEFT or S.PACKED:
-        return max(1, cached // call.group)
-    row = (call.q.shape[3] + call.v.shape[3]) * call.q.element_size() + 4 * call.q.shape[3]
-    groups = cdiv(heads, cdiv(CACHED_QUERIES, max(call.tokens_q * row, 1)))
-    if heads * blocks > gpu.target(call.device).multiprocessors:
-        groups = max(groups, 2)
-    return cdiv(heads, max(min(groups, heads), 1))
 
 
 def in_pieces(sums: Tensor, shape: tuple[int, int]) -> Tiles:
