@@ -141,12 +141,10 @@ def main() -> None:
     names = options.only.split(",")
     in_a_process(names[0])
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = [
-            {"op": name, "forward_s": round(forward, 2), "both_s": round(both, 2)}
-            for name, (forward, both) in zip(names, pool.map(in_a_process, names), strict=True)
-        ]
-    for row in found:
-        print(f"{row['op']:22} forward {row['forward_s']:.2f} s, with its backward {row['both_s']:.2f} s")
+        found = []
+        for name, (forward, both) in zip(names, pool.map(in_a_process, names), strict=True):
+            found.append({"op": name, "forward_s": round(forward, 2), "both_s": round(both, 2)})
+            print(f"{name:22} forward {forward:.2f} s, with its backward {both:.2f} s", flush=True)
     about = {"gpu": torch.cuda.get_device_name(), "processes_at_once": options.at_once}
     print(write_results("first_calls_" + about["gpu"].split()[-1].lower(), found, more=about))
 

@@ -17,6 +17,17 @@ from flashmix.ops.scan.native.binding import missing
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtypes of the real part
 
 
+def _gluon_supports(call: ScanCall) -> str | None:
+    if call.maximum or call.log_decay.shape != call.x.shape:
+        return "its kernels take sums whose decays have the shape of x"
+    if call.log_decay.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"its kernels take log decays of 16 or 32 bits, got {call.log_decay.dtype}"
+    width = call.x.shape[2:].numel()
+    if width % 8:
+        return f"its kernels copy 8 channels at a time, got {width}"
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
+
+
 def _triton_supports(call: ScanCall) -> str | None:
     return gpu.refuses(call.device, PARTS.get(call.dtype, call.dtype))
 
@@ -30,6 +41,7 @@ def _native_supports(call: ScanCall) -> str | None:
 
 
 IMPLEMENTATIONS: tuple[Implementation[ScanCall], ...] = (
+    Implementation("gluon", "flashmix.ops.scan.gluon_hopper", _gluon_supports),
     Implementation("triton", "flashmix.ops.scan.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.scan.portable", always),
