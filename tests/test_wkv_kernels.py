@@ -87,12 +87,13 @@ def assert_nothing_is_nothing(device: str) -> None:
     k, v = random(1, 12, 4, seed=0), random(1, 12, 4, seed=1)
     w, u = -random(4, seed=2).abs(), random(4, seed=3)
     k[0, 3, 1], k[0, 5:8, 2] = -math.inf, -math.inf
-    leaves = [t.to(device).requires_grad_() for t in (k, v, w, u)]
+    leaves = [t.to(device).clone().requires_grad_() for t in (k, v, w, u)]
     o, last = rwkv4(*leaves, return_state=True, impl="triton")
     want, end = rwkv4(*(t.double() for t in (k, v, w, u)), return_state=True, impl="portable")
-    assert last is not None and end is not None
-    for have, one in zip((o, *last), (want, *end), strict=True):
-        torch.testing.assert_close(have.cpu().double(), one.double(), rtol=1e-5, atol=1e-5)
+    plain, rounded = rwkv4(k, v, w, u, return_state=True, impl="portable")
+    assert last is not None and end is not None and rounded is not None
+    for have, exact, baseline in zip((o, *last), (want, *end), (plain, *rounded), strict=True):
+        assert_within_budget("averages", have.detach().cpu(), exact, baseline)
     assert all(d.isfinite().all() for d in torch.autograd.grad(o.sum(), leaves))
 
 

@@ -61,7 +61,7 @@ def words_at(words, first, count, span, S: gl.constexpr):
     JOINED_: gl.constexpr = S.JOINED
     for i in gl.static_range(JOINED_):
         order = span.order - count + gl.minimum(first + i, count - 1)
-        word = gl.load(place_of(words, order, span, S), volatile=True)
+        word = gl.load(place_of(words, order, span, S), volatile=True)  # [c]
         found = append(found, word)
         there = there & is_there(word)
     return found, gl.min(there, 0)

@@ -346,18 +346,15 @@ class RawQuad(NamedTuple):
 def raw_quad(GATED: gl.constexpr, own, memory, quad, S: gl.constexpr):
     L: gl.constexpr = quad_numbers()
     weights = coming_weight_quads(memory, own, S)
-    d_y = memory.copied.d_y.index(quad).load(L)
+    d_y = memory.copied.d_y.index(quad).load(L)  # [t, c]
     z = d_y
     if GATED:
-        z = memory.copied.z.index(quad).load(L)
-    return RawQuad(
-        weights.index(quad).load(quad_weights()),
-        weights.index(quad + S.CHUNK // QUAD).load(quad_weights()),
-        coming_quads(memory, 3, own.x.dt, S).index(quad).load(L),
-        coming_quads(memory, 4, own.x.u, S).index(quad).load(L),
-        d_y,
-        z,
-    )
+        z = memory.copied.z.index(quad).load(L)  # [t, c]
+    B = weights.index(quad).load(quad_weights())  # [t, s]
+    C = weights.index(quad + S.CHUNK // QUAD).load(quad_weights())  # [t, s]
+    dt = coming_quads(memory, 3, own.x.dt, S).index(quad).load(L)  # [t, c]
+    u = coming_quads(memory, 4, own.x.u, S).index(quad).load(L)  # [t, c]
+    return RawQuad(B, C, dt, u, d_y, z)
 
 
 @gluon.jit
