@@ -45,7 +45,7 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = ("FLASHMIX_TRY_OUTPUT_OF_256",)  # kernels that serve only where they are asked for
+TRIED = ("FLASHMIX_TRY_OUTPUT_OF_256", "FLASHMIX_TRY_SCANS")  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -63,7 +63,15 @@ JOBS = {
         False,
         switches=TRIED,
     ),
+    "tried_scan_tests": Job(
+        "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
+        " tests/test_scan_emulated.py tests/test_wkv_kernels.py tests/test_selective_scan_emulated.py tests/test_scan_gpu.py",
+        300,
+        False,
+        switches=TRIED,
+    ),
     # measurements
+    "tried_scan_times": Job("python benchmarks/scan.py --write", 60, switches=TRIED),
     "tried_times": Job(
         "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:5",
         150,

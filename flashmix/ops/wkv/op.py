@@ -6,8 +6,9 @@ from functools import partial
 
 import torch
 
-from flashmix.op.call import Op, Outputs, always, triton_refuses
+from flashmix.op.call import Op, Outputs, always, triton_refuses_first
 from flashmix.op.choose import Implementation
+from flashmix.ops.scan import call as scans
 from flashmix.ops.wkv.call import WkvCall
 from flashmix.ops.wkv.native.binding import missing
 from flashmix.ops.wkv.portable import formula
@@ -21,9 +22,13 @@ def _native_supports(call: WkvCall) -> str | None:
     return missing()
 
 
+def _three_scans(call: WkvCall) -> Outputs | None:
+    return None if scans.TRY_SCANS else formula(call, impl="triton")
+
+
 _PORTABLE = "flashmix.ops.wkv.portable"
 IMPLEMENTATIONS: tuple[Implementation[WkvCall], ...] = (
-    Implementation("triton", "flashmix.ops.wkv.triton_gpu", triton_refuses),
+    Implementation("triton", "flashmix.ops.wkv.triton_gpu", triton_refuses_first, _three_scans),
     Implementation("native", "flashmix.ops.wkv.native", _native_supports),
     Implementation("portable", _PORTABLE, always, partial(formula, impl="portable")),
 )

@@ -1,4 +1,4 @@
-"""RWKV-4's averages as three scans, in plain PyTorch, which autograd differentiates."""
+"""RWKV-4's averages as three scans, in plain PyTorch or kernels, which autograd differentiates."""
 
 from __future__ import annotations
 
