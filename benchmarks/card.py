@@ -45,7 +45,7 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED: tuple[str, ...] = ()  # kernels that serve only where they are asked for
+TRIED = ("FLASHMIX_TRY_SCANS",)  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -55,21 +55,16 @@ JOBS = {
         False,
     ),
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
-    "tried_tests": Job(
+    "errors": Job("python benchmarks/errors.py --device cuda --out {out}/errors.json", 150, False),
+    "tried_scan_tests": Job(
         "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
-        " -k '(segments_are or fused or hopper and (256 or token or none or head or packed or segments)) and not float32_is'"
-        " tests/test_recurrence_gpu.py tests/test_recurrence_gpu_laws.py",
-        400,
+        " tests/test_scan_emulated.py tests/test_wkv_kernels.py tests/test_selective_scan_emulated.py tests/test_scan_gpu.py",
+        300,
         False,
         switches=TRIED,
     ),
-    "errors": Job("python benchmarks/errors.py --device cuda --out {out}/errors.json", 150, False),
     # measurements
-    "tried_times": Job(
-        "python benchmarks/recurrence_hopper.py --warm {cores} --no-peer --name tried --only gated_delta_rule:3,gated_delta_rule:5",
-        150,
-        switches=TRIED,
-    ),
+    "tried_scan_times": Job("python benchmarks/scan.py --write", 60, switches=TRIED),
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
     "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels", 120),
     "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer", 120),

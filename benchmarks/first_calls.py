@@ -1,4 +1,4 @@
-"""Seconds of the first call of each row-wise op on a GPU, and with its backward: a process of its own, an empty compile cache.
+"""Seconds of the first call of each row-wise op and scan on a GPU, and with its backward: a process of its own, an empty compile cache.
 
     python benchmarks/first_calls.py [--at-once 4] [--only rms_norm,swiglu]
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import mechanisms_gpu
 import torch
 from timing import write_results
 from torch import Tensor
@@ -67,6 +68,14 @@ def calls() -> dict[str, Callable[[], Call]]:
         tensors["state"] = leaf(1, 32, 128, 128, dtype=torch.float32).detach()
         return lambda: flashmix.delta_net_step(**tensors, heads=32)
 
+    def mechanism(row: str, side: str = "flashmix") -> Callable[[], Call]:
+        def make() -> Call:
+            x, run = mechanisms_gpu.ROWS[row][0](side)
+            leaves = {name: t.requires_grad_() for name, t in x.items()}
+            return lambda: mechanisms_gpu.first(run(**leaves))
+
+        return make
+
     row, heads = (512, 4096), (512, 16, 128)
     qkv = ((2, 512, 2048),) * 3 + ((2048, 4),) * 3
     return {
@@ -85,6 +94,12 @@ def calls() -> dict[str, Callable[[], Call]]:
         "cross_entropy": lambda: loss(),
         "linear_cross_entropy": lambda: head(),
         "delta_net_step": lambda: step(),
+        "selective_scan": mechanism("selective_scan 8x2048x4096", "flashmix auto"),
+        **{
+            name.split()[0]: mechanism(name)
+            for name in reversed(mechanisms_gpu.ROWS)
+            if not name.startswith("selective_scan")
+        },
     }
 
 
@@ -126,12 +141,10 @@ def main() -> None:
     names = options.only.split(",")
     in_a_process(names[0])
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = [
-            {"op": name, "forward_s": round(forward, 2), "both_s": round(both, 2)}
-            for name, (forward, both) in zip(names, pool.map(in_a_process, names), strict=True)
-        ]
-    for row in found:
-        print(f"{row['op']:22} forward {row['forward_s']:.2f} s, with its backward {row['both_s']:.2f} s")
+        found = []
+        for name, (forward, both) in zip(names, pool.map(in_a_process, names), strict=True):
+            found.append({"op": name, "forward_s": round(forward, 2), "both_s": round(both, 2)})
+            print(f"{name:22} forward {forward:.2f} s, with its backward {both:.2f} s", flush=True)
     about = {"gpu": torch.cuda.get_device_name(), "processes_at_once": options.at_once}
     print(write_results("first_calls_" + about["gpu"].split()[-1].lower(), found, more=about))
 

@@ -6,8 +6,8 @@ flashmix that are ready are timed, one after the other, alone on the card, all o
 `--ready` seconds after the start are timed in the same way. Each row is printed and written when it is measured; what was not ready or
 failed is named.
 
-Peers: fla-core, mlstm_kernels, accelerated-scan (its Triton scan: float32, channels before tokens) and mamba_ssm's Triton kernels of
-Mamba-3, which load without the rest of that package.
+Peers: fla-core, mlstm_kernels, accelerated-scan (its Triton scan: float32, channels before tokens), mamba_ssm's selective scan in CUDA
+(channels before tokens) and its Triton kernels of Mamba-3, which load without the rest of that package.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def hgrn(side: str) -> tuple[Inputs, Run]:
 
         return x, lambda x, g: hgrn(x, g)
     if side == "accelerated_scan":
-        from accelerated_scan.triton import scan
+        try:
+            from accelerated_scan.scalar import scan  # 0.3
+        except ImportError:
+            from accelerated_scan.triton import scan
 
         x = {"gates": decay(8, 4096, 4096).exp_(), "tokens": normal(8, 4096, 4096, dtype=F32)}
         return x, lambda gates, tokens: scan(gates, tokens)
@@ -182,12 +185,24 @@ def mamba3(side: str) -> tuple[Inputs, Run]:
 
 
 def selective(side: str) -> tuple[Inputs, Run]:
-    from flashmix import selective_scan
-
     B, T, D, S = 8, 2048, 4096, 16
     x = {name: normal(B, T, D) for name in ("u", "dt", "z")} | {"B": normal(B, T, S), "C": normal(B, T, S)}
     x["A"] = -torch.arange(1.0, S + 1, device="cuda").expand(D, S).contiguous()
     x |= {"D": normal(D, dtype=F32), "dt_bias": normal(D, dtype=F32) - 4}
+    if side == "mamba_ssm":
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+        for name in ("u", "dt", "z", "B", "C"):
+            x[name] = x[name].transpose(1, 2).contiguous()
+
+        def run(
+            u: Tensor, dt: Tensor, z: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor
+        ) -> Tensor:
+            return selective_scan_fn(u, dt, A, B, C, D, z, dt_bias, delta_softplus=True)
+
+        return x, run
+    from flashmix import selective_scan
+
     return x, lambda **x: selective_scan(**x, softplus=True, impl=side.removeprefix("flashmix "))
 
 
@@ -213,7 +228,7 @@ def slstm(T: int, H: int, D: int, dtype: torch.dtype) -> Callable[[str], tuple[I
 
 Made = Callable[[str], tuple[Inputs, Run]]
 ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
-    "selective_scan 8x2048x4096": (selective, ("flashmix gluon", "flashmix triton")),
+    "selective_scan 8x2048x4096": (selective, ("flashmix gluon", "flashmix triton", "mamba_ssm")),
     "scan 8x4096x4096": (scan(8, 4096, 4096), ("flashmix",)),
     "scan 1x131072x512": (scan(1, 131072, 512), ("flashmix",)),
     "slstm 8x1024x4x64 float32": (slstm(1024, 4, 64, F32), ("flashmix",)),

@@ -70,9 +70,9 @@ def rwkv4(
     if initial_state is None:
         zeros = torch.zeros(shape, dtype=wide, device=k.device)
         initial_state = zeros, zeros, torch.full_like(zeros, -torch.inf)
-    key, value, w, u = (t.to(wide) for t in (k, v, log_decay, bonus))
-    o, a, b, m = wkv(WkvCall(key, value, w, u, *initial_state, packing=packing), impl)
-    return o.to(k.dtype), (a, b, m.detach()) if return_state else None
+    w, u = log_decay.to(wide), bonus.to(wide)
+    o, a, b, m = wkv(WkvCall(k, v, w, u, *initial_state, packing=packing), impl)
+    return o, (a, b, m.detach()) if return_state else None
 
 
 class RWKV4(Mixer[RecurrentCache]):

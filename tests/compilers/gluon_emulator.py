@@ -178,6 +178,7 @@ def language() -> Any:
         log2=torch.log2,
         exp=torch.exp,
         exp2=torch.exp2,
+        sqrt=torch.sqrt,
         abs=torch.abs,
         div_rn=lambda x, y: torch.as_tensor(x) / y,
         atomic_add=atomic_add,
@@ -221,6 +222,14 @@ def modules() -> list[ModuleType]:
     return [m for m in imported if any(type(x).__name__ in JITTED for x in list(vars(m).values()))]
 
 
+CONVERTED = Tensor.to
+
+
+def converted(x: Tensor, *dtype: Any, bitcast: bool = False, **options: Any) -> Tensor:
+    """A number of another dtype, or its bits as one."""
+    return x.view(*dtype) if bitcast else CONVERTED(x, *dtype, **options)
+
+
 @contextmanager
 def emulated() -> Iterator[None]:
     """Within it the functions of kernels, Gluon's and Triton's, are Python functions over tensors."""
@@ -239,6 +248,7 @@ def emulated() -> Iterator[None]:
                 setattr(module, name, new)
     # `x += y` names a new value, as in a kernel, where torch writes into x
     rebound = {f"__i{name}__": getattr(Tensor, f"__{name}__") for name in ("add", "sub", "mul", "truediv", "and", "or")}
+    rebound["to"] = converted
     try:
         with mock.patch.multiple(Tensor, **rebound):
             yield

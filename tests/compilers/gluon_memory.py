@@ -157,7 +157,7 @@ class Pointer:
         return where, mask
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Tensor:
     where, mask = pointer.places(mask)
     found = torch.full(where.shape, other, dtype=pointer.memory.dtype)
     found[mask] = pointer.memory[where[mask]]

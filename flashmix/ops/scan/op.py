@@ -11,10 +11,24 @@ from flashmix.op.checks import check_floating, check_tensor
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.ops.scan import call as calls
 from flashmix.ops.scan.call import ScanCall, check_decays, check_scanned, check_start, scan_dtype
 from flashmix.ops.scan.native.binding import missing
 
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtypes of the real part
+
+
+def _gluon_supports(call: ScanCall) -> str | None:
+    if not calls.TRY_SCANS:
+        return "its tests have not all passed on a card: FLASHMIX_TRY_SCANS=1 when flashmix is imported asks for it"
+    if call.maximum or call.log_decay.shape != call.x.shape:
+        return "its kernels take sums whose decays have the shape of x"
+    if call.log_decay.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"its kernels take log decays of 16 or 32 bits, got {call.log_decay.dtype}"
+    width = call.x.shape[2:].numel()
+    if width % 8:
+        return f"its kernels copy 8 channels at a time, got {width}"
+    return gpu.hopper_refuses(call.device, call.dtype, (torch.bfloat16, torch.float16))
 
 
 def _triton_supports(call: ScanCall) -> str | None:
@@ -30,6 +44,7 @@ def _native_supports(call: ScanCall) -> str | None:
 
 
 IMPLEMENTATIONS: tuple[Implementation[ScanCall], ...] = (
+    Implementation("gluon", "flashmix.ops.scan.gluon_hopper", _gluon_supports),
     Implementation("triton", "flashmix.ops.scan.triton_gpu", _triton_supports),
     Implementation("native", "flashmix.ops.scan.native", _native_supports),
     Implementation("portable", "flashmix.ops.scan.portable", always),

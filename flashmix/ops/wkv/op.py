@@ -8,6 +8,7 @@ import torch
 
 from flashmix.op.call import Op, Outputs, always, triton_refuses_first
 from flashmix.op.choose import Implementation
+from flashmix.ops.scan import call as scans
 from flashmix.ops.wkv.call import WkvCall
 from flashmix.ops.wkv.native.binding import missing
 from flashmix.ops.wkv.portable import formula
@@ -16,14 +17,18 @@ from flashmix.ops.wkv.portable import formula
 def _native_supports(call: WkvCall) -> str | None:
     if call.device.type != "cpu":
         return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.dtype != torch.float32:
-        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
+    if call.a.dtype != torch.float32:
+        return f"it computes in float32, got {str(call.a.dtype).removeprefix('torch.')}"
     return missing()
+
+
+def _three_scans(call: WkvCall) -> Outputs | None:
+    return None if scans.TRY_SCANS else formula(call, impl="triton")
 
 
 _PORTABLE = "flashmix.ops.wkv.portable"
 IMPLEMENTATIONS: tuple[Implementation[WkvCall], ...] = (
-    Implementation("triton", _PORTABLE, triton_refuses_first, partial(formula, impl="triton")),
+    Implementation("triton", "flashmix.ops.wkv.triton_gpu", triton_refuses_first, _three_scans),
     Implementation("native", "flashmix.ops.wkv.native", _native_supports),
     Implementation("portable", _PORTABLE, always, partial(formula, impl="portable")),
 )

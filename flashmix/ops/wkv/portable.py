@@ -18,7 +18,7 @@ def formula(call: WkvCall, impl: str) -> Outputs:
 
     The average is divided by the own token's weight: `(r a + v) / (r b + 1)` with `r = e^{m_{t-1} - u - k_t}`, which beyond e^60 hides `v`.
     """
-    key, value, decay, m = call.k, call.v, call.log_decay, call.m.detach()
+    key, value, decay, m = call.k.to(call.a.dtype), call.v.to(call.a.dtype), call.log_decay, call.m.detach()
     past = torch.exp(call.m - finite(m))  # 1, through which the gradient of m_0 passes
     given: dict[str, Any] = {"return_state": True, "cu_seqlens": call.packing, "read_before": True, "impl": impl}
     before, last = scan_max(key.detach(), decay.detach(), initial_state=m, **given)
@@ -29,4 +29,5 @@ def formula(call: WkvCall, impl: str) -> Outputs:
     a_before, a = scan(weight * value, ages, initial_state=call.a * past, **given)
     past = torch.exp((before - (key + call.bonus)).clamp(max=FAR))
     assert a is not None and b is not None and last is not None
-    return torch.addcmul(value, past, a_before) / torch.addcmul(torch.ones_like(call.bonus), past, b_before), a, b, last
+    o = torch.addcmul(value, past, a_before) / torch.addcmul(torch.ones_like(call.bonus), past, b_before)
+    return o.to(call.k.dtype), a, b, last

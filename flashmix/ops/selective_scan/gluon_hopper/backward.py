@@ -26,13 +26,12 @@ from flashmix.ops.selective_scan.gluon_hopper.pair_memory import (
     by_channel,
     by_state,
     channel_weight,
+    coming,
     coming_states,
-    coming_steps,
-    convert_chunk,
+    convert_quad,
     copied_quad,
     copy_flows,
     copy_numbers,
-    copy_quad,
     copy_weights,
     keep_tile,
     many_numbers,
@@ -44,6 +43,7 @@ from flashmix.ops.selective_scan.gluon_hopper.pair_memory import (
     quad_there,
     quad_weights,
     quad_weights_at,
+    raw_quad,
     read_quad,
     tile_at,
 )
@@ -99,19 +99,19 @@ class QuadSums(NamedTuple):
 
 
 @gluon.jit
-def token_numbers(memory, quad, t: gl.constexpr):
+def token_numbers(memory, pair, t: gl.constexpr):
     return TokenNumbers(
-        by_channel(memory.steps, quad, t),
-        by_channel(memory.writes, quad, t),
-        by_channel(memory.flows, quad, t),
-        by_state(memory.B, QUAD * quad + t),
-        by_state(memory.C, QUAD * quad + t),
+        by_channel(memory.steps, pair, t),
+        by_channel(memory.writes, pair, t),
+        by_channel(memory.flows, pair, t),
+        by_state(memory.B, 2 * pair + t),
+        by_state(memory.C, 2 * pair + t),
     )
 
 
 @gluon.jit
-def pair_numbers(memory, quad, FIRST: gl.constexpr):
-    return token_numbers(memory, quad, FIRST), token_numbers(memory, quad, FIRST + 1)
+def pair_numbers(memory, pair):
+    return token_numbers(memory, pair, 0), token_numbers(memory, pair, 1)
 
 
 @gluon.jit
@@ -121,28 +121,34 @@ def advanced(h, rates, x):
 
 
 @gluon.jit
-def forward_pair(pair, rates, h, d_C, FIRST: gl.constexpr):
+def forward_pair(pair, rates, h, d_C, columns):
     """The states after two tokens, dC with theirs added, and the `own_states` of their outputs."""
     between = advanced(h, rates, pair[0])
     h = advanced(between, rates, pair[1])
-    d_C = add_over_channels(d_C, over_threads(pair[0].flows * between), over_threads(pair[1].flows * h), FIRST)
+    d_C = add_over_channels(d_C, over_threads(pair[0].flows * between), over_threads(pair[1].flows * h), columns)
     return h, d_C, (own_states(between * pair[0].C), own_states(h * pair[1].C))
 
 
 @gluon.jit
-def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, carried, start, quad, S: gl.constexpr):
+def forward_quad(GATED: gl.constexpr, own, rates, memory, carried, start, quad, S: gl.constexpr):
     """The states after QUAD tokens; keeps those before each pair of them, and writes the gradients of C and z, which need no more.
 
     `carried`: the states before, and the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair
     ahead, because the compiler takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
     """
-    h, pair = carried
-    later = pair_numbers(memory, quad, 2)
+    h, pair, slope = carried
+    next_slope = slope
+    if quad + 1 < S.CHUNK // QUAD:  # the next QUAD is converted here: its waits are between products
+        raw = raw_quad(GATED, own, memory, quad + 1, S)
+        later = pair_numbers(memory, 2 * quad + 1)
+        next_slope = convert_quad(GATED, own, memory, raw, start, quad + 1, S)
+    else:
+        later = pair_numbers(memory, 2 * quad + 1)
     keep_tile(memory.states, 2 * quad, h)
-    h, d_C, y = forward_pair(pair, rates, h, no_sums(), 0)
-    pair = pair_numbers(memory, gl.minimum(quad + 1, S.CHUNK // QUAD - 1), 0)
+    h, d_C, y = forward_pair(pair, rates, h, no_sums(), columns_of(0))
+    pair = pair_numbers(memory, gl.minimum(2 * quad + 2, S.CHUNK // 2 - 1))
     keep_tile(memory.states, 2 * quad + 1, h)
-    h, d_C, later_y = forward_pair(later, rates, h, d_C, 2)
+    h, d_C, later_y = forward_pair(later, rates, h, d_C, columns_of(2))
     at = start + QUAD * quad
     put_shared(own.d.C, d_C, at, own, S)
     if GATED:
@@ -151,7 +157,7 @@ def forward_quad(GATED: gl.constexpr, own, rates, memory, slope, carried, start,
         whole += channel_weight(memory, 1) * copied_quad(memory.copied.u, quad)
         d_z = (slope * whole).to(own.d.z.dtype.element_ty)
         gl.store(quad_at(own.d.z, at, S), d_z, mask=quad_there(at, own.tokens, own))
-    return h, pair
+    return h, pair, next_slope
 
 
 @gluon.jit
@@ -167,14 +173,14 @@ def token_gradients(x, rates, before, factor, c, d_A):
 
 
 @gluon.jit
-def pair_gradients(sums, pair, before, rates, FIRST: gl.constexpr, c, d_A):
-    """Adds the gradients of tokens FIRST and FIRST + 1 of QUAD."""
+def pair_gradients(sums, pair, before, rates, columns, c, d_A):
+    """Adds the gradients of two tokens of QUAD, whose columns are given."""
     factor, later_factor = ex2(pair[0].steps * rates), ex2(pair[1].steps * rates)
     between = factor * before + pair[0].writes * pair[0].B
     later_B, later_dx, later_rate, c, d_A = token_gradients(pair[1], rates, between, later_factor, c, d_A)
     d_B, dx, rate, c, d_A = token_gradients(pair[0], rates, before, factor, c, d_A)
-    d_B = add_over_channels(sums.d_B, d_B, later_B, FIRST)
-    inputs = add_over_states(sums.inputs, (dx, rate, later_dx, later_rate), columns_of(FIRST))
+    d_B = add_over_channels(sums.d_B, d_B, later_B, columns)
+    inputs = add_over_states(sums.inputs, (dx, rate, later_dx, later_rate), columns)
     return QuadSums(inputs, d_B), c, d_A
 
 
@@ -189,7 +195,7 @@ def put_shared(tensor, total, token, own, S: gl.constexpr):
 def put_numbers(own, inputs, memory, quad, at, S: gl.constexpr):
     """Writes the gradients of u and dt of QUAD tokens; returns their parts of those of D and of the bias, [t, c]."""
     there, wide = quad_there(at, own.tokens, own), copied_quad(memory.copied.u, quad)
-    skip, dt, dy = channel_weight(memory, 1), read_quad(memory.steps, quad), read_quad(memory.flows, quad)
+    skip, dt, dy = channel_weight(memory, 1), read_quad(memory.steps, quad, S), read_quad(memory.flows, quad, S)
     dx, rate = sums_of_states(inputs)
     gl.store(quad_at(own.d.u, at, S), (dt * dx + skip * dy).to(own.d.u.dtype.element_ty), mask=there)
     d_dt = wide * dx + LN_2 * rate
@@ -213,26 +219,26 @@ def chunk_gradients(GATED: gl.constexpr, own, memory, rates, start, carried, S: 
     c, d_A, d_skip, d_bias = carried
     before, tokens = gl.maximum(start - S.CHUNK, 0), gl.where(start > 0, own.tokens, 0)
     # read a turn ahead, so that a turn begins with products and not with a wait
-    pair, states = pair_numbers(memory, S.CHUNK // QUAD - 1, 2), own_tile(memory.states.index(S.CHUNK // 2 - 1))
+    pair, states = pair_numbers(memory, S.CHUNK // 2 - 1), own_tile(memory.states.index(S.CHUNK // 2 - 1))
     for part in range(S.CHUNK // QUAD):  # one QUAD at a time: the loops stay in the instruction cache
         quad = S.CHUNK // QUAD - 1 - part
         at = start + QUAD * quad
         sums = QuadSums(no_states(), no_sums())
-        sums, c, d_A = pair_gradients(sums, pair, states, rates, 2, c, d_A)
+        sums, c, d_A = pair_gradients(sums, pair, states, rates, columns_of(2), c, d_A)
         states = own_tile(memory.states.index(2 * quad))
-        sums, c, d_A = pair_gradients(sums, pair_numbers(memory, quad, 0), states, rates, 0, c, d_A)
+        sums, c, d_A = pair_gradients(sums, pair_numbers(memory, 2 * quad), states, rates, columns_of(0), c, d_A)
         put_shared(own.d.B, sums.d_B, at, own, S)
         more_skip, more_bias = put_numbers(own, sums.inputs, memory, quad, at, S)
         d_skip += more_skip
         d_bias += more_bias
-        pair = pair_numbers(memory, gl.maximum(quad - 1, 0), 2)
+        pair = pair_numbers(memory, gl.maximum(2 * quad - 1, 0))
         states = own_tile(memory.states.index(gl.maximum(2 * quad - 1, 0)))
-        copy_quad(memory.copied.u, own.x.u, own, quad, before, tokens, S)
         if part == 1:  # the states of two QUADs are done with
             copy_flows(GATED, own, memory, before, tokens, S)
             copy_weights(own, memory, before, tokens, S)
-            copy_numbers(coming_steps(memory, own, S), own.x.dt, own, before, tokens, S)
-        close_copies()
+            copy_numbers(coming(memory, 3, own.x.dt, S), own.x.dt, own, before, tokens, S)
+            copy_numbers(coming(memory, 4, own.x.u, S), own.x.u, own, before, tokens, S)
+            close_copies()
     return c, d_A, d_skip, d_bias
 
 
@@ -251,12 +257,12 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
     c = tile_at(d.last, place.sequence, place, S)
     memory = QuadMemory(
         Copied(many_numbers(x.u, S), many_numbers(x.u, S), many_numbers(x.u, S)),
-        many_tiles(S.CHUNK // QUAD, 8, 16),
-        many_tiles(S.CHUNK // QUAD, 8, 16),
+        many_tiles(S.CHUNK // 2, 8, 8),
+        many_tiles(S.CHUNK // 2, 8, 8),
         many_tiles(S.CHUNK, 4, 4),
         many_tiles(S.CHUNK, 4, 4),
         many_tiles(S.CHUNK // 2, 4, 128),
-        many_tiles(S.CHUNK // QUAD, 8, 16),
+        many_tiles(S.CHUNK // 2, 8, 8),
         gl.allocate_shared_memory(gl.float32, [2, CHANNELS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     memory.weights.index(0).store(numbers_of(x.bias, place, quad_numbers()))
@@ -269,21 +275,17 @@ def selective_backward_hopper_kernel(x, d, kept, n, S: gl.constexpr):
     start = gl.maximum(last, 0) * S.CHUNK
     copy_flows(GATED, own, memory, start, own.tokens, S)
     copy_weights(own, memory, start, own.tokens, S)
-    copy_numbers(coming_steps(memory, own, S), own.x.dt, own, start, own.tokens, S)
-    for first in gl.static_range(S.CHUNK // QUAD):
-        copy_quad(memory.copied.u, own.x.u, own, first, start, own.tokens, S)
+    copy_numbers(coming(memory, 3, own.x.dt, S), own.x.dt, own, start, own.tokens, S)
+    copy_numbers(coming(memory, 4, own.x.u, S), own.x.u, own, start, own.tokens, S)
     close_copies()
-    await_copies(0)
     for back in range(last + 1):
         start = (last - back) * S.CHUNK
-        slopes = convert_chunk(GATED, own, memory, start, S)
+        await_copies(0)
+        slope = convert_quad(GATED, own, memory, raw_quad(GATED, own, memory, 0, S), start, 0, S)
         h = own_tile(coming_states(memory, S))
-        pair = pair_numbers(memory, 0, 0)
+        pair = pair_numbers(memory, 0)
         for quad in range(S.CHUNK // QUAD):
-            slope = gl.where(
-                quad < 2, gl.where(quad == 0, slopes[0], slopes[1]), gl.where(quad == 2, slopes[2], slopes[3])
-            )
-            h, pair = forward_quad(GATED, own, rates, memory, slope, (h, pair), start, quad, S)
+            h, pair, slope = forward_quad(GATED, own, rates, memory, (h, pair, slope), start, quad, S)
         carried = chunk_gradients(GATED, own, memory, rates, start, carried, S)
     await_copies(0)
     c, d_A, d_skip, d_bias = carried

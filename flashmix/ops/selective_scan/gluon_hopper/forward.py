@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import ex2, gl, gluon, reinterpret
+from flashmix.gpu.hopper import ex2, gl, gluon, opaque_zero, reinterpret
 from flashmix.gpu.rows import activation
 from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.recurrence.triton_gpu.tiles import append
@@ -206,11 +206,13 @@ def read_tokens(shared):
     return all_of(shared).load(tokens())  # [t, c]
 
 
+HALF = gl.constexpr(4)
+
+
 @gluon.jit
 def stacked(x):
-    """Eight vectors [c] as [c, t]."""
-    first, second = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6])), gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
-    return gl.reshape(gl.join(first, second), [CHANNELS, TOKENS])
+    """Four vectors [c] as [c, t]."""
+    return gl.reshape(gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3])), [CHANNELS, HALF])
 
 
 @gluon.jit(do_not_specialize=["n"])
@@ -240,12 +242,16 @@ def selective_hopper_kernel(x, y_ptr, states, n, S: gl.constexpr):
         if states.kept is not None:
             if group % (S.CHUNK // TOKENS) == 0:
                 put_states(states.kept, place.chunk + group // (S.CHUNK // TOKENS), place, True, h, S)
-        found = ()
-        for i in gl.static_range(TOKENS):
-            B_t, C_t = weights_of_token(reads_B, i), weights_of_token(reads_C, i)
-            h = ex2(of_token(steps, i)[:, None] * rates) * h + of_token(writes, i)[:, None] * B_t[None, :]
-            found = append(found, gl.sum(h * C_t[None, :], 1))
-        all_of(sums).permute([1, 0]).store(stacked(found))
+        two = 2 + opaque_zero()
+        for half in range(two):
+            found = ()
+            for i in gl.static_range(HALF):
+                token = HALF * half + i
+                B_t, C_t = weights_of_token(reads_B, token), weights_of_token(reads_C, token)
+                h = ex2(of_token(steps, token)[:, None] * rates) * h + of_token(writes, token)[:, None] * B_t[None, :]
+                found = append(found, gl.sum(h * C_t[None, :], 1))
+            halves = reinterpret(sums, gl.float32, [2, HALF, CHANNELS], rows())
+            halves.index(half).permute([1, 0]).store(stacked(found))
         y = read_tokens(sums) + through
         if x.z is not None:
             y = y * activation(gate.to(gl.float32), "silu", False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import await_copies, copy_later, gl, gluon, reinterpret
+from flashmix.gpu.hopper import copy_later, gl, gluon, reinterpret
 from flashmix.gpu.rows import sigmoid
 from flashmix.ops.decay.triton_gpu import softplus
 from flashmix.ops.selective_scan.gluon_hopper.layouts import CHANNELS, STATES, rows
@@ -73,8 +73,14 @@ class OwnTensors(NamedTuple):
 
 @gluon.constexpr_function
 def quad_memory():
-    """In registers, of `[q, t i]`: as `quad_numbers`."""
-    return gl.BlockedLayout([1, 4], [8, 4], [1, 1], [1, 0])
+    """In registers, of `[pair q, t i]`: as `quad_numbers`."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]],
+        lane_bases=[[0, 4], [8, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[],
+        block_bases=[],
+        shape=[16, 8],
+    )
 
 
 @gluon.constexpr_function
@@ -143,10 +149,10 @@ def own_tile(shared):
 
 
 @gluon.jit
-def by_channel(shared, quad, t: gl.constexpr):
+def by_channel(shared, pair, t: gl.constexpr):
     """The numbers of a token's channels, [q, i, 1, 1]."""
     L: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, tile()))
-    return shared.index(quad).slice(4 * t, 4, 1).load(L)[:, :, None, None]
+    return shared.index(pair).slice(4 * t, 4, 1).load(L)[:, :, None, None]
 
 
 @gluon.jit
@@ -157,10 +163,17 @@ def by_state(shared, token):
 
 
 @gluon.jit
-def read_quad(shared, quad):
+def read_quad(shared, quad, S: gl.constexpr):
     """Numbers [t, c]."""
-    own = gl.reshape(shared.index(quad).load(quad_memory()), [8, 4, 4])  # [q, t, i]
-    return gl.convert_layout(gl.reshape(own.permute([1, 0, 2]), [4, 32]), quad_numbers())
+    whole = reinterpret(shared, gl.float32, [S.CHUNK // QUAD, 16, 8], rows()).index(quad)
+    own = gl.reshape(whole.load(quad_memory()), [2, 8, 2, 4])  # [pair, q, t, i]
+    return gl.convert_layout(gl.reshape(own.permute([0, 2, 1, 3]), [4, 32]), quad_numbers())
+
+
+@gluon.jit
+def put_quad(shared, quad, x, S: gl.constexpr):
+    whole = reinterpret(shared, gl.float32, [S.CHUNK // QUAD, 16, 8], rows()).index(quad)
+    whole.store(gl.reshape(gl.reshape(x, [2, 2, 8, 4]).permute([0, 2, 1, 3]), [16, 8]))
 
 
 @gluon.jit
@@ -240,8 +253,24 @@ def coming_weights(memory, own, S: gl.constexpr):
 
 
 @gluon.jit
-def coming_steps(memory, own, S: gl.constexpr):
-    return reinterpret(memory.states.index(S.CHUNK // 2 - 3), own.x.dt.dtype.element_ty, [S.CHUNK, CHANNELS], rows())
+def coming(memory, SLOT: gl.constexpr, tensor, S: gl.constexpr):
+    """Where step sizes (SLOT 3) and u (4) of the next chunk come, [t, c]."""
+    return reinterpret(memory.states.index(S.CHUNK // 2 - SLOT), tensor.dtype.element_ty, [S.CHUNK, CHANNELS], rows())
+
+
+@gluon.jit
+def coming_quads(memory, SLOT: gl.constexpr, tensor, S: gl.constexpr):
+    """The same by QUAD tokens."""
+    return reinterpret(
+        memory.states.index(S.CHUNK // 2 - SLOT), tensor.dtype.element_ty, [S.CHUNK // QUAD, QUAD, CHANNELS], rows()
+    )
+
+
+@gluon.jit
+def coming_weight_quads(memory, own, S: gl.constexpr):
+    return reinterpret(
+        memory.states.index(S.CHUNK // 2 - 1), own.x.B.dtype.element_ty, [2 * S.CHUNK // QUAD, QUAD, STATES], rows()
+    )
 
 
 @gluon.jit
@@ -302,59 +331,54 @@ def channel_weight(memory, i):
     return memory.weights.index(i).load(gl.SliceLayout(0, quad_numbers()))[None, :]
 
 
-@gluon.jit
-def convert_chunk(GATED: gl.constexpr, own, memory, start, S: gl.constexpr):
-    """Makes step sizes, `dt u`, `dy`, B and C of a chunk from what was copied; the last of all that came are u of its first tokens.
+class RawQuad(NamedTuple):
+    """Of QUAD tokens as they were copied: B and C [t, s], the others [t, c]."""
 
-    Returns `dout` times the slope of the gate, [t, c] of each QUAD tokens.
-    """
+    B: Any
+    C: Any
+    dt: Any
+    u: Any
+    d_y: Any
+    z: Any
+
+
+@gluon.jit
+def raw_quad(GATED: gl.constexpr, own, memory, quad, S: gl.constexpr):
     L: gl.constexpr = quad_numbers()
-    t, c = gl.arange(0, S.CHUNK, layout=gl.SliceLayout(1, L)), gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, L))
-    await_copies(1)
-    weights = coming_weights(memory, own, S)
-    put_all(memory.B, weights.index(0).load(chunk_weights()).to(gl.float32), S.CHUNK, STATES)  # [t, s]
-    put_all(memory.C, weights.index(1).load(chunk_weights()).to(gl.float32), S.CHUNK, STATES)  # [t, s]
-    dt = coming_steps(memory, own, S).load(L).to(gl.float32) + channel_weight(memory, 0)  # [t, c]
+    weights = coming_weight_quads(memory, own, S)
+    d_y = memory.copied.d_y.index(quad).load(L)  # [t, c]
+    z = d_y
+    if GATED:
+        z = memory.copied.z.index(quad).load(L)  # [t, c]
+    B = weights.index(quad).load(quad_weights())  # [t, s]
+    C = weights.index(quad + S.CHUNK // QUAD).load(quad_weights())  # [t, s]
+    dt = coming_quads(memory, 3, own.x.dt, S).index(quad).load(L)  # [t, c]
+    u = coming_quads(memory, 4, own.x.u, S).index(quad).load(L)  # [t, c]
+    return RawQuad(B, C, dt, u, d_y, z)
+
+
+@gluon.jit
+def convert_quad(GATED: gl.constexpr, own, memory, raw, start, quad, S: gl.constexpr):
+    """Makes step sizes, `dt u`, `dy`, B and C of QUAD tokens from what was copied, and keeps u.
+
+    Returns `dout` times the slope of the gate, [t, c].
+    """
+    reinterpret(memory.B, gl.float32, [S.CHUNK // QUAD, QUAD, STATES], rows()).index(quad).store(raw.B.to(gl.float32))
+    reinterpret(memory.C, gl.float32, [S.CHUNK // QUAD, QUAD, STATES], rows()).index(quad).store(raw.C.to(gl.float32))
+    dt = raw.dt.to(gl.float32) + channel_weight(memory, 0)  # [t, c]
     if S.SOFTPLUS:
         dt = softplus(dt, False)
     # where there is no token nothing changes
-    dt = gl.where((start + t < own.tokens)[:, None] & (c < own.count)[None, :], dt, 0.0)
-    put_all(memory.steps, by_quad(dt, S), 2 * S.CHUNK, 4 * QUAD)
-    dy = of_chunk(memory.copied.d_y, own.x.d_y, S).load(L).to(gl.float32)  # [t, c]
+    dt = gl.where(quad_there(start + QUAD * quad, own.tokens, own), dt, 0.0)
+    put_quad(memory.steps, quad, dt, S)
+    memory.copied.u.index(quad).store(raw.u)
+    put_quad(memory.writes, quad, dt * raw.u.to(gl.float32), S)
+    dy = raw.d_y.to(gl.float32)
     slopes = dy
     if GATED:
-        z = of_chunk(memory.copied.z, own.x.u, S).load(L).to(gl.float32)  # [t, c]
+        z = raw.z.to(gl.float32)
         share = sigmoid(z, False)
         slopes = dy * (share * (1.0 + z * (1.0 - share)))
         dy *= z * share
-    put_all(memory.flows, by_quad(dy, S), 2 * S.CHUNK, 4 * QUAD)
-    await_copies(0)
-    u = of_chunk(memory.copied.u, own.x.u, S).load(L)  # [t, c]
-    put_all(memory.writes, by_quad(dt * u.to(gl.float32), S), 2 * S.CHUNK, 4 * QUAD)
-    return quads_of(slopes)
-
-
-@gluon.jit
-def quads_of(x):
-    """The four [t, c] of each QUAD tokens."""
-    L: gl.constexpr = quad_numbers()
-    even, odd = gl.split(gl.reshape(x, [2, 2, QUAD, CHANNELS]).permute([2, 3, 0, 1]))
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return (
-        gl.convert_layout(first, L),
-        gl.convert_layout(second, L),
-        gl.convert_layout(third, L),
-        gl.convert_layout(fourth, L),
-    )
-
-
-@gluon.jit
-def put_all(shared, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    reinterpret(shared, gl.float32, [ROWS, COLUMNS], rows()).store(x)
-
-
-@gluon.jit
-def by_quad(x, S: gl.constexpr):
-    """Numbers [t, c] of a chunk as `[quad q, t i]`."""
-    return gl.reshape(gl.reshape(x, [S.CHUNK // QUAD, QUAD, 8, 4]).permute([0, 2, 1, 3]), [2 * S.CHUNK, 4 * QUAD])
+    put_quad(memory.flows, quad, dy, S)
+    return slopes

@@ -42,11 +42,11 @@ def no_sums():
 
 
 @gluon.jit
-def columns_of(FIRST: gl.constexpr):
-    """What puts sums of tokens FIRST and FIRST + 1 in columns 2 t and 2 t + 1, [k, n]."""
+def columns_of(first):
+    """What puts sums of tokens `first` and `first + 1` in columns 2 t and 2 t + 1, [k, n]."""
     L: gl.constexpr = gl.DotOperandLayout(1, sums(), 1)
     k, n = gl.arange(0, 16, layout=gl.SliceLayout(1, L)), gl.arange(0, 8, layout=gl.SliceLayout(0, L))
-    return gl.where(n[None, :] == (k // 4 + 2 * FIRST)[:, None], 1.0, 0.0)
+    return gl.where(n[None, :] == (k // 4 + 2 * first)[:, None], 1.0, 0.0)
 
 
 @gluon.jit
@@ -114,12 +114,12 @@ def over_threads(x):
 
 
 @gluon.jit
-def add_over_channels(total, first, second, FIRST: gl.constexpr):
+def add_over_channels(total, first, second, columns):
     """Adds the sums of two tokens' `over_threads` to those of QUAD tokens."""
     both = gl.reshape(gl.join(first, second), [2, 8, 4, 2, 2])  # [s / 8, s % 8, q / 2, q % 2, t]
     left = gl.reshape(both.permute([3, 1, 4, 0, 2]), [16, 16])
     left = gl.convert_layout(left, gl.DotOperandLayout(0, sums(), 1))
-    return mma_v2(left, columns_of(FIRST), total, input_precision="tf32")
+    return mma_v2(left, columns, total, input_precision="tf32")
 
 
 @gluon.jit

@@ -22,10 +22,15 @@ LANES, BLOCK = 16, 2048  # channels of a vector, and of a block at most: they li
 
 
 def forward(call: WkvCall, save: bool) -> tuple[Outputs, Outputs]:
-    outputs, kept = call.results(), call.kept() if save else ()
-    results = dict(zip(("out", "last_a", "last_b", "last_m", "kept"), (*outputs, *kept), strict=False))
+    call, dtype = _in_float32(call), call.dtype
+    (out, *states), kept = call.results(), call.kept() if save else ()
+    results = dict(zip(("out", "last_a", "last_b", "last_m", "kept"), (out, *states, *kept), strict=False))
     _run("", call, results)
-    return outputs, kept
+    return (out.to(dtype), *states), kept
+
+
+def _in_float32(call: WkvCall) -> WkvCall:
+    return call.but(k=call.k.float(), v=call.v.float())
 
 
 def keeps(call: WkvCall) -> Outputs:
@@ -34,7 +39,8 @@ def keeps(call: WkvCall) -> Outputs:
 
 def backward(call: WkvCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all tensors; the sums of a state count `e^m` times, so that of `m` is theirs."""
-    d_out, d_a, d_b, _ = grads
+    call, dtype = _in_float32(call), call.dtype
+    d_out, d_a, d_b, _ = (None if d is None else d.float() for d in grads)
     shapes = dict.fromkeys(("dk", "dv"), call.k.shape) | dict.fromkeys(
         ("dw", "du", "d_start_a", "d_start_b"), call.a.shape
     )
@@ -42,7 +48,13 @@ def backward(call: WkvCall, kept: Outputs, grads: Sequence[Tensor | None], wante
     _run("_backward", call, found, d_out=d_out, d_a=d_a, d_b=d_b, kept=kept[0])
     d_a, d_b = found["d_start_a"], found["d_start_b"]
     sums = {name: found[short].sum(0, dtype=torch.float64) for name, short in (("log_decay", "dw"), ("bonus", "du"))}
-    gradients = {"k": found["dk"], "v": found["dv"], "a": d_a, "b": d_b, "m": d_a * call.a + d_b * call.b}
+    gradients = {
+        "k": found["dk"].to(dtype),
+        "v": found["dv"].to(dtype),
+        "a": d_a,
+        "b": d_b,
+        "m": d_a * call.a + d_b * call.b,
+    }
     return gradients | {name: total.to(call.dtype) for name, total in sums.items()}
 
 

@@ -1,0 +1,275 @@
+"""RWKV-4's averages on a GPU: a warp goes through the tokens of 32 channels of a sequence, a thread has one.
+
+    d = m_{t-1} - u - k_t;  o_t = (P a_{t-1} + W v_t) / (P b_{t-1} + W),  P = e^{min(d, 0)},  W = e^{min(-d, 0)}
+    m_t = max(m_{t-1} + w, k_t);  a_t = f a_{t-1} + e v_t,  b_t = f b_{t-1} + e,  f = e^{m_{t-1} + w - m_t},  e = e^{k_t - m_t}
+
+Of each two weights one is 1. The next GROUP tokens are loaded while those of this group are computed. A forward that saves keeps the state
+before every KEEP-th token; the backward goes from the last KEEP tokens to the first and computes the states between again. With m a
+constant and D the denominator:
+
+    dn = do / D;  s = -do o / D;  c_t the gradient of a_t, z_t that of b_t;  p = v c_t + z_t,  dk = W (v dn + s) + e p,  dv = W dn + e c_t
+    c_{t-1} = f c_t + P dn;  z_{t-1} = f z_t + P s;  du = sum of W (v dn + s);  dw = sum of f (a_{t-1} c_t + b_{t-1} z_t)
+
+Tiles: `c` channels.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashmix.ops.recurrence.triton_gpu.tiles import append
+from flashmix.ops.scan.triton_gpu.backward import lengthened, prepend
+from flashmix.ops.scan.triton_gpu.kernels import left_of, span_of
+from flashmix.ops.scan.triton_gpu.numbers import exponential
+
+NONE = tl.constexpr(float("-inf"))  # m of no tokens, and the key of a token that is not there
+
+
+class WkvSpec(NamedTuple):
+    WIDTH: int  # channels of a sequence
+    BLOCK: int  # c
+    GROUP: int  # tokens that are loaded at a time, of the backward KEEP
+    KEEP: int  # tokens from one kept state to the next
+    PACKED: bool
+    SEGMENTS: bool  # none: for `span_of`
+    PRECISE: bool  # exponentials to float32's rounding
+
+
+class WkvInputs(NamedTuple):
+    """Keys and values `[T, C]`, decay and bonus `[C]`, the states that come in `[N, C]`; of the backward the gradients of the averages
+    `[T, C]` and of the last sums `[N, C]` or None, and the states `[3, groups, C]` that the forward kept.
+    """
+
+    k: Any
+    v: Any
+    w: Any
+    u: Any
+    a: Any
+    b: Any
+    m: Any
+    d_out: Any
+    d_a: Any
+    d_b: Any
+    kept: Any
+
+
+class WkvResults(NamedTuple):
+    """Averages `[T, C]`, the last states `[N, C]`, states before groups `[3, groups, C]` or None."""
+
+    out: Any
+    a: Any
+    b: Any
+    m: Any
+    kept: Any
+
+
+class WkvGradients(NamedTuple):
+    """Of keys and values `[T, C]`; of decay, bonus and the sums that came in, `[N, C]`."""
+
+    k: Any
+    v: Any
+    w: Any
+    u: Any
+    a: Any
+    b: Any
+
+
+class WkvNumbers(NamedTuple):
+    tokens: Any  # T; packed, of all sequences
+    groups: Any  # of a dense sequence
+    kept: Any  # of all sequences
+
+
+@triton.jit
+def power(x, S: tl.constexpr):
+    """`e^x` of x up to 0."""
+    if S.PRECISE:
+        return exponential(x)
+    else:
+        return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def weights(first, second, S: tl.constexpr):
+    """`e` to each of two numbers less the larger of them."""
+    is_first = first >= second
+    small = power(-tl.abs(first - second), S)
+    return tl.where(is_first, 1.0, small), tl.where(is_first, small, 1.0)
+
+
+@triton.jit
+def step_weights(m, w, k, S: tl.constexpr):
+    """`m`, `f` and `e` [c] of a token; where nothing is before it and it is nothing, `f` 1 and `e` 0."""
+    aged = m + w
+    after = tl.maximum(aged, k, propagate_nan=tl.PropagateNan.ALL)
+    nothing = after == NONE
+    f, e = weights(tl.where(nothing, 0.0, aged), tl.where(nothing, 0.0, k), S)
+    return after, f, tl.where(nothing, 0.0, e)
+
+
+@triton.jit
+def number(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def loaded(ptr, i: tl.constexpr, left, other, S: tl.constexpr):
+    """Token `i` [c] of those from `ptr` on; `other` where it is not there."""
+    return tl.load(ptr + i * S.WIDTH, mask=i < left, other=other)
+
+
+@triton.jit
+def group_at(span, n, slot, S: tl.constexpr):
+    """The first of the kept states of a sequence."""
+    if S.PACKED:
+        return span.start // S.KEEP + slot
+    else:
+        return slot * n.groups
+
+
+@triton.jit
+def channels_of(S: tl.constexpr):
+    """Sequence, channels [c] and which of them there are."""
+    blocks: tl.constexpr = (S.WIDTH + S.BLOCK - 1) // S.BLOCK
+    column = tl.program_id(0) % blocks * S.BLOCK + tl.arange(0, S.BLOCK)
+    return (tl.program_id(0) // blocks).to(tl.int64), column, column < S.WIDTH
+
+
+@triton.jit
+def advanced(a, b, m, w, k, v, S: tl.constexpr):
+    """The state [c] after a token, and its `f` and `e`."""
+    m, f, e = step_weights(m, w, k, S)
+    return f * a + e * v, f * b + e, m, f, e
+
+
+@triton.jit
+def keep(y, n, group, column, state, exists, S: tl.constexpr):
+    """Writes the state [c] before a group."""
+    if y.kept is not None:
+        ptr, part = y.kept + (group * S.WIDTH + column), n.kept * S.WIDTH
+        tl.store(ptr, state[0], mask=exists)
+        tl.store(ptr + part, state[1], mask=exists)
+        tl.store(ptr + 2 * part, state[2], mask=exists)
+
+
+@triton.jit(do_not_specialize=["n"])
+def wkv_kernel(x, y, slots, n, S: tl.constexpr):
+    GROUP: tl.constexpr = S.GROUP
+    slot, column, inside = channels_of(S)
+    span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
+    limit = tl.where(inside, span.last, span.first)  # [c]
+    w, u = tl.load(x.w + column, mask=inside, other=0.0), tl.load(x.u + column, mask=inside, other=0.0)  # [c]
+    a, b = tl.load(x.a + state, mask=inside, other=0.0), tl.load(x.b + state, mask=inside, other=0.0)  # [c]
+    m = tl.load(x.m + state, mask=inside, other=0.0)  # [c]
+    at, ks, vs = span.first * S.WIDTH + column, (), ()
+    group, left = group_at(span, n, slot, S), left_of(limit, span.first)
+    for i in tl.static_range(GROUP):
+        ks = append(ks, loaded(x.k + at, i, left, NONE, S))  # [c]
+        vs = append(vs, loaded(x.v + at, i, left, 0.0, S))  # [c]
+    for token in range(span.first, span.last, GROUP):
+        left, next_ks, next_vs = left_of(limit, token), (), ()
+        for i in tl.static_range(GROUP):
+            if i % S.KEEP == 0:
+                keep(y, n, group + i // S.KEEP, column, (a, b, m), i < left, S)
+            k, v = number(ks[i]), number(vs[i])
+            past, own = weights(m - u, k, S)
+            out = (past * a + own * v) / (past * b + own)
+            tl.store(y.out + at + i * S.WIDTH, out.to(y.out.dtype.element_ty), mask=i < left)
+            a, b, m, _f, _e = advanced(a, b, m, tl.where(i < left, w, 0.0), k, v, S)
+            next_ks = append(next_ks, loaded(x.k + at, GROUP + i, left, NONE, S))  # [c]
+            next_vs = append(next_vs, loaded(x.v + at, GROUP + i, left, 0.0, S))  # [c]
+        ks, vs = next_ks, next_vs
+        at += GROUP * S.WIDTH
+        group += GROUP // S.KEEP
+    tl.store(y.a + state, a, mask=inside)
+    tl.store(y.b + state, b, mask=inside)
+    tl.store(y.m + state, m, mask=inside)
+
+
+@triton.jit
+def token_gradients(before, v, factors, look, d_out, flows, exists):
+    """Of a token from the sums before it: of key, value and bonus, the decay's summand, and `c` and `z` before it, all [c]."""
+    inverse = 1.0 / (look[0] * before[1] + look[1])
+    out = (look[0] * before[0] + look[1] * v) * inverse
+    dn = tl.where(exists, d_out * inverse, 0.0)
+    s = tl.where(exists, -(d_out * inverse) * out, 0.0)
+    own = look[1] * (v * dn + s)
+    d_k, d_v = own + factors[1] * (v * flows[0] + flows[1]), look[1] * dn + factors[1] * flows[0]
+    d_w = factors[0] * (before[0] * flows[0] + before[1] * flows[1])
+    return d_k, d_v, own, d_w, factors[0] * flows[0] + look[0] * dn, factors[0] * flows[1] + look[0] * s
+
+
+@triton.jit
+def kept_state(x, n, group, column, mask, S: tl.constexpr):
+    """The state [c] before a group."""
+    ptr, part = x.kept + (group * S.WIDTH + column), n.kept * S.WIDTH
+    a, b = tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + part, mask=mask, other=0.0)  # [c]
+    return a, b, tl.load(ptr + 2 * part, mask=mask, other=0.0)  # [c]
+
+
+@triton.jit
+def sums_of(tensor, place, mask, S: tl.constexpr):
+    """Numbers [c] of a state, zeros if there are none."""
+    if tensor is None:
+        return tl.full([S.BLOCK], 0.0, tl.float32)
+    else:
+        return tl.load(tensor + place, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
+    GROUP: tl.constexpr = S.GROUP
+    slot, column, inside = channels_of(S)
+    span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
+    limit = tl.where(inside, span.last, span.first)  # [c]
+    w, u = tl.load(x.w + column, mask=inside, other=0.0), tl.load(x.u + column, mask=inside, other=0.0)  # [c]
+    d_w, d_w_lost = tl.full([S.BLOCK], 0.0, tl.float32), tl.full([S.BLOCK], 0.0, tl.float32)
+    d_u, d_u_lost = d_w, d_w
+    c, z = sums_of(x.d_a, state, inside, S), sums_of(x.d_b, state, inside, S)
+    groups = (tl.maximum(span.last - span.first, 0) + GROUP - 1) // GROUP
+    token, group = (
+        span.first + tl.maximum(groups - 1, 0) * GROUP,
+        group_at(span, n, slot, S) + tl.maximum(groups - 1, 0),
+    )
+    left, at = left_of(limit, token), token * S.WIDTH + column
+    next_a, next_b, next_m = kept_state(x, n, group, column, inside & (groups > 0), S)
+    ks, vs, ds = (), (), ()
+    for i in tl.static_range(GROUP):
+        ks = append(ks, loaded(x.k + at, i, left, NONE, S))  # [c]
+        vs = append(vs, loaded(x.v + at, i, left, 0.0, S))  # [c]
+        ds = append(ds, loaded(x.d_out + at, i, left, 0.0, S))  # [c]
+    for _ in range(groups):
+        a, b, m = next_a, next_b, next_m
+        sums, counts, fs, es, pasts, owns = (), (), (), (), (), ()  # [c] each, of every token
+        for i in tl.static_range(GROUP):
+            k = number(ks[i])
+            past, own = weights(m - u, k, S)
+            pasts, owns, sums, counts = append(pasts, past), append(owns, own), append(sums, a), append(counts, b)
+            a, b, m, f, e = advanced(a, b, m, tl.where(i < left, w, 0.0), k, number(vs[i]), S)
+            fs, es = append(fs, f), append(es, e)
+        before, group = at - GROUP * S.WIDTH, group - 1
+        some = inside & (token - GROUP >= span.first)
+        next_a, next_b, next_m = kept_state(x, n, group, column, some, S)
+        next_left = tl.where(some, GROUP, 0)  # [c]
+        next_ks, next_vs, next_ds = (), (), ()
+        for j in tl.static_range(GROUP - 1, -1, -1):
+            exists, v = j < left, number(vs[j])
+            d_k, d_v, own, more, c, z = token_gradients(
+                (sums[j], counts[j]), v, (fs[j], es[j]), (pasts[j], owns[j]), number(ds[j]), (c, z), exists
+            )
+            tl.store(d.k + at + j * S.WIDTH, d_k.to(d.k.dtype.element_ty), mask=exists)
+            tl.store(d.v + at + j * S.WIDTH, d_v.to(d.v.dtype.element_ty), mask=exists)
+            d_u, d_u_lost = lengthened(d_u, d_u_lost, own)
+            d_w, d_w_lost = lengthened(d_w, d_w_lost, tl.where(exists, more, 0.0))
+            next_ks = prepend(loaded(x.k + before, j, next_left, NONE, S), next_ks)  # [c]
+            next_vs = prepend(loaded(x.v + before, j, next_left, 0.0, S), next_vs)  # [c]
+            next_ds = prepend(loaded(x.d_out + before, j, next_left, 0.0, S), next_ds)  # [c]
+        ks, vs, ds, at, left, token = next_ks, next_vs, next_ds, before, next_left, token - GROUP
+    tl.store(d.w + state, d_w, mask=inside)
+    tl.store(d.u + state, d_u, mask=inside)
+    tl.store(d.a + state, c, mask=inside)
+    tl.store(d.b + state, z, mask=inside)

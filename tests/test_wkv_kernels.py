@@ -1,0 +1,175 @@
+"""The kernels of RWKV-4's averages: in Triton's interpreter, compiled without a GPU, and on a card."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from budget import assert_within_budget
+from kernels import compile_launch, recording
+from rowwise_cases import assert_captures, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+
+from flashmix import Packing, rwkv4
+from flashmix.ops.scan import call as calls
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `FLASHMIX_TRY_SCANS=1`."""
+    monkeypatch.setattr(calls, "TRY_SCANS", True)
+
+
+NAMES = ("o", "a", "b", "m", "dk", "dv", "dw", "du", "da", "db")
+CASES: list[
+    tuple[int, int, int, tuple[int, ...], float]
+] = [  # batch, tokens, channels, packed sequences, size of the decay
+    (1, 21, 5, (), 1.0),
+    (2, 9, 33, (), 0.01),
+    (1, 27, 4, (17, 0, 1, 9), 0.3),
+    (1, 18, 3, (), 40.0),
+    (2, 0, 3, (), 1.0),
+]
+LONG: list[tuple[int, int, int, tuple[int, ...], float]] = [
+    (3, 400, 70, (), 0.1),
+    (1, 3000, 64, (), 1e-3),
+    (1, 1000, 40, (1, 0, 700, 299), 0.05),
+]
+
+
+def inputs(batch: int, tokens: int, width: int, lengths: tuple[int, ...], decay: float) -> dict[str, Tensor]:
+    count = len(lengths) or batch
+    x = {name: random(batch, tokens, width, seed=i) for i, name in enumerate("kv")}
+    x["w"], x["u"] = -decay * random(width, seed=2).abs(), random(width, seed=3)
+    return x | {
+        "a": random(count, width, seed=4),
+        "b": 0.1 + random(count, width, seed=5).abs(),
+        "m": random(count, width, seed=6),
+    }
+
+
+def results(
+    x: dict[str, Tensor], dtype: torch.dtype, lengths: tuple[int, ...], impl: str, device: str = "cpu"
+) -> dict[str, Tensor]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = {n: t.to(device, dtype if n in "kv" else wide).requires_grad_(n != "m") for n, t in x.items()}
+    packing = Packing.from_lengths(lengths, device) if lengths else None
+    k, v, w, u, *state = leaves.values()
+    o, last = rwkv4(k, v, w, u, initial_state=tuple(state), return_state=True, cu_seqlens=packing, impl=impl)  # type: ignore[arg-type]
+    assert last is not None
+    outputs = [o, last[0], last[1]]
+    flows = [random(*t.shape, seed=7 + i).to(device, t.dtype) for i, t in enumerate(outputs)]
+    wanted = [t for n, t in leaves.items() if n != "m"]
+    grads = torch.autograd.grad(outputs, wanted, flows)
+    return {n: t.detach().cpu() for n, t in zip(NAMES, (o, *last, *grads), strict=True)}
+
+
+def assert_averages(
+    case: tuple[int, int, int, tuple[int, ...], float], dtype: torch.dtype, device: str = "cpu"
+) -> None:
+    x, lengths = inputs(*case), case[3]
+    x |= {n: x[n].to(dtype).float() for n in "kv"}
+    want = results(x, torch.float64, lengths, "portable")
+    plain = results(x, dtype, lengths, "portable")
+    for name, have in results(x, dtype, lengths, "triton", device).items():
+        assert_within_budget(f"{case}: {name}", have, want[name], plain[name], dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_are_plain_pytorch(case: tuple[int, int, int, tuple[int, ...], float]) -> None:
+    assert_averages(case, torch.float32)
+
+
+@pytest.mark.interpreted
+def test_the_kernels_in_16_bits() -> None:
+    assert_averages(CASES[0], torch.bfloat16)
+
+
+def assert_nothing_is_nothing(device: str) -> None:
+    """Without a state, and of keys of -inf, which count nothing: the averages of the others, and no gradient is NaN."""
+    k, v = random(1, 12, 4, seed=0), random(1, 12, 4, seed=1)
+    w, u = -random(4, seed=2).abs(), random(4, seed=3)
+    k[0, 3, 1], k[0, 5:8, 2] = -math.inf, -math.inf
+    leaves = [t.to(device).clone().requires_grad_() for t in (k, v, w, u)]
+    o, last = rwkv4(*leaves, return_state=True, impl="triton")
+    want, end = rwkv4(*(t.double() for t in (k, v, w, u)), return_state=True, impl="portable")
+    plain, rounded = rwkv4(k, v, w, u, return_state=True, impl="portable")
+    assert last is not None and end is not None and rounded is not None
+    for have, exact, baseline in zip((o, *last), (want, *end), (plain, *rounded), strict=True):
+        assert_within_budget("averages", have.detach().cpu(), exact, baseline)
+    assert all(d.isfinite().all() for d in torch.autograd.grad(o.sum(), leaves))
+
+
+@pytest.mark.interpreted
+def test_keys_of_nothing() -> None:
+    assert_nothing_is_nothing("cpu")
+
+
+def test_the_kernels_compile_without_spills() -> None:
+    with recording((9, 0)) as launches:
+        x = inputs(1, 40, 64, (30, 10), 1.0)
+        leaves = {
+            n: t.to(torch.bfloat16 if n in "kv" else torch.float32).requires_grad_(n != "m") for n, t in x.items()
+        }
+        k, v, w, u, a, b, m = leaves.values()
+        packing = Packing.from_lengths([30, 10])
+        o, _ = rwkv4(k, v, w, u, initial_state=(a, b, m), cu_seqlens=packing, impl="triton")
+        torch.autograd.grad(o, (k, v, w, u, a, b), torch.empty_like(o))
+    found = {launch.name: launch for launch in launches}
+    for name in ("wkv_kernel", "wkv_backward_kernel"):
+        assert compile_launch(found[name]).stack == 0, name
+
+
+def test_three_scans_serve_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "TRY_SCANS", False)
+    x = inputs(1, 40, 64, (), 1.0)
+    with recording((9, 0)) as launches:
+        rwkv4(x["k"].bfloat16(), x["v"].bfloat16(), x["w"], x["u"], impl="triton")
+    assert {launch.name for launch in launches} == {"scan_kernel"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=str)
+def test_on_the_device(case: tuple[int, int, int, tuple[int, ...], float]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert_averages(case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_keys_of_nothing_on_the_device() -> None:
+    assert_nothing_is_nothing("cuda")
+
+
+@pytest.mark.gpu
+def test_laws_on_the_device() -> None:
+    """Bits of rows alone and of every run; in a graph; 100,000 sequences of one token."""
+    w, u = -random(40, seed=1).abs().cuda(), random(40, seed=2).cuda()
+
+    def op(x: Tensor) -> Tensor:
+        return rwkv4(x, x * x, w, u, impl="triton")[0]
+
+    x = random(3, 150, 40).bfloat16()
+    assert_rows_do_not_meet(op, x.cuda())
+    assert_repeats(lambda x: op(x.cuda()).cpu(), x)
+    leaf = x.cuda().requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        y = op(leaf)
+        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
+
+    assert_captures(step)
+    short = random(1, 100_000, 40).cuda()
+    packing = Packing.from_lengths([1] * 100_000, "cuda")
+    y, _ = rwkv4(short, short, w, u, cu_seqlens=packing, impl="triton")
+    assert_same_bits("alone", y, op_alone(short, w, u))
+
+
+def op_alone(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """Each token as a sequence of a batch."""
+    rows = x.transpose(0, 1)
+    return rwkv4(rows, rows, w, u, impl="triton")[0].transpose(0, 1)
