@@ -22,7 +22,6 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
-    pin,
     product,
     products_done,
     release,
@@ -131,7 +130,7 @@ def linear_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
         G = vector(tiles.vectors, stage, ROWS_64)
         G_query = vector(tiles.vectors, stage, COLUMNS_64)
         A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * numbers.scale)
-        A = pin(gl.where(query[None, :] >= key[:, None], A, 0.0))  # made of the vectors before they are left
+        A = gl.where(query[None, :] >= key[:, None], A, 0.0)
         release(bars.v.empty, n)
         wait_empty(bars.made.empty, n)
         tiles.made.index(n % S.PAIRS + z).permute((1, 0)).store(A.to(q.dtype))

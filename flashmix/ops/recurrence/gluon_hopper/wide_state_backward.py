@@ -12,7 +12,6 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
-    pin,
     product,
     products_done,
     release,
@@ -103,7 +102,6 @@ def wide_backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.co
         dR = product(dnu16, tiles.A.index(n % S.PAIRS), ACC_64, 64, 64)  # (5.5)
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
         dR, dnu16 = products_done(0, deps=[dR, dnu16])
-        row = pin(row)  # it has been read before the vectors are left
         release(bars.v.empty, n)
         release(bars.A.empty, n)
         z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), operand(128))
