@@ -327,7 +327,7 @@ HEADS_OF_256 = {
 HEADS_OF_256_STACK = {
     "wide_state_forward_kernel": 192,
     "wide_state_backward_kernel": 40,
-    "wide_output_backward_kernel": 160,
+    "wide_output_backward_kernel": 176,
 }
 
 

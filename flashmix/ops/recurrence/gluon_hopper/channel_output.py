@@ -281,9 +281,9 @@ def consumer(w: gl.constexpr, dg_d, numbers, tiles, bars, S: gl.constexpr):
             z += decayed_rows(k, 0.0 - row, DT).to(gl.float32) * dX_a
             dk -= dX_a * row
         mbarrier.arrive(bars.pairs.empty.index(0), count=1)
-        leave_slot(bars.slots, G + w, READERS)
         q.permute((1, 0)).store(dq)
         k.permute((1, 0)).store(dk.to(DT))
+        leave_slot(bars.slots, G + w, READERS)  # dk has read it
         dg = suffix_sums(z, tiles.triangle) + rest[:, None]
         if dg_d.dtype == gl.float32:
             decays.index(STATE + w + zero).permute((1, 0)).store(dg)

@@ -29,6 +29,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     opaque_zero,
+    pin,
     product,
     products_done,
     reinterpret,
@@ -179,8 +180,8 @@ def consumer(w: gl.constexpr, numbers, tiles, bars, S: gl.constexpr):
                 inner, dk = products_done(1, deps=[inner, dk])
                 leave_slot(bars, STATE + w, it, READERS, S)
                 carried = gl.sum(gl.where((here + z)[:, None] == there[None, :], inner, 0.0), 1)
-            column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
-            beta = vector(tiles.vectors, stage + BETA, ROWS_64)
+            column = pin(vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64))
+            beta = pin(vector(tiles.vectors, stage + BETA, ROWS_64))
             d, dk = products_done(0, deps=[d, dk])
             release(bars.nu.empty, it)
             leave_slot(bars, DSTATE + w, it, READERS, S)

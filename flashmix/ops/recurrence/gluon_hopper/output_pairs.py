@@ -11,6 +11,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     opaque_zero,
+    pin,
     product,
     products_done,
     reinterpret,
@@ -142,6 +143,7 @@ def grouped_pairs(x, numbers, tiles, bars, S: gl.constexpr):
                 diagonal *= gl.sum(gl.where(here == column[None, :], dA, 0.0), 1)
             N_q, W = pair_sums(N_q, dA, E, beta, pairs_tile(tiles, i, 0, S))
             rows, columns = row_and_column_sums(W, beta)
+            rows = pin(rows)  # made of all vectors that were read
             if S.CORRECTED:
                 dA = product(dR, nu.permute((1, 0)), ACC_64, 64, 64)
                 dA = products_done(0, deps=[dA])
@@ -216,6 +218,7 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             rows += more_rows
             columns += more_columns
             N_a = (P * beta[None, :]).to(DT)
+        rows = pin(rows)  # made of all vectors that were read
         release(bars.keys.empty, i)
         release(bars.nu.empty, i)
         release(bars.v.empty, i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashmix.gpu.hopper import gl, gluon, plus, release, stores_done, wait_full
+from flashmix.gpu.hopper import gl, gluon, pin, plus, release, stores_done, wait_full
 from flashmix.ops.recurrence.gluon_hopper.output_slots import parts_of
 from flashmix.ops.recurrence.gluon_hopper.place import item_chunk, item_count, store_tokens, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, ROW_FACTOR
@@ -36,8 +36,8 @@ def gate_gradients(x, tiles, bars, it, first, count, head, S: gl.constexpr):
     PARTS: gl.constexpr = parts_of(S.BK)
     wait_full(bars.v.full, it)
     stage = (it % VSTAGES) * 4
-    beta = vector(tiles.vectors, stage + BETA, LANES_2)
-    row = vector(tiles.vectors, stage + ROW_FACTOR, LANES_2)
+    beta = pin(vector(tiles.vectors, stage + BETA, LANES_2))
+    row = pin(vector(tiles.vectors, stage + ROW_FACTOR, LANES_2))
     wait_full(bars.sums.full, it)
     columns = head_sums(tiles.sums, it, COLUMN_SUMS, 4)
     rows = head_sums(tiles.sums, it, PAIR_ROWS, 1 + PARTS)

@@ -18,6 +18,7 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
+    pin,
     product,
     products_done,
     release,
@@ -108,6 +109,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
+            column = pin(column)
         release(bars.v.empty, n)
         if S.OUTPUT:
             o, left = products_done(1, deps=[o, left])
@@ -192,8 +194,8 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
             written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), operand(S.BK))
-        release(bars.v.empty, n)
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
+        release(bars.v.empty, n)
         if S.OUTPUT:  # A_qb has the scale
             A_qb = query_pairs_tile(tiles, n, S)  # [C, C]
             pairs = bars.made if S.MAKES else bars.A

@@ -119,9 +119,9 @@ def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr
         v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         row = vector(tiles.vectors, (n % VSTAGES) * 4 + z + ROW_FACTOR, COLUMNS_64)
         R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
-        release(bars.tokens.empty, n)
         wait_full(bars.T.full, n)
         nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+        release(bars.tokens.empty, n)
         wait_empty(bars.nu.empty, n)
         nu, R = products_done(0, deps=[nu, R])
         release(bars.T.empty, n)

@@ -22,6 +22,7 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
+    pin,
     product,
     products_done,
     release,
@@ -127,8 +128,8 @@ def linear_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
         release(bars.writer.empty, n)
         key = gl.arange(0, 64, ROWS_64) + z
         query = gl.arange(0, 64, COLUMNS_64) + z
-        G = vector(tiles.vectors, stage, ROWS_64)
-        G_query = vector(tiles.vectors, stage, COLUMNS_64)
+        G = pin(vector(tiles.vectors, stage, ROWS_64))
+        G_query = pin(vector(tiles.vectors, stage, COLUMNS_64))
         A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * numbers.scale)
         A = gl.where(query[None, :] >= key[:, None], A, 0.0)
         release(bars.v.empty, n)

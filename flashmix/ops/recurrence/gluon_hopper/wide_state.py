@@ -15,6 +15,7 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
+    pin,
     product,
     products_done,
     release,
@@ -77,6 +78,7 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
             tiles.vectors, stage + BETA, COLUMNS_64
         )
+        column = pin(column)
         release(bars.vectors.empty, n)
         nu, R = products_done(0, deps=[nu, R])
         release(bars.A.empty, n)
@@ -133,7 +135,8 @@ def outputs(o_d, x, numbers, tiles, bars, S: gl.constexpr):
             o = product(tiles.states.index(w + z), q.permute((1, 0)), ACC_64, 64, 64)  # [v, C]
             o = products_done(0, deps=[o])
             release(bars.states.empty, 2 * n + w)
-            o = o * (vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64) * numbers.scale)[None, :]
+            row = pin(vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64))
+            o = o * (row * numbers.scale)[None, :]
             if w == 1:
                 release(bars.q.empty, n)
                 release(bars.vectors.empty, n)

@@ -12,6 +12,7 @@ from flashmix.gpu.hopper import (
     gluon,
     opaque_zero,
     operand,
+    pin,
     product,
     products_done,
     release,
@@ -100,7 +101,7 @@ def wide_backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.co
         dnu16 = gl.convert_layout(dnu.to(DT), LEFT_64)
         wait_full(bars.A.full, n)
         dR = product(dnu16, tiles.A.index(n % S.PAIRS), ACC_64, 64, 64)  # (5.5)
-        row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
+        row = pin(vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64))
         dR, dnu16 = products_done(0, deps=[dR, dnu16])
         release(bars.v.empty, n)
         release(bars.A.empty, n)
