@@ -21,7 +21,9 @@ from flashmix import Packing
 from flashmix.ops.attention import call as limits
 from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention.gluon_hopper import backward_host
+from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
 from flashmix.ops.attention.gluon_hopper.plan import Plans
+from flashmix.ops.attention.gluon_hopper.spec import hopper_spec
 
 BF16 = torch.bfloat16
 SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
@@ -133,6 +135,37 @@ def test_bits_do_not_depend_on_which_role_runs_first(case: Case) -> None:
     for seed in (1000, 2000):
         for name, found in emulated(call, seed).items():
             assert torch.equal(found, wanted[name]), (name, seed)
+
+
+@pytest.mark.parametrize(
+    "dim, tokens, batch, heads, wanted",
+    [
+        *(
+            (128, 4096, 4, 16, (4, 8)),
+            (128, 8192, 2, 16, (2, 4)),
+            (128, 16384, 1, 16, (1, 2)),
+            (64, 4096, 4, 32, (8, 16)),
+        ),
+        *(
+            (64, 4096, 16, 32, (8, 16)),
+            (128, 2048, 8, 16, (8, 16)),
+            (128, 65536, 1, 9, (1, 1)),
+            (128, 300, 1, 8, (7, 1)),
+        ),
+    ],
+)
+def test_tried_heads_that_take_turns(
+    dim: int, tokens: int, batch: int, heads: int, wanted: tuple[int, int], tried: None
+) -> None:
+    """Of those from the last keys 16 MiB; of those from the first 32, or two programs for each multiprocessor."""
+    x = torch.empty(batch, tokens, heads, dim, dtype=BF16, device="meta")
+    names = ("sink", "alibi_slopes", "log_decay", "seed", "packing", "packing_k", "left", "softcap")
+    options = {"scale": 1.0, "right": 0, "dropout_p": 0.0, "return_lse": False} | dict.fromkeys(names)
+    call = limits.AttentionCall(x, x, x, **options)
+    with hopper_card(132):
+        S, _ = hopper_spec(call, "backward")
+        assert heads_in_turns(call, S, -(-tokens // 128), 5) == wanted
+        assert heads_in_turns(call, S._replace(TWO_WAYS=False), -(-tokens // 128), 5) == (5, None)
 
 
 def drawn(*shape: int) -> list[Tensor]:

@@ -156,7 +156,7 @@ def test_fault_09_a_sequence_depends_on_the_rest_of_the_batch(
 
 
 @pytest.mark.parametrize("dim", [72, 96, 128])
-def test_fault_09_sums_of_dq_have_one_order(dim: int) -> None:
+def test_fault_09_sums_of_dq_on_hopper_have_one_order(dim: int) -> None:
     """Whatever else is in the batch, packed or not. Keys lie far from 0, so that the sums nearly cancel and their order shows."""
     if not HOPPER:
         pytest.skip("needs a Hopper GPU")

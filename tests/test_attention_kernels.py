@@ -295,7 +295,7 @@ def hopper_cases() -> list[Case]:
             replace(c, dim=dim, dim_v=dim_v, name=f"{c.name}, dims {dim} and {dim_v}") for c in cases if c.dim == 16
         ]
     # more blocks of keys than a card has multiprocessors, and heads of both ways of FLASHMIX_TRY_ATTENTION
-    many = Case("many blocks", tokens=1500, heads=8, heads_q=8)
+    many = Case("many blocks", tokens=1100, heads=8, heads_q=8)
     for dim in (72, 96, 128):
         made += [
             replace(many, name=f"many blocks, dims {dim}", dim=dim),
