@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -18,6 +20,10 @@ from compilers.gluon_emulator import hopper_card
 from flashmix import Packing
 from flashmix.ops.attention import call as limits
 from flashmix.ops.attention import softmax_attention
+from flashmix.ops.attention.gluon_hopper import backward_host
+from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
+from flashmix.ops.attention.gluon_hopper.plan import Plans
+from flashmix.ops.attention.gluon_hopper.spec import hopper_spec
 
 BF16 = torch.bfloat16
 SMALL = {"batch": 1, "tokens": 150, "heads": 1, "heads_q": 1}
@@ -49,17 +55,72 @@ ALL = [
 ]
 
 
-def emulated(call: Call, seed: int) -> dict[str, Tensor]:
-    with hopper_card(2, seed) as launched, mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
+# With FLASHMIX_TRY_ATTENTION=1, and the kernel that makes dK: heads of both ways, in several sequences of a batch, and programs that stay.
+ONCE, STAY = "hopper_backward_kernel", "hopper_backward_stay_kernel"
+OF_8 = {"batch": 1, "tokens": 300, "heads": 8, "heads_q": 8}
+TRIED = {
+    Case("two ways, dims 128", **OF_8 | {"batch": 2, "heads": 9, "heads_q": 9}, dim=128): ONCE,
+    Case("two ways, grouped heads, dims 128", **OF_8 | {"heads": 2, "heads_q": 16}, dim=128, softcap=3.0): ONCE,
+    Case("two ways, packed, dims 128", **OF_8 | {"tokens": 340}, dim=128, lengths=(270, 0, 5, 65)): ONCE,
+    Case("two ways, stay, dims 64", **OF_8 | {"tokens": 400}, dim=64, sink=True): STAY,
+    Case("two ways, stay, dims 96 and 72", **OF_8 | {"batch": 2}, dim=96, dim_v=72): STAY,
+    Case("two ways, stay, packed, dims 96", **OF_8 | {"tokens": 340}, dim=96, lengths=(270, 0, 5, 65)): STAY,
+    Case("two ways, stay, packed, grouped, dims 64", **OF_8 | {"heads": 1}, dim=64, lengths=(200, 31, 0)): STAY,
+    Case("stay, window, dims 128", **SMALL | {"tokens": 400, "heads": 2, "heads_q": 2}, dim=128, window=(90, 0)): STAY,
+    Case("stay, window, grouped, dims 96", **SMALL | {"tokens": 400, "heads_q": 2}, dim=96, window=(63, 0)): STAY,
+    Case(
+        "stay, keys that no query sees, dims 80", **SMALL | {"tokens_k": 700, "heads_q": 2}, dim=80, window=(20, 9)
+    ): STAY,
+}
+
+
+@contextmanager
+def switched(on: bool) -> Iterator[None]:
+    """As with `FLASHMIX_TRY_ATTENTION=1` or without, and calls of few channels are not left to Triton."""
+    with (
+        mock.patch.object(limits, "TRY_ATTENTION", on),
+        mock.patch.object(limits, "LEAST_CHANNELS_CAUSAL", 0),
+        mock.patch.object(backward_host, "PLANS", Plans(backward_host.BackwardPlan)),
+    ):
+        yield
+
+
+@pytest.fixture
+def tried() -> Iterator[None]:
+    with switched(True):
+        yield
+
+
+def emulated(
+    call: Call, seed: int, kernel: str = "hopper_forward_kernel", beside: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    with hopper_card(2, seed, beside) as launched, mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
         found = call.op("gluon")
-    assert "hopper_forward_kernel" in launched
+    assert kernel in launched
     return found
 
 
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.whole) for case in ALL)], ids=str)
 def test_emulated_kernels_are_within_budget(case: Case) -> None:
-    call = make_call(case, BF16)
-    found, exact, plain = emulated(call, 0), call.definition(torch.float64), call.definition(BF16)
+    within_budget(make_call(case, BF16))
+
+
+@pytest.mark.parametrize("case", TRIED, ids=str)
+def test_tried_kernels_are_within_budget(case: Case, tried: None) -> None:
+    within_budget(make_call(case, BF16), TRIED[case])
+
+
+@pytest.mark.parametrize("case", TRIED, ids=str)
+def test_tried_programs_may_run_in_any_order(case: Case, tried: None) -> None:
+    """None waits for ever, one after another in the order of their numbers or all beside each other, and bits are the same."""
+    call, kernel = make_call(case, BF16), TRIED[case]
+    wanted = emulated(call, 0, kernel)
+    for name, found in emulated(call, 1000, kernel, (kernel,)).items():
+        assert torch.equal(found, wanted[name]), name
+
+
+def within_budget(call: Call, kernel: str = "hopper_forward_kernel") -> None:
+    found, exact, plain = emulated(call, 0, kernel), call.definition(torch.float64), call.definition(BF16)
     for name, wanted in exact.items():
         empty = torch.isinf(wanted)  # lse of rows that see nothing
         assert torch.equal(torch.isinf(found[name]), empty), name
@@ -76,18 +137,77 @@ def test_bits_do_not_depend_on_which_role_runs_first(case: Case) -> None:
             assert torch.equal(found, wanted[name]), (name, seed)
 
 
+@pytest.mark.parametrize(
+    "dim, tokens, batch, heads, wanted",
+    [
+        *(
+            (128, 4096, 4, 16, (4, 8)),
+            (128, 8192, 2, 16, (2, 4)),
+            (128, 16384, 1, 16, (1, 2)),
+            (64, 4096, 4, 32, (8, 16)),
+        ),
+        *(
+            (64, 4096, 16, 32, (8, 16)),
+            (128, 2048, 8, 16, (8, 16)),
+            (128, 65536, 1, 9, (1, 1)),
+            (128, 300, 1, 8, (7, 1)),
+        ),
+    ],
+)
+def test_tried_heads_that_take_turns(
+    dim: int, tokens: int, batch: int, heads: int, wanted: tuple[int, int], tried: None
+) -> None:
+    """Of those from the last keys 16 MiB; of those from the first 32, or two programs for each multiprocessor."""
+    x = torch.empty(batch, tokens, heads, dim, dtype=BF16, device="meta")
+    names = ("sink", "alibi_slopes", "log_decay", "seed", "packing", "packing_k", "left", "softcap")
+    options = {"scale": 1.0, "right": 0, "dropout_p": 0.0, "return_lse": False} | dict.fromkeys(names)
+    call = limits.AttentionCall(x, x, x, **options)
+    with hopper_card(132):
+        S, _ = hopper_spec(call, "backward")
+        assert heads_in_turns(call, S, -(-tokens // 128), 5) == wanted
+        assert heads_in_turns(call, S._replace(TWO_WAYS=False), -(-tokens // 128), 5) == (5, None)
+
+
+def drawn(*shape: int) -> list[Tensor]:
+    """q, k, v and what flows back. Keys lie far from 0, which scores do not see: sums of dQ nearly cancel, so that their order shows."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, flow = (torch.randn(*shape, generator=generator) for _ in range(4))
+    return [x.to(BF16) for x in (q, k + 30, v, flow)]
+
+
+def d_q(inputs: Sequence[Tensor], packing: Packing | None = None) -> Tensor:
+    *given, flow = inputs
+    leaves = [x.clone().requires_grad_() for x in given]
+    with hopper_card(2, 0), mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
+        o, _ = softmax_attention(*leaves, causal=True, impl="gluon", cu_seqlens=packing)
+        return torch.autograd.grad(o, leaves, flow)[0]
+
+
 def test_dq_does_not_depend_on_other_heads() -> None:
     """Its sums over four blocks of keys have one order, whatever group of heads takes turns with it, and packed or not."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, flow = (torch.randn(1, 400, 3, 128, generator=generator).to(BF16) for _ in range(4))
-
-    def d_q(heads: slice, packing: Packing | None = None) -> Tensor:
-        leaves = [x[:, :, heads].clone().requires_grad_() for x in (q, k, v)]
-        with hopper_card(2, 0), mock.patch.object(limits, "LEAST_TOKENS_CAUSAL", 0):
-            o, _ = softmax_attention(*leaves, causal=True, impl="gluon", cu_seqlens=packing)
-            return torch.autograd.grad(o, leaves, flow[:, :, heads])[0]
-
-    together = d_q(slice(0, 3))
+    inputs = drawn(1, 400, 3, 128)
+    together = d_q(inputs)
     for head in range(3):
-        assert torch.equal(d_q(slice(head, head + 1)), together[:, :, head : head + 1]), head
-    assert torch.equal(d_q(slice(0, 3), Packing.from_lengths([400])), together)
+        alone = slice(head, head + 1)
+        assert torch.equal(d_q([x[:, :, alone] for x in inputs]), together[:, :, alone]), head
+    assert torch.equal(d_q(inputs, Packing.from_lengths([400])), together)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tried_dq_depends_on_neither_batch_nor_packing(dim: int, tried: None) -> None:
+    """Nor on heads past the eighth; of eight heads only the last one's sums have another order than without the switch."""
+    inputs = drawn(2, 400, 9, dim)
+    together = d_q(inputs)
+    for n in range(2):
+        one = slice(n, n + 1)
+        assert torch.equal(d_q([x[one] for x in inputs]), together[one]), n
+    eight = [x[:, :, :8] for x in inputs]
+    assert torch.equal(d_q(eight), together[:, :, :8])
+    row = [x.reshape(1, 800, 9, dim) for x in inputs]
+    packed = d_q(row, Packing.from_lengths([370, 0, 400, 30]))
+    for of in (slice(370), slice(370, 770), slice(770, 800)):
+        assert torch.equal(packed[:, of], d_q([x[:, of] for x in row])), of
+    with switched(False):
+        before = d_q(eight)
+    assert torch.equal(together[:, :, :7], before[:, :, :7])
+    assert not torch.equal(together[:, :, 7], before[:, :, 7])

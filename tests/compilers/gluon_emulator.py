@@ -9,6 +9,7 @@ awaited. A wait that nobody can end raises `Deadlock`. Which role runs next is d
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -35,7 +36,9 @@ from compilers.gluon_memory import (
 from compilers.gluon_roles import (
     Barriers,
     Baton,
+    Deadlock,
     Mbarrier,
+    NamedBarriers,
     add_to_global,
     arrive_at_group,
     await_count,
@@ -269,31 +272,54 @@ def given(x: Any) -> Any:
     return torch.tensor(x) if type(x) is int else x
 
 
-def run(kernel: Any, grid: int, structs: Sequence[Any], spec: Any, seed: int = 0, warps: int = 4) -> None:
-    """Runs a kernel, program after program; the first of its roles has so many warps."""
-    arguments = [given(x) for x in structs]
-    with emulated(), torch.no_grad():
-        for program in range(grid):
-            local.baton, local.program = Baton(seed + program), (program, grid)
-            local.pending, local.stores, local.copies = [], [], [[]]
-            local.role, local.threads = "program", 32 * warps
-            local.baton.running = 1
-            with local.baton.condition:
+def run(
+    kernel: Any, grid: int, structs: Sequence[Any], spec: Any, seed: int = 0, warps: int = 4, beside: bool = False
+) -> None:
+    """Runs a kernel, program after program or all beside each other; the first of its roles has so many warps."""
+    arguments, failures = [given(x) for x in structs], []
+
+    def one(program: int, baton: Baton) -> None:
+        torch.set_grad_enabled(False)  # each thread has its own setting
+        local.baton, local.program, local.named = baton, (program, grid), NamedBarriers()
+        local.pending, local.stores, local.copies = [], [], [[]]
+        local.role, local.threads = "program", 32 * warps
+        with baton.condition:
+            try:
                 kernel.fn(*arguments, spec)
                 stores_done(0)
+            except BaseException as error:
+                failures.append(error)
+                baton.failed = True
+            baton.running -= 1
+            baton.changed()
+
+    with emulated(), torch.no_grad():
+        size = grid if beside else 1
+        for first in range(0, grid, size):
+            baton = Baton(seed + first)
+            baton.running = size
+            threads = [threading.Thread(target=one, args=(first + i, baton)) for i in range(1, size)]
+            for thread in threads:
+                thread.start()
+            one(first, baton)
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise next((x for x in failures if not isinstance(x, Deadlock)), failures[0])
 
 
 @contextmanager
-def hopper_card(multiprocessors: int = 1, seed: int = 0) -> Iterator[list[str]]:
+def hopper_card(multiprocessors: int = 1, seed: int = 0, beside: Sequence[str] = ()) -> Iterator[list[str]]:
     """Within it Hopper's implementations take tensors of a CPU, and what they launch is emulated; the names of what they launched.
 
-    With few multiprocessors a program that stays has several blocks of work.
+    With few multiprocessors a program that stays has several blocks of work. `beside`: kernels whose programs run side by side.
     """
     launched: list[str] = []
 
     def launch(self: Kernel, grid: int, *structs: Any) -> None:
-        launched.append(self.kernel.fn.__name__)
-        run(self.kernel, grid, structs, self.spec, seed, self.options.get("num_warps", 4))
+        name = self.kernel.fn.__name__
+        launched.append(name)
+        run(self.kernel, grid, structs, self.spec, seed, self.options.get("num_warps", 4), name in beside)
 
     target = gpu.Target((9, 0), 227 * 1024, multiprocessors)
     with (

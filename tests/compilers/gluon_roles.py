@@ -26,7 +26,6 @@ class Baton:
         self.condition, self.random = threading.Condition(), random.Random(seed)
         self.running, self.waiting, self.failed = 0, 0, False
         self.version = 0
-        self.named = NamedBarriers()
 
     def step(self) -> None:
         """Lets another role run, sometimes."""
@@ -84,7 +83,7 @@ class Barrier:
 
 
 class NamedBarriers:
-    """The barriers of `bar.arrive` and `bar.sync`: a phase ends when so many threads have come."""
+    """A program's barriers of `bar.arrive` and `bar.sync`: a phase ends when so many threads have come."""
 
     def __init__(self) -> None:
         self.come: dict[int, int] = {}
@@ -103,12 +102,12 @@ class NamedBarriers:
 
 
 def arrive_at_group(number: Any, threads: Any) -> None:
-    local.baton.named.arrive(plain(number), plain(threads))
+    local.named.arrive(plain(number), plain(threads))
     local.baton.step()
 
 
 def sync_group(number: Any, threads: Any) -> None:
-    named, number = local.baton.named, plain(number)
+    named, number = local.named, plain(number)
     phase = named.arrive(number, plain(threads))
     local.baton.wait(lambda: named.phases[number] > phase, f"{local.role} at named barrier {number}")
     local.baton.step()
@@ -255,19 +254,20 @@ def count_up(counter: Pointer, pending: Any) -> None:
 
 
 def await_count(counter: Pointer, count: Any) -> None:
-    """Programs run one after another: one that waits for a later one waits for ever."""
+    """Where programs run one after another, one that waits for a later one waits for ever."""
     what = f"{local.role} for a count of {int(count)}"
     local.baton.wait(lambda: int(counter.memory[int(counter.offset)]) >= int(count), what)
 
 
 def warp_specialize(roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
     """Runs the roles side by side."""
-    baton, program = local.baton, local.program
+    baton, program, named = local.baton, local.program, local.named
+    running = [role for role, _ in roles]
     failures: list[BaseException] = []
 
     def run(role: Callable[..., Any], args: tuple[Any, ...], count: int) -> None:
         torch.set_grad_enabled(False)  # each thread has its own setting
-        local.baton, local.program, local.pending, local.stores = baton, program, [], []
+        local.baton, local.program, local.named, local.pending, local.stores = baton, program, named, [], []
         local.role, local.threads = role.__name__, 32 * count
         with baton.condition:
             try:
@@ -277,11 +277,12 @@ def warp_specialize(roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
             except BaseException as error:
                 failures.append(error)
                 baton.failed = True
-            baton.running -= 1
+            running.pop()
+            baton.running -= bool(running)  # the last one's place is the program's again
             baton.changed()
 
+    baton.running += len(roles) - 1
     baton.condition.release()
-    baton.running = len(roles)
     counts = [local.threads // 32, *[plain(n) for n in warps]]
     threads = [threading.Thread(target=run, args=(*x, n)) for x, n in zip(roles, counts, strict=True)]
     for thread in threads:
@@ -289,6 +290,5 @@ def warp_specialize(roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
     for thread in threads:
         thread.join()
     baton.condition.acquire()
-    baton.running = 1
     if failures:
         raise next((x for x in failures if not isinstance(x, Deadlock)), failures[0])

@@ -26,6 +26,8 @@ from flashmix.gpu.hopper import (
     leave,
     plain,
     products_done,
+    reinterpret,
+    release,
     shared_rows,
     sync_group,
     wait_full,
@@ -102,8 +104,8 @@ def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
 
 
 @gluon.jit
-def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constexpr):
-    """Eight warps with all keys, or four with 64 of them."""
+def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.constexpr):
+    """A role's keys of the program's `turn`-th block, whose queries are the uses of their rings from `base` on."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
@@ -120,24 +122,27 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
     d_k = zero_sums(QK, KEYS)
     d_v = zero_sums(V, KEYS)
     for tile in gl.static_range(ROLES):  # a piece of dQ takes all keys
-        wait_full(rings.k.full, tile)
-        if steps.all > 0:
+        wait_full(rings.k.full, turn * ROLES + tile)
+        if S.STAYS:
+            wait_full(rings.v.full, turn * ROLES + tile)
+        elif steps.all > 0:
             wait_full(rings.v.full, tile)
     following = gl.full([KEYS, S.BM], 0.0, gl.float32, L)
     if AHEAD:
-        wait_full(rings.q.full, 0, steps.all > 0)
-        following = products_done(0, [scores(k, tile_of(rings.q.tiles, 0), QK)])
+        wait_full(rings.q.full, base, steps.all > 0)
+        following = products_done(0, [scores(k, tile_of(rings.q.tiles, base % S.STAGES), QK)])
     head, block = at.head, steps.first
     for i in range(steps.all):
-        stage = i % S.STAGES
+        use = base + i
+        stage = use % S.STAGES
         q = tile_of(rings.q.tiles, stage)
         d_o = tile_of(rings.d_o.tiles, stage)
         # S^T = k q^T;  dP^T = v dO^T
         s = following
         if not AHEAD:
-            wait_full(rings.q.full, i)
+            wait_full(rings.q.full, use)
             s = scores(k, q, QK)  # [keys, BM]
-        wait_full(rings.d_o.full, i)
+        wait_full(rings.d_o.full, use)
         d_p = scores(v, d_o, V)  # [keys, BM]
         if not AHEAD:
             s = products_done(V_PARTS, [s])
@@ -153,28 +158,35 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
             d_s = d_s * (1.0 - squashed * squashed)
         d_s = d_s.to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
-        rings.d_s.index(i % 2 * ROLES + group).store(d_s)
+        rings.d_s.index(use % 2 * ROLES + group).store(d_s)
         # dV += P^T dO: now, so that ptxas lays the exponentials beside dS
         d_v = accumulate(d_v, p_t, d_o, V)
         fence_async_shared()
         sync_group(BOTH_GROUPS, 256)
         # dQ = dS K;  dK += dS^T Q
-        d_q = piece_of_d_q(group, rings.d_s, rings.k.tiles, i, S)
+        d_q = piece_of_d_q(group, rings.d_s, rings.k.tiles, use, S)
         if AHEAD:
-            wait_full(rings.q.full, i + 1, i + 1 < steps.all)
-            following = scores(k, tile_of(rings.q.tiles, (i + 1) % S.STAGES), QK)
+            wait_full(rings.q.full, use + 1, i + 1 < steps.all)
+            following = scores(k, tile_of(rings.q.tiles, (use + 1) % S.STAGES), QK)
         d_k = accumulate(d_k, d_s_t, q, QK)
         d_q, d_v, p_t = awaited_with(2 * Q_PARTS if AHEAD else Q_PARTS, d_q, d_v, p_t, V)
-        leave(D_O_READ, i, GROUPS_AND_COPIES)
-        put_piece(group, d_q, i, rings, S)
+        leave(D_O_READ, use, GROUPS_AND_COPIES)
+        put_piece(group, d_q, use, rings, S)
         # a product in flight over the loop's end would make ptxas run all of them one by one
         if AHEAD:
             following, d_k, d_s_t = awaited_with(0, following, d_k, d_s_t, QK)
         else:
             d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
-        leave(Q_READ, i, GROUPS_AND_COPIES)
+        leave(Q_READ, use, GROUPS_AND_COPIES)
         head, block = next_step(head, block, steps, S)
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
+    if S.STAYS and ROLES == 1:  # dK and dV leave through the memory of dS, and the next keys come meanwhile
+        release(rings.k.empty, turn)
+        release(rings.v.empty, turn)
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        x = reinterpret(rings.d_s, dtype, [S.BN, QK.FIRST], LAYOUT)
+        y = reinterpret(rings.d_s, dtype, [S.BN, V.FIRST], LAYOUT)
+        k, v = (x, x), (y, y)
     d_k = times(d_k, n.d_scale, QK)
     if S.BY_HEAD:
         row = (at.batch * n.heads_q + at.head).to(gl.int64) * n.tokens_k + at.start_k
@@ -189,33 +201,43 @@ def backward_group(group: gl.constexpr, work, at, steps, rings, n, S: gl.constex
         write_rows(to_v, d_v, v, first_key, at.tokens_k, V)
 
 
+@gluon.jit
+def backward_rings(descriptors, pieces, S: gl.constexpr):
+    """The `BackwardRings`; tiles of k and v are left by each role where a program takes several blocks of keys."""
+    q, d_o, k, v = descriptors
+    dtype: gl.constexpr = q[0].dtype
+    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    LEFT_BY: gl.constexpr = 1 if S.STAYS else 0
+    return BackwardRings(
+        ring(ROLES, k, LEFT_BY),
+        ring(ROLES, v, LEFT_BY),
+        ring(S.STAGES, q, 0, 2),
+        ring(S.STAGES, d_o, 0, 2),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
+        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
+        gl.allocate_shared_memory(dtype, [2 * ROLES, S.BN // ROLES, S.BM], result_layout(q[0].layout)),
+        allocate_pieces(pieces, S),
+    )
+
+
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["work"])
 def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d, second_d, S: gl.constexpr):
     """dK, dV and what 128 keys add to dQ."""
     n = work.n
     number = gl.atomic_add(work.counters, 1)
-    at, steps = find_keys(number, work.table, n, S)
+    at, steps = find_keys(number, work, n, S)
     ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
-    rings = BackwardRings(
-        ring(ROLES, (k_t, k_r), 0),
-        ring(ROLES, (v_t, v_r), 0),
-        ring(S.STAGES, (q_t, q_r), 0, 2),
-        ring(S.STAGES, (o_t, o_r), 0, 2),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(q_t.dtype, [2 * ROLES, S.BN // ROLES, S.BM], result_layout(q_t.layout)),
-        allocate_pieces((first_d, second_d), S),
-    )
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
+    rings = backward_rings(descriptors, (first_d, second_d), S)
     if at.first >= 0:
         if ROLES == 1:
             gl.warp_specialize(
                 [
-                    (backward_group, (0, work, at, steps, rings, n, S)),
-                    (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (0, work, at, steps, (first_d, second_d), rings, n, S)),
-                    (backward_sums, (1, work, at, steps, (first_d, second_d), rings, n, S)),
+                    (walk_keys, (0, work, at, steps, 0, 0, rings, n, S)),
+                    (backward_copies, (work, at, steps, 0, 0, descriptors, rings, n, S)),
+                    (backward_sums, (0, work, at, steps, 0, (first_d, second_d), rings, n, S)),
+                    (backward_sums, (1, work, at, steps, 0, (first_d, second_d), rings, n, S)),
                 ],
                 [1, 1, 1],
                 [COPIES, COPIES, COPIES],
@@ -223,11 +245,11 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
         else:
             gl.warp_specialize(
                 [
-                    (backward_group, (0, work, at, steps, rings, n, S)),
-                    (backward_group, (1, work, at, steps, rings, n, S)),
-                    (backward_copies, (work, at, steps, descriptors, rings, n, S)),
-                    (backward_sums, (0, work, at, steps, (first_d, second_d), rings, n, S)),
-                    (backward_sums, (1, work, at, steps, (first_d, second_d), rings, n, S)),
+                    (walk_keys, (0, work, at, steps, 0, 0, rings, n, S)),
+                    (walk_keys, (1, work, at, steps, 0, 0, rings, n, S)),
+                    (backward_copies, (work, at, steps, 0, 0, descriptors, rings, n, S)),
+                    (backward_sums, (0, work, at, steps, 0, (first_d, second_d), rings, n, S)),
+                    (backward_sums, (1, work, at, steps, 0, (first_d, second_d), rings, n, S)),
                 ],
                 [4, 1, 1, 1],
                 [REGISTERS_OF_TWO, COPIES, COPIES, COPIES],

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.memory import MemoryPart, views
@@ -22,6 +23,7 @@ from flashmix.ops.attention.gluon_hopper.backward import (
     hopper_backward_kernel,
 )
 from flashmix.ops.attention.gluon_hopper.backward_queries import QueryWork, hopper_backward_queries_kernel
+from flashmix.ops.attention.gluon_hopper.backward_stay import hopper_backward_stay_kernel
 from flashmix.ops.attention.gluon_hopper.backward_sums import (
     QuerySums,
     piece_begin,
@@ -34,7 +36,7 @@ from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wi
 from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
 from flashmix.ops.attention.gluon_hopper.plan import Plans
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec, tiles
-from flashmix.ops.attention.gluon_hopper.table import ROWS
+from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS, ROWS
 from flashmix.ops.attention.triton_gpu.backward import RowInputs, RowResults, row_launch, summed_over_rows
 from flashmix.ops.attention.triton_gpu.decay import running_sums, sums_of_gradients
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
@@ -42,6 +44,7 @@ from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
 
 MOST_CHANNELS_TOGETHER = 128  # of the larger head dim: above, dK, dV and a half of dQ do not fit into registers
 SUMMED = 8  # tokens that a program adds up over a group of heads
+CACHED_QUERIES = 16 << 20  # bytes of q, dO and dQ's sums that heads which take turns share through the L2 cache
 
 
 def _both_sides(call: AttentionCall, d_o: Tensor, S: AttentionSpec, rows: int, keys: int) -> tuple[Tiles | None, ...]:
@@ -91,7 +94,7 @@ class Together:
         self.sums_q = call.tokens_q // spec.BM + count if call.packed else self.blocks_q  # blocks of dQ of a head
         self.sums = self.sums_q * call.batch * call.heads_q
         self.blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
-        self.keys = bound(hopper_backward_kernel, spec, **options)
+        self.keys = bound(hopper_backward_stay_kernel if spec.STAYS else hopper_backward_kernel, spec, **options)
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
         # sums of dQ's blocks; dK and dV by query head; counters
         by_head = [(call.batch, call.heads_q, *x.shape[1::2]) for x in (call.k, call.v) if spec.BY_HEAD]
@@ -108,11 +111,11 @@ class Together:
         spec, (sums, *by_head) = self.spec, memory
         d_k, d_v = by_head or (found["k"], found["v"])
         n = numbers_of(call, spec, self.blocks_k)
-        n = n._replace(
-            at_once=max(1, n.at_once // call.group)
-        )  # heads in turns share the cache with their dQ, those of a group too
+        at_once, at_once_back = heads_in_turns(call, spec, self.blocks_k, n.at_once)
+        n = n._replace(at_once=at_once)
+        programs = self.blocks_k * call.batch * call.heads_q
         self.keys(
-            self.blocks_k * call.batch * call.heads_q,
+            min(programs, gpu.target(call.device).multiprocessors) if spec.STAYS else programs,
             BackwardWork(
                 *(more.table_k, rows.level, rows.delta, d_k, d_v, rows.counters),
                 alibi_slopes=None,
@@ -120,6 +123,7 @@ class Together:
                 at_keys=None,
                 n=n,
                 blocks_q=self.sums_q,
+                at_once_back=at_once_back,
             ),
             *_both_sides(call, flow.tiled, spec, spec.BM, spec.BN // self.pieces),
             *[in_pieces(sums, shape) for shape in self.shapes],
@@ -133,6 +137,28 @@ class Together:
             numbers, width = GroupNumbers(call.tokens_k, call.heads, call.group), result.shape[3]
             kernel = bound(group_sums_kernel, GroupSpec(width, power_of_two(width), SUMMED), num_warps=4)
             kernel(cdiv(call.tokens_k, SUMMED) * call.batch * call.heads, parts, result, numbers)
+
+
+def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: int) -> tuple[int, int | None]:
+    """How many query heads take turns in the pass over the keys, of `blocks` programs each, and of heads that go from their first keys.
+
+    Heads in turns share the cache with their dQ, those of a group too; `cached`: as many as share their keys. With TWO_WAYS groups of
+    one size have q, dO and dQ's sums of CACHED_QUERIES bytes. The heads that come last are one group where they have twice as many
+    bytes, and in each as many programs as a card has multiprocessors twice: of fewer the heaviest run alone at the end all the same.
+    """
+    if not S.TWO_WAYS:
+        return max(1, cached // call.group), None
+    tokens = call.tokens_q // max(0 if call.packing is None else call.packing.count, 1)
+    row = (S.QK.ALL + S.V.ALL) * call.q.element_size() + 4 * S.QK.ALL
+    most = cdiv(CACHED_QUERIES, max(tokens * row, 1))
+    back = call.batch * (call.heads_q // HEADS_OF_BOTH_WAYS)
+    least_back = cdiv(2 * gpu.target(call.device).multiprocessors, blocks)
+    return even_groups(call.batch * call.heads_q - back, most), even_groups(back, max(2 * most, least_back))
+
+
+def even_groups(heads: int, most: int) -> int:
+    """The size of as few groups of one size as have at most `most` heads each."""
+    return cdiv(heads, cdiv(heads, most))
 
 
 def in_pieces(sums: Tensor, shape: tuple[int, int]) -> Tiles:
@@ -181,6 +207,7 @@ class Apart:
             BackwardWork(
                 *(more.table_k, rows.level, rows.delta, found["k"], found["v"], None, *biases, more.at_keys, n),
                 blocks_q=None,
+                at_once_back=None,
             ),
             *_both_sides(call, flow.tiled, spec, spec.BM, ROWS),
         )

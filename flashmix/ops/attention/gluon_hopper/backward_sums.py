@@ -1,9 +1,9 @@
 """dQ of the backward on Hopper: what programs of keys add to it, block by block of queries and in a fixed order, and dQ of the sums.
 
 A block of BM queries comes whole, or in a piece for each part of the head, in the order in which threads hold it; a warp adds it in
-float32 by TMA. A counter for each block says how many programs have added to it, and a program waits for those of the later keys.
-Programs take the numbers by which they find their keys in the order in which they start, so each waits for started programs only. A
-head's blocks lie one after the other.
+float32 by TMA. A counter for each block says how many blocks of keys have been added to it; each of these waits for the later keys, or,
+with every eighth head of `find_keys`, for the earlier ones. Programs draw the numbers by which they find keys in the order in which they
+begin with them, and keys wait for those of smaller numbers only. A head's blocks lie one after the other.
 """
 
 # mypy: allow-untyped-defs
@@ -28,7 +28,7 @@ from flashmix.gpu.hopper import (
     take_turn,
     wait_empty,
 )
-from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums
+from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums, way_of
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
 
@@ -102,18 +102,21 @@ def piece_row(place, piece: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def turn_of(at, steps, block, n, S: gl.constexpr):
-    """How many programs add to a block of queries before the one `at`: those of later keys that it sees."""
+    """How many blocks of keys are added to a block of queries before the one `at`: the later ones that it sees, or the earlier ones."""
     last = gl.cdiv(at.tokens_k, S.BN) - 1
     ahead = (block + 1) * S.BM + at.tokens_k - at.tokens_q
     if S.CAUSAL:
         last = gl.minimum(last, (ahead + S.BN - 1) // S.BN - 1)
     elif S.RIGHT:
         last = gl.minimum(last, (ahead + n.right + S.BN - 1) // S.BN - 1)
-    return last - at.first // S.BN
+    if S.TWO_WAYS:
+        return gl.where(way_of(at.head, S) > 0, last - at.first // S.BN, at.first // S.BN)
+    else:
+        return last - at.first // S.BN
 
 
 @gluon.jit
-def backward_sums(warp: gl.constexpr, work, at, steps, d_q_d, rings, n, S: gl.constexpr):
+def backward_sums(warp: gl.constexpr, work, at, steps, base, d_q_d, rings, n, S: gl.constexpr):
     """One of the two warps that add to dQ, every second block each and each in its turn; the first to add stores.
 
     From the addition of a block until it is in memory it takes about as long as a step of the groups: one warp alone would hold them up.
@@ -122,23 +125,25 @@ def backward_sums(warp: gl.constexpr, work, at, steps, d_q_d, rings, n, S: gl.co
     DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
     THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
     first = (at.batch * n.heads_q + at.head) * work.blocks_q + steps.sums
-    for own in range((steps.all - warp + 1) // 2):
-        i = 2 * own + warp
-        block = steps.first + i
+    begin = (base + warp) % 2
+    for own in range((steps.all - begin + 1) // 2):
+        i = 2 * own + begin
+        use = base + i
+        block = steps.first + way_of(at.head, S) * i
         place = first + block
         turn = turn_of(at, steps, block, n, S)
         await_count(work.counters + 1 + place, turn)
         for piece in gl.static_range(PIECES):
-            take_turn(D_Q_FULL + 2 * piece, i, THREADS, True)
+            take_turn(D_Q_FULL + 2 * piece, use, THREADS, True)
             row = piece_row(place, piece, S)
-            tile = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
+            tile = piece_of(rings.d_q.tiles, piece).index(use % DEPTH)
             if turn == 0:
                 copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
             else:
                 add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
         stores_done(0)
         for piece in gl.static_range(PIECES):
-            release(rings.d_q.empty, PIECES * i + piece)
+            release(rings.d_q.empty, PIECES * use + piece)
         count_up(work.counters + 1 + place, 0)
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal
+from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, wait_empty
 from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
+from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS
 from flashmix.ops.attention.gluon_hopper.tiles import fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.scores import bias_of_keys, bias_of_rows, biased, expanded, in_units
@@ -22,6 +23,7 @@ from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, l
 # Named barriers, which ask no group to wait for its own warps first; those of two tiles have two numbers.
 BOTH_GROUPS, Q_READ, D_O_READ = gl.constexpr(4), gl.constexpr(5), gl.constexpr(7)
 GROUPS_AND_COPIES = gl.constexpr(256 + 32)  # threads
+EIGHT = gl.constexpr(HEADS_OF_BOTH_WAYS)
 
 
 class BackwardWork(NamedTuple):
@@ -38,6 +40,7 @@ class BackwardWork(NamedTuple):
     at_keys: Any  # with a decay the sums of dS over queries, [B, HQ, Tk]
     n: Any  # `AttentionNumbers`
     blocks_q: Any  # with dQ, its blocks of a head
+    at_once_back: Any  # with TWO_WAYS, heads that take turns of those that go from their first keys
 
 
 class QuerySteps(NamedTuple):
@@ -70,22 +73,57 @@ def first_sums(sequence, start_q, S: tl.constexpr):
 
 
 @gluon.jit
-def find_keys(number, table, n, S: gl.constexpr):
+def way_of(head, S: gl.constexpr):
+    """1, or -1 for every eighth query head with TWO_WAYS: it goes from its first keys, and over their queries from the last.
+
+    The way follows from the number of the head alone, so that dQ's bits depend on neither the batch nor the packing.
+    """
+    if S.TWO_WAYS:
+        return gl.where(head % EIGHT == EIGHT - 1, -1, 1)
+    else:
+        return 1
+
+
+@gluon.jit
+def find_head_of_two_ways(number, work, n):
+    """(sequence of the batch, query head, block): heads that go from their first keys come after all the others."""
+    back = n.heads_q // EIGHT
+    first_back = n.batches * (n.heads_q - back) * n.blocks
+    is_back = number >= first_back
+    heads = gl.where(is_back, back, n.heads_q - back)
+    number -= gl.where(is_back, first_back, 0)
+    bh, block = find_head(number, n.blocks, n.batches * heads, gl.where(is_back, work.at_once_back, n.at_once))
+    nth = bh % heads
+    head = gl.where(is_back, nth * EIGHT + EIGHT - 1, nth + nth // (EIGHT - 1))
+    return bh // heads, head, block
+
+
+@gluon.jit
+def find_keys(number, work, n, S: gl.constexpr):
     """The BN keys of a program, and its `QuerySteps`. Where dQ is added up, keys come from the last, else the heaviest first.
 
     Of causal keys the last are the lightest: a head's programs come to each block in the order in which they start, and none waits for
-    long. All heads go this way, the last ones too: dQ's bits would else depend on the batch, and on whether sequences are packed.
+    long. But the heaviest of the last heads then run alone at the end. With TWO_WAYS the heads that come last go the other way
+    (`way_of`), each program a block behind the one before.
     """
     heads, group, walked = n.heads, n.group, n.group
     if S.WITH_Q:
         heads, group, walked = n.heads_q, 1, 1
-    bh, block = find_head(number, n.blocks, n.batches * heads, n.at_once)
-    batch, head = bh // heads, bh % heads * group
+    if S.TWO_WAYS:
+        batch, head, block = find_head_of_two_ways(number, work, n)
+        bh = batch * heads + head
+    else:
+        bh, block = find_head(number, n.blocks, n.batches * heads, n.at_once)
+        batch, head = bh // heads, bh % heads * group
     sequence, start_q, start_k, tokens_q, tokens_k = bh * 0, n.tokens_q * 0, n.tokens_k * 0, n.tokens_q, n.tokens_k
     if S.PACKED:
-        sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, table)
+        sequence, start_k, tokens_k, start_q, tokens_q, block = find_sequence(block, work.table)
     if S.WITH_Q:
-        block = gl.cdiv(tokens_k, S.BN) - 1 - block
+        last = gl.cdiv(tokens_k, S.BN) - 1
+        if S.TWO_WAYS:
+            block = gl.where(way_of(head, S) > 0, last - block, gl.where(block > last, -1, block))
+        else:
+            block = last - block
     else:
         block = gl.where(block * S.BN < tokens_k, block, -1)
     at = AttentionBlock(batch, head, head // n.group, bh, block * S.BN, start_q, tokens_q, start_k, tokens_k)
@@ -93,14 +131,17 @@ def find_keys(number, table, n, S: gl.constexpr):
     each = gl.maximum((high + S.BM - 1) // S.BM - low // S.BM, 0)
     if at.first + S.BN > tokens_k:  # some keys are past the last
         outer = inner
-    return at, QuerySteps(low // S.BM, each, each * walked, inner, outer, first_sums(sequence, start_q, S))
+    first = low // S.BM
+    if S.TWO_WAYS:
+        first += gl.where(way_of(head, S) > 0, 0, each - 1)
+    return at, QuerySteps(first, each, each * walked, inner, outer, first_sums(sequence, start_q, S))
 
 
 @gluon.jit
 def next_step(head, block, steps, S: gl.constexpr):
     """The head and the block of queries after these."""
     if S.WITH_Q:  # one head
-        return head, block + 1
+        return head, block + way_of(head, S)
     else:
         more = block + 1 < steps.first + steps.each
         return gl.where(more, head, head + 1), gl.where(more, block + 1, steps.first)
@@ -157,16 +198,33 @@ def put_numbers(numbers, full, tiles, use):
 
 
 @gluon.jit
-def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
-    """The warp that copies: k, v, and in turns q with its level and dO with its delta."""
+def copy_keys(at, turn, descriptor, tiles, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy k or v of a program's `turn`-th block of keys, where it has several when the one before has been left."""
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    TILES: gl.constexpr = tiles.full.shape[0]
+    for part in gl.static_range(TILES):
+        use = turn * TILES + part
+        if S.STAYS:
+            wait_empty(tiles.empty, use)
+        fill_tile(descriptor, of_k, at.first + part * (S.BN // TILES), tiles, use, C, S)
+
+
+@gluon.jit
+def backward_copies(work, at, steps, turn, base, descriptors, rings, n, S: gl.constexpr):
+    """The warp that copies: k, v, and in turns q with its level and dO with its delta, from use `base` of their rings on.
+
+    k comes before the first q, or behind it where it has to wait for the program's block before. Keys that no query sees need no v, but
+    where a program takes several blocks it comes, as uses of its ring count them.
+    """
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     q_d, d_o_d, k_d, v_d = descriptors
     lanes = gl.arange(0, S.BM, gl.BlockedLayout([S.BM // 32], [32], [1], [0]))
-    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    TILES: gl.constexpr = rings.k.full.shape[0]  # of keys
-    for part in gl.static_range(TILES):
-        fill_tile(k_d, of_k, at.first + part * (S.BN // TILES), rings.k, part, QK, S)
+    if not S.STAYS:
+        copy_keys(at, turn, k_d, rings.k, QK, S)
+    elif steps.all == 0:
+        copy_keys(at, turn, k_d, rings.k, QK, S)
+        copy_keys(at, turn, v_d, rings.v, V, S)
     head, block = at.head, steps.first
     for i in range(steps.all):
         row = block * S.BM
@@ -177,15 +235,17 @@ def backward_copies(work, at, steps, descriptors, rings, n, S: gl.constexpr):
         delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
         position = row + lanes + at.tokens_k - at.tokens_q
         level = level_from_last(level, work, at, head, position, at_edge(row, steps), n, S)
-        await_readers(Q_READ, i, GROUPS_AND_COPIES)
-        fill_tile(q_d, of_q, row, rings.q, i, QK, S)
-        put_numbers(level, rings.q.full, rings.level, i)
+        use = base + i
+        await_readers(Q_READ, use, GROUPS_AND_COPIES)
+        fill_tile(q_d, of_q, row, rings.q, use, QK, S)
+        put_numbers(level, rings.q.full, rings.level, use)
         if i == 0:
-            for part in gl.static_range(TILES):
-                fill_tile(v_d, of_k, at.first + part * (S.BN // TILES), rings.v, part, V, S)
-        await_readers(D_O_READ, i, GROUPS_AND_COPIES)
-        fill_tile(d_o_d, of_q, row, rings.d_o, i, V, S)
-        put_numbers(delta, rings.d_o.full, rings.delta, i)
+            if S.STAYS:
+                copy_keys(at, turn, k_d, rings.k, QK, S)
+            copy_keys(at, turn, v_d, rings.v, V, S)
+        await_readers(D_O_READ, use, GROUPS_AND_COPIES)
+        fill_tile(d_o_d, of_q, row, rings.d_o, use, V, S)
+        put_numbers(delta, rings.d_o.full, rings.delta, use)
         head, block = next_step(head, block, steps, S)
 
 

@@ -176,7 +176,7 @@ def key_group(work, at, steps, rings, n, S: gl.constexpr):
 def hopper_backward_wide_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, S: gl.constexpr):
     """dK and dV of 64 keys; `q_t` to `v_r` are both parts of q, dO, k and v."""
     n = work.n
-    at, steps = find_keys(gl.program_id(0), work.table, n, S)
+    at, steps = find_keys(gl.program_id(0), work, n, S)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     p = gl.allocate_shared_memory(gl.float32, [2, 64, S.BM], LAYOUT)
     squash = p
@@ -198,7 +198,7 @@ def hopper_backward_wide_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, S:
             [
                 (value_group, (work, at, steps, rings, n, S)),
                 (key_group, (work, at, steps, rings, n, S)),
-                (backward_copies, (work, at, steps, descriptors, rings, n, S)),
+                (backward_copies, (work, at, steps, 0, 0, descriptors, rings, n, S)),
             ],
             [4, 1],
             [REGISTERS_OF_TWO, COPIES],

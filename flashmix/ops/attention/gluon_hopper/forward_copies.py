@@ -148,9 +148,9 @@ def tell(queue, drawn, number):
 
 
 @gluon.jit
-def told(queue, drawn):
-    """The number that `tell` told."""
+def told(queue, drawn, WARPS: gl.constexpr = 4):
+    """The number that `tell` told, to a role of so many warps."""
     wait_full(queue.full, drawn)
-    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0]))  # [1]
+    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [WARPS], [0]))  # [1]
     release(queue.empty, drawn)
     return gl.max(number, 0)

@@ -26,6 +26,8 @@ BIASED = {
     "queries": {(256, 256): AttentionConfig(128, 64, 8, 2)},
 }
 PHASES = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "queries": QUERIES}
+# In the pass over causal keys query heads 7, 15, 23, ... go from their first keys.
+HEADS_OF_BOTH_WAYS = 8
 # Registers a thread by the number of groups that compute: at the start of a kernel, of those groups, of the warps that only copy.
 REGISTERS = {2: (168, 240, 24), 3: (128, 160, 24)}
 

@@ -61,6 +61,8 @@ class AttentionSpec(NamedTuple):
     V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
     WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
     BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
+    TWO_WAYS: bool = False  # Hopper: whether the pass over the keys goes through every eighth head from its first keys
+    STAYS: bool = False  # Hopper: whether its programs take one block of keys after another
     SLOPES_BY_SEQUENCE: bool = False  # ALiBi's slopes are [B, HQ]
 
 
