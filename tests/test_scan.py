@@ -246,7 +246,7 @@ def test_a_complex_step() -> None:
 @pytest.mark.parametrize("decay", ["none", "token", "head", "constant"])
 @each_impl
 def test_the_running_maximum(impl: str, decay: str, lengths: tuple[int, ...]) -> None:
-    """A maximum rounds nothing, and a sum with a decay as the definition's does; packed it has the bits of one by one."""
+    """Beside the definition in float64: a maximum rounds nothing, and sums with decays no more than its loop does."""
     x = random(1, 136, 3, 7)
     sizes = {"none": (3, 7), "token": (1, 136, 3, 7), "head": (1, 136, 3), "constant": (3, 7)}[decay]
     g = -random(*sizes, seed=1).abs() * (decay != "none")
@@ -254,18 +254,35 @@ def test_the_running_maximum(impl: str, decay: str, lengths: tuple[int, ...]) ->
     full = (g.unsqueeze(-1) if decay == "head" else g).expand(1, 136, 3, 7)
     for late in (False, True):
         parts = lengths or (136,)
-        want = [
-            define_max(part, own, s, late)
-            for part, own, s in zip(x.split(parts, 1), full.split(parts, 1), state.split(1), strict=True)
-        ]
+        plain, want = (
+            [
+                define_max(part, own, s, late)
+                for part, own, s in zip(*(t.to(dtype).split(size, dim) for t, size, dim in cut), strict=True)
+            ]
+            for cut in [((x, parts, 1), (full, parts, 1), (state, 1, 0))]
+            for dtype in (torch.float32, torch.float64)
+        )
         options: dict[str, Any] = {"initial_state": state, "return_state": True, "read_before": late, "impl": impl}
         options["cu_seqlens"] = Packing.from_lengths(lengths) if lengths else None
         m, last = scan_max(x, None if decay == "none" else g, **options)
         steps = 4 if impl == "portable" else 1
-        exact = torch.cat([one for one, _ in want], 1).detach()
-        assert_within_budget("m", m, exact, exact, steps=steps)
-        assert_within_budget("last", last, *[torch.cat([state for _, state in want]).detach()] * 2, steps=steps)
-        assert decay != "none" or torch.equal(m, exact)
+        exact, loop = (torch.cat([one for one, _ in found], 1) for found in (want, plain))
+        assert_within_budget("m", m, exact, loop, steps=steps)
+        assert_within_budget("last", last, *(torch.cat([s for _, s in found]) for found in (want, plain)), steps=steps)
+        assert decay != "none" or torch.equal(m, loop)
+
+
+@needs_library
+@pytest.mark.parametrize("decay", ["token", "head", "constant"])
+def test_the_running_maximum_of_a_long_sequence(decay: str) -> None:
+    """Rounds once, however many decays lie between; a loop in float32 errs by 500 times as much here with one decay for all tokens."""
+    x = random(1, 3000, 2, 8)
+    g = -1e-3 * random(*{"token": (1, 3000, 2, 8), "head": (1, 3000, 2), "constant": (2, 8)}[decay], seed=1).abs()
+    want, last = scan_max(x.double(), g.double(), return_state=True, impl="portable")
+    m, state = scan_max(x, g, return_state=True, impl="native")
+    assert last is not None and state is not None
+    assert_within_budget("m", m, want, want)
+    assert_within_budget("last", state, last, last)
 
 
 def test_the_running_maximum_of_nothing() -> None:

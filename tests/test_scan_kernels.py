@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from budget import assert_within_budget
 from kernels import compile_launch, recording
 from rowwise_cases import random
 from scan_cases import CASES, COUPLED, Case, assert_scans
@@ -123,6 +124,25 @@ def assert_maxima(device: str) -> None:
                 assert have is not None and one is not None and torch.equal(have.cpu(), one)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_running_maximum_of_a_long_sequence(
+    segments: bool, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "SEGMENT", 64 if segments else 512)
+    assert_a_long_maximum(500, "cpu")
+
+
+def assert_a_long_maximum(tokens: int, device: str) -> None:
+    """Rounds once, however many decays lie between: a sum of equal ones errs to one side at each."""
+    x, g = random(1, tokens, 1, 4), -1e-3 * random(1, 4, seed=1).abs()
+    want, last = scan_max(x.double(), g.double(), return_state=True, impl="portable")
+    m, state = scan_max(x.to(device), g.to(device), return_state=True, impl="triton")
+    assert last is not None and state is not None
+    assert_within_budget("m", m.cpu(), want, want)
+    assert_within_budget("last", state.cpu(), last, last)
+
+
 def test_segments_follow_from_the_sizes() -> None:
     for sizes, segments in (((8, 4096, 4096), False), ((1, 131072, 512), True), ((1, 400, 64), False)):
         x = torch.empty(sizes, device="meta")
@@ -191,6 +211,7 @@ def test_complex_numbers_on_the_device(case: Case, turning: bool, monkeypatch: p
 @pytest.mark.gpu
 def test_the_running_maximum_on_the_device() -> None:
     assert_maxima("cuda")
+    assert_a_long_maximum(20_000, "cuda")
 
 
 @pytest.mark.gpu

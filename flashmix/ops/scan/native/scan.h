@@ -56,6 +56,19 @@ INLINE vector NAME(larger)(vector a, vector b) {
     return (vector)((mask & (whole)a) | (~mask & (whole)b));
 }
 
+/* The larger of h + g and x, NaN if one is; `lost` is what rounding took from the sums since the last x, which one decay after the other
+ * takes to the same side.
+ */
+INLINE vector NAME(aged_maximum)(vector h, vector g, vector x, float *lost) {
+    typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
+    vector sum = h + g, part = sum - h, rest = *(vector *)lost + ((h - (sum - part)) + (g - part));
+    rest = (vector)((whole)rest & (rest == rest)); /* of infinities */
+    vector aged = sum + rest;
+    rest -= aged - sum;
+    *(vector *)lost = (vector)((whole)rest & (rest == rest) & (aged >= x));
+    return NAME(larger)(aged, x);
+}
+
 INLINE void NAME(prefetch_row)(const float *row, int n) {
     for (int j = 0; j < n; j += LANES) __builtin_prefetch(row + j);
 }
@@ -64,9 +77,10 @@ static void NAME(scan)(const void *given, int64_t sequence, int64_t block, float
     const Scan *call = given;
     long channels = call->channels, first = block * call->block, end = call->starts[sequence + 1];
     int n = (int)(channels - first < call->block ? channels - first : call->block);
-    float h[n + LANES], factor[n + LANES], weight[n + LANES];
+    float h[n + LANES], factor[n + LANES], weight[n + LANES], lost[n + LANES];
     (void)unused;
     NAME(read_state)(call->initial_state, sequence * channels + first, n, h);
+    memset(lost, 0, sizeof lost);
     memset(factor, 0, sizeof factor);
     memset(weight, 0, sizeof weight);
     if (call->decay == CONSTANT) NAME(factors)(call, 0, first, n, factor, weight);
@@ -82,7 +96,7 @@ static void NAME(scan)(const void *given, int64_t sequence, int64_t block, float
             vector before = *(vector *)(h + j), own = NAME(read)(x + j, n - j), f = *(vector *)(factor + j);
             if (call->coupling) own *= *(vector *)(weight + j);
             vector after = f * before + own;
-            if (call->maximum) after = NAME(larger)(before + f, own);
+            if (call->maximum) after = NAME(aged_maximum)(before, f, own, lost + j);
             *(vector *)(h + j) = after;
             NAME(write)(to + j, call->read_before ? before : after, n - j);
         }

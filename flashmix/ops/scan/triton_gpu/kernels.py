@@ -229,12 +229,27 @@ def states_at(states, row, column, inside, S: tl.constexpr):
 
 
 @triton.jit
-def advanced(h, factor, x, S: tl.constexpr):
-    """The state after a step."""
+def with_rest(total, lost, g):
+    """A sum [c] and what rounding lost of it, with one more summand; of infinities nothing is lost."""
+    after = total + g
+    part = after - total
+    rest = lost + ((total - (after - part)) + (g - part))
+    rest = tl.where(rest == rest, rest, 0.0)
+    whole = after + rest
+    rest -= whole - after
+    return whole, tl.where(rest == rest, rest, 0.0)
+
+
+@triton.jit
+def advanced(h, lost, factor, x, S: tl.constexpr):
+    """The state after a step. Of a maximum `lost` [c] is what rounding took from the sums since the last `x`, which one decay after the
+    other takes to the same side.
+    """
     if S.MAXIMUM:
-        return tl.maximum(h + factor, x, propagate_nan=tl.PropagateNan.ALL)
+        aged, rest = with_rest(h, lost, factor)
+        return tl.maximum(aged, x, propagate_nan=tl.PropagateNan.ALL), tl.where(aged >= x, rest, 0.0)
     else:
-        return added(times(factor, h, S), x, S)
+        return added(times(factor, h, S), x, S), lost
 
 
 @triton.jit
@@ -248,11 +263,23 @@ def no_factor(S: tl.constexpr):
 
 
 @triton.jit
+def with_factor(total, lost, factor, S: tl.constexpr):
+    """The product [c] of factors with one more; with a maximum their sum, and what rounding lost of it."""
+    if S.MAXIMUM:
+        return with_rest(total, lost, factor)
+    elif S.TURNING:
+        return times(total, factor, S), lost
+    else:
+        return total * factor, lost
+
+
+@triton.jit
 def joined(inputs, h, slot, count, STEP: tl.constexpr, column, inside, S: tl.constexpr):
     """The state after `count` segments, the slots from `slot` on, every STEP-th."""
     NOTHING: tl.constexpr = float("-inf") if S.MAXIMUM else 0.0
     ONE: tl.constexpr = ONE_AS_WORD if S.TURNING else 0.0 if S.MAXIMUM else 1.0
     JOINED: tl.constexpr = S.JOINED
+    lost = tl.zeros(column.shape, tl.float32)
     for first in range(0, count, JOINED):
         totals, ends = (), ()
         for i in tl.static_range(JOINED):
@@ -262,7 +289,7 @@ def joined(inputs, h, slot, count, STEP: tl.constexpr, column, inside, S: tl.con
             ends = append(ends, tl.load(inputs.ends + at, mask=mask, other=NOTHING))  # [c]
         for i in tl.static_range(JOINED):
             factor = parts_of(totals[i]) if S.TURNING else totals[i]
-            h = advanced(h, factor, number_of(ends[i], S), S)
+            h, lost = advanced(h, lost, factor, number_of(ends[i], S), S)
     return h
 
 
@@ -281,7 +308,8 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
     slot, column, inside = columns(S)
     span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
-    total = no_factor(S)
+    total, lost = no_factor(S), tl.zeros(column.shape, tl.float32)
+    total_lost = lost
     if results.totals is not None:
         h = constant(NOTHING, S)
     else:
@@ -298,9 +326,9 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
         for i in tl.static_range(GROUP):
             factor, weight = factors_of(gs[i], i < left, S)
             before, x = h, number_of(xs[i], S)
-            h = advanced(h, factor, weight * x if S.COUPLING else x, S)
+            h, lost = advanced(h, lost, factor, weight * x if S.COUPLING else x, S)
             if results.totals is not None:
-                total = total + factor if S.MAXIMUM else times(total, factor, S) if S.TURNING else total * factor
+                total, total_lost = with_factor(total, total_lost, factor, S)
             else:
                 y = before if S.READ_BEFORE else h
                 out = results.h + (at * S.WIDTH + column) + i * S.WIDTH

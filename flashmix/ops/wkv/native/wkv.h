@@ -1,23 +1,29 @@
 /* RWKV-4's averages of one sequence and block of channels, token after token, for one instruction set (see tiles.h of the recurrence).
- * What a thread works on is padded to whole vectors; tensors are not.
+ * What a thread works on is padded to whole vectors; tensors are not. `m + w` is `peak + n w`, with the key that `m` was last and the tokens
+ * since then: rounded once, where a sum of one decay after the other errs by as many roundings, all to the same side.
  */
 
-/* The factors of two terms e^x and e^y divided by the larger one, and its logarithm. */
+typedef int32_t NAME(Mask) __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* The factors of two terms e^x and e^y divided by the larger one, its logarithm, and where it is the first. */
 typedef struct {
     vector first, second, largest;
+    NAME(Mask) is_first;
 } NAME(Pair);
 
+INLINE vector NAME(chosen)(NAME(Mask) mask, vector x, vector y) {
+    return (vector)((mask & (NAME(Mask))x) | (~mask & (NAME(Mask))y));
+}
+
 INLINE NAME(Pair) NAME(weights)(vector x, vector y) {
-    typedef int32_t whole __attribute__((vector_size(4 * LANES), aligned(4)));
     vector least = {0};
     least -= 3.4028234e38f;
-    NAME(Pair) p = {.largest = NAME(larger)(x, y)};
+    NAME(Pair) p = {.is_first = x >= y, .largest = NAME(larger)(x, y)};
     vector base = NAME(larger)(p.largest, least), one = {0}, other;
     one += 1;
-    whole mask = x >= y; /* one of both is the larger, e^0: one exponential for two factors */
-    other = NAME(exponential)((vector)((mask & (whole)y) | (~mask & (whole)x)) - base);
-    p.first = (vector)((mask & (whole)one) | (~mask & (whole)other));
-    p.second = (vector)((mask & (whole)other) | (~mask & (whole)one));
+    other = NAME(exponential)(NAME(chosen)(p.is_first, y, x) - base); /* of the larger one e^0: one exponential for two factors */
+    p.first = NAME(chosen)(p.is_first, one, other);
+    p.second = NAME(chosen)(p.is_first, other, one);
     return p;
 }
 
@@ -27,10 +33,13 @@ static void NAME(wkv)(const void *given, int64_t sequence, int64_t block, float 
     int size = (int)(channels - first < call->block ? channels - first : call->block);
     long place = sequence * channels + first;
     float a[size + LANES], b[size + LANES], m[size + LANES], w[size + LANES], u[size + LANES];
+    float peak[size + LANES], since[size + LANES];
     (void)unused;
     NAME(read_state)(call->a, place, size, a);
     NAME(read_state)(call->b, place, size, b);
     NAME(read_state)(call->m, place, size, m);
+    NAME(read_state)(call->m, place, size, peak);
+    memset(since, 0, sizeof since);
     NAME(read_state)(call->w, first, size, w);
     NAME(read_state)(call->u, first, size, u);
     for (long t = call->starts[sequence]; t < call->starts[sequence + 1]; t++) {
@@ -38,8 +47,11 @@ static void NAME(wkv)(const void *given, int64_t sequence, int64_t block, float 
         for (int j = 0; j < size; j += LANES) {
             int left = size - j;
             vector k = NAME(read)(call->k + at + j, left), v = NAME(read)(call->v + at + j, left);
-            vector A = *(vector *)(a + j), B = *(vector *)(b + j), M = *(vector *)(m + j);
-            NAME(Pair) out = NAME(weights)(M, k + *(vector *)(u + j)), next = NAME(weights)(M + *(vector *)(w + j), k);
+            vector A = *(vector *)(a + j), B = *(vector *)(b + j), M = *(vector *)(m + j), n = *(vector *)(since + j) + 1;
+            vector aged = n * *(vector *)(w + j) + *(vector *)(peak + j), zero = {0};
+            NAME(Pair) out = NAME(weights)(M, k + *(vector *)(u + j)), next = NAME(weights)(aged, k);
+            *(vector *)(peak + j) = NAME(chosen)(next.is_first, *(vector *)(peak + j), next.largest);
+            *(vector *)(since + j) = NAME(chosen)(next.is_first, n, zero);
             NAME(write)(call->out + at + j, (out.first * A + out.second * v) / (out.first * B + out.second), left);
             *(vector *)(a + j) = next.first * A + next.second * v;
             *(vector *)(b + j) = next.first * B + next.second;

@@ -3,9 +3,10 @@
     d = m_{t-1} - u - k_t;  o_t = (P a_{t-1} + W v_t) / (P b_{t-1} + W),  P = e^{min(d, 0)},  W = e^{min(-d, 0)}
     m_t = max(m_{t-1} + w, k_t);  a_t = f a_{t-1} + e v_t,  b_t = f b_{t-1} + e,  f = e^{m_{t-1} + w - m_t},  e = e^{k_t - m_t}
 
-Of each two weights one is 1. The next GROUP tokens are loaded while those of this group are computed. A forward that saves keeps the state
-before every KEEP-th token; the backward goes from the last KEEP tokens to the first and computes the states between again. With m a
-constant and D the denominator:
+Of each two weights one is 1. `m_{t-1} + w` is `peak + n w`, with the key that `m` was last and the tokens since then: rounded once, where
+adding one decay token after token rounds as often, and to one side. The next GROUP tokens are loaded while those of this group are
+computed. A forward that saves keeps the state before every KEEP-th token; the backward goes from the last KEEP tokens to the first and
+computes the states between again. With m a constant and D the denominator:
 
     dn = do / D;  s = -do o / D;  c_t the gradient of a_t, z_t that of b_t;  p = v c_t + z_t,  dk = W (v dn + s) + e p,  dv = W dn + e c_t
     c_{t-1} = f c_t + P dn;  z_{t-1} = f z_t + P s;  du = sum of W (v dn + s);  dw = sum of f (a_{t-1} c_t + b_{t-1} z_t)
@@ -102,13 +103,17 @@ def weights(first, second, S: tl.constexpr):
 
 
 @triton.jit
-def step_weights(m, w, k, S: tl.constexpr):
-    """`m`, `f` and `e` [c] of a token; where nothing is before it and it is nothing, `f` 1 and `e` 0."""
-    aged = m + w
+def step_weights(top, w, k, exists, S: tl.constexpr):
+    """`top`, `f` and `e` [c] of a token; where nothing is before it and it is nothing, `f` 1 and `e` 0. `top` is `m`, the key that `m` was
+    last, and the tokens since then.
+    """
+    m, peak, age = top
+    age += 1.0
+    aged = tl.where(exists, tl.fma(age, w, peak), m)
     after = tl.maximum(aged, k, propagate_nan=tl.PropagateNan.ALL)
-    nothing = after == NONE
+    older, nothing = aged >= k, after == NONE
     f, e = weights(tl.where(nothing, 0.0, aged), tl.where(nothing, 0.0, k), S)
-    return after, f, tl.where(nothing, 0.0, e)
+    return (after, tl.where(older, peak, after), tl.where(older, age, 0.0)), f, tl.where(nothing, 0.0, e)
 
 
 @triton.jit
@@ -140,10 +145,10 @@ def channels_of(S: tl.constexpr):
 
 
 @triton.jit
-def advanced(a, b, m, w, k, v, S: tl.constexpr):
+def advanced(a, b, top, w, k, v, exists, S: tl.constexpr):
     """The state [c] after a token, and its `f` and `e`."""
-    m, f, e = step_weights(m, w, k, S)
-    return f * a + e * v, f * b + e, m, f, e
+    top, f, e = step_weights(top, w, k, exists, S)
+    return f * a + e * v, f * b + e, top, f, e
 
 
 @triton.jit
@@ -165,6 +170,7 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
     w, u = tl.load(x.w + column, mask=inside, other=0.0), tl.load(x.u + column, mask=inside, other=0.0)  # [c]
     a, b = tl.load(x.a + state, mask=inside, other=0.0), tl.load(x.b + state, mask=inside, other=0.0)  # [c]
     m = tl.load(x.m + state, mask=inside, other=0.0)  # [c]
+    top = (m, m, tl.zeros_like(m))
     at, ks, vs = span.first * S.WIDTH + column, (), ()
     group, left = group_at(span, n, slot, S), left_of(limit, span.first)
     for i in tl.static_range(GROUP):
@@ -174,12 +180,12 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
         left, next_ks, next_vs = left_of(limit, token), (), ()
         for i in tl.static_range(GROUP):
             if i % S.KEEP == 0:
-                keep(y, n, group + i // S.KEEP, column, (a, b, m), i < left, S)
+                keep(y, n, group + i // S.KEEP, column, (a, b, top[0]), i < left, S)
             k, v = number(ks[i]), number(vs[i])
-            past, own = weights(m - u, k, S)
+            past, own = weights(top[0] - u, k, S)
             out = (past * a + own * v) / (past * b + own)
             tl.store(y.out + at + i * S.WIDTH, out.to(y.out.dtype.element_ty), mask=i < left)
-            a, b, m, _f, _e = advanced(a, b, m, tl.where(i < left, w, 0.0), k, v, S)
+            a, b, top, _f, _e = advanced(a, b, top, w, k, v, i < left, S)
             next_ks = append(next_ks, loaded(x.k + at, GROUP + i, left, NONE, S))  # [c]
             next_vs = append(next_vs, loaded(x.v + at, GROUP + i, left, 0.0, S))  # [c]
         ks, vs = next_ks, next_vs
@@ -187,7 +193,7 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
         group += GROUP // S.KEEP
     tl.store(y.a + state, a, mask=inside)
     tl.store(y.b + state, b, mask=inside)
-    tl.store(y.m + state, m, mask=inside)
+    tl.store(y.m + state, top[0], mask=inside)
 
 
 @triton.jit
@@ -243,13 +249,13 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
         vs = append(vs, loaded(x.v + at, i, left, 0.0, S))  # [c]
         ds = append(ds, loaded(x.d_out + at, i, left, 0.0, S))  # [c]
     for _ in range(groups):
-        a, b, m = next_a, next_b, next_m
+        a, b, top = next_a, next_b, (next_m, next_m, tl.zeros_like(next_m))
         sums, counts, fs, es, pasts, owns = (), (), (), (), (), ()  # [c] each, of every token
         for i in tl.static_range(GROUP):
             k = number(ks[i])
-            past, own = weights(m - u, k, S)
+            past, own = weights(top[0] - u, k, S)
             pasts, owns, sums, counts = append(pasts, past), append(owns, own), append(sums, a), append(counts, b)
-            a, b, m, f, e = advanced(a, b, m, tl.where(i < left, w, 0.0), k, number(vs[i]), S)
+            a, b, top, f, e = advanced(a, b, top, w, k, number(vs[i]), i < left, S)
             fs, es = append(fs, f), append(es, e)
         before, group = at - GROUP * S.WIDTH, group - 1
         some = inside & (token - GROUP >= span.first)
