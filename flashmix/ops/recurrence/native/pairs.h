@@ -170,20 +170,24 @@ static void NAME(inner_pairs)(const Problem *p, NAME(Chunk) * c, int begin, int 
 
 /* Decays and pairs, one decay per channel, block of tokens after block: a pair in one block by running products; one with a column
  * in an earlier block through its anchor m, the last token before the row's block [2.3]: `Yb` is the columns' decay up to there, `in`
- * the rows' from there, both products of decays and at least as large as the pair's own. `F` is the decay from the chunk's start.
+ * the rows' from there, both products of decays and at least as large as the pair's own. `F` is the decay from the chunk's start. The
+ * chunk's own, which the state is multiplied by again and again, is e to a sum: the rounding of each e^g near 1 would add up over chunks.
  */
 static void NAME(channel_pairs)(const Problem *p, NAME(Chunk) * c, long first) {
     int Kp = p->Kp, n = c->n;
     float ones[Kp];
-    for (int k = 0; k < Kp; k++) ones[k] = 1;
+    double sums[Kp];
+    for (int k = 0; k < Kp; k++) ones[k] = 1, sums[k] = 0;
     NAME(load)(n, p->K, p->g + first * p->HV * p->K, p->HV * p->K, 1, c->d, Kp);
     for (int i = 0; i < n; i++) { /* e^{G_i} and e^{G_i - G_m} [2.1] */
         float *d = c->d + i * Kp;
+        for (int k = 0; k < Kp; k++) sums[k] += d[k];
         for (int k = 0; k < Kp; k += LANES) *(vector *)(d + k) = NAME(exponential)(*(vector *)(d + k));
         NAME(times)(Kp, d, i ? c->F + (i - 1) * Kp : ones, c->F + i * Kp);
         NAME(times)(Kp, d, i % LANES ? c->in + (i - 1) * Kp : ones, c->in + i * Kp);
     }
-    memcpy(c->total, c->F + (n - 1) * Kp, sizeof(float) * Kp);
+    for (int k = 0; k < Kp; k++) c->total[k] = (float)sums[k];
+    for (int k = 0; k < Kp; k += LANES) *(vector *)(c->total + k) = NAME(exponential)(*(vector *)(c->total + k));
     for (int r = 0; r < p->rows; r++) { /* ~x of [1.6] */
         memset(c->rows[r] + n * Kp, 0, sizeof(float) * (CHUNK - n) * Kp);
         for (int i = 0; i < n; i++)
