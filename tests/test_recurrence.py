@@ -44,6 +44,20 @@ def assert_within_budget(name, got, reference, baseline):
     within_budget(name, got, reference, baseline, steps=STAGES)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equal_decays_per_channel_round_once_a_chunk(impl):
+    """Errors do not grow with the tokens: products of e^g, each rounded to one side near 1, are over this budget three times."""
+    q, k, v = torch.randn(3, 1, 2048, 1, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    g = (-1e-3 * torch.rand(8, generator=torch.Generator().manual_seed(1))).expand(1, 2048, 1, 8).contiguous()
+    outputs = []
+    for which, dtype in (("portable", torch.float64), (impl, torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v, g)]
+        o, _ = flashmix.gla(*leaves, impl=which)
+        outputs.append((o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))))
+    for name, exact, have in zip(("o", "dq", "dk", "dv", "dg"), *outputs, strict=True):
+        within_budget(name, have, exact, exact, steps=2048 // 64)
+
+
 def evaluate(run, case, inputs, *args, dtype=None):
     """Output, state and gradients by name, of leaves that start at `inputs`; gradients come in as numbers of `dtype`."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}

@@ -20,6 +20,7 @@ class Swept(SlabDecay):
     def __init__(self, g: Tensor, rows: tuple[Row, ...]) -> None:
         """From the log decay's tile, `[chunks, C, K or V]`, which it overwrites, and the kinds of rows."""
         self._kinds = rows
+        self._end = chunk_decay(g)
         self._dprefix = torch.zeros_like(g)  # of log e^{G_i}
         self._dsuffix = torch.zeros_like(g)  # of log e^{G_C - G_j}
 
@@ -45,7 +46,7 @@ class ChannelDecay(Swept):
         prefix, suffix = sweep(g.exp_(), keep)
         self._row = row_factor(prefix, rows)
         self._column = suffix.unsqueeze(1)
-        self.total = prefix[:, -1].unsqueeze(-1)
+        self.total = self._end.mT
 
     def rows(self, X: Tensor, out: Tensor | None = None) -> Tensor:
         return times(X, self._row, out)
@@ -109,6 +110,16 @@ class ChannelDecay(Swept):
                 d = dA[:, r].diagonal(dim1=1, dim2=3).unsqueeze(-1)  # [chunks, S, C, 1]
                 dX[:, r] += (d * Y).sum(1)
                 dY.addcmul_(d, X[:, r, None])
+
+
+def chunk_decay(g: Tensor) -> Tensor:
+    """`e^{G_C}` `[chunks, 1, ...]` of log decays: `e` to a sum by halves. The state is multiplied by it again and again, and a product of
+    `e^g`, each rounded to one side where they are equal and near 1, would be off by what all tokens add up.
+    """
+    while g.shape[1] > 1:
+        first, second = g.chunk(2, 1)
+        g = first + second
+    return g.exp()
 
 
 def sweep(decay: Tensor, level: Callable[[int, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ class ValueDecay(Swept):
 
         prefix, self._column = sweep(g.exp_(), keep)
         (self._row,) = row_factors(prefix, rows)
-        self.total = prefix[:, -1:]
+        self.total = self._end
 
     def pairs(self, X: Tensor, Y: Tensor, out: Tensor) -> Tensor:
         return torch.bmm(X[:, 0], Y[:, 0].mT, out=out).tril_(0 if self._kind.diagonal else -1)
