@@ -7,7 +7,8 @@ A job is a command of this repository with the seconds that it may take (`NAME:S
 machine with one GPU they come first. Each job has a log in `--out`, and the benchmarks' JSON goes there too; a line a job is printed
 when it ends.
 
-With more GPUs, a command each: `CUDA_VISIBLE_DEVICES=2 taskset -c 32-47 python benchmarks/card.py ...` has a GPU and 16 processors to itself.
+With more GPUs, a command for each: `CUDA_VISIBLE_DEVICES=2 taskset -c 32-47 python benchmarks/card.py ...` has a GPU and 16 processors
+to itself.
 
 GPU tests that were not reached are listed in `missing.txt`; `--missing` runs these alone. The compile cache is `--out`/../triton, so that
 a second command finds what the first one compiled. Peers (flash-linear-attention, FlashAttention-4, FlashQLA) are measured where

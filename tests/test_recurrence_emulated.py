@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import recurrence_gpu
 import shard_cases
 import test_recurrence_gpu
 import threads_as_ranks
@@ -255,6 +257,36 @@ def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None
     for other in found[1:]:
         for name, t in other.items():
             assert torch.equal(t, found[0][name].to(t.dtype)), name
+
+
+def test_emulated_gradients_of_dplr_of_one_token_alone_and_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same bits: the step keeps nothing, and its backward is that of a chunk of one token."""
+    monkeypatch.setattr(recurrence_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(recurrence_gpu, "impl_of", lambda case: "gluon")
+    packed = Case("dplr", "dplr", "channel", B=1, T=3, K=72, V=72, lengths=(1, 2))
+    x = recurrence_gpu.small(packed)
+    one, first = slice(0, 1), slice(0, 1)
+    with hopper_card():
+        together = recurrence_gpu.results(packed, x)
+    with hopper_card() as launched:
+        alone = recurrence_gpu.results(replace(packed, T=1, lengths=None), recurrence_gpu.cut(x, one, first))
+    assert "dplr_state_backward_kernel" in launched and "scores_forward_kernel" not in launched, launched
+    recurrence_gpu.assert_same(recurrence_gpu.cut(together, one, first), alone, 1)
+
+
+def test_emulated_dplr_without_tokens_launches_nothing() -> None:
+    """Its state stays, and its gradient comes from the state alone."""
+    x = make_inputs(Case("dplr", "dplr", "channel", B=1, T=0, K=72, V=72, lengths=(0,)), torch.bfloat16)
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    with hopper_card() as launched:
+        cu = torch.zeros(2, dtype=torch.long)
+        o, state = flashmix.dplr(**leaves, cu_seqlens=cu, return_state=True, impl="gluon")
+        grads = torch.autograd.grad([o, state], list(leaves.values()), [o, torch.full_like(state, 0.5)])
+    assert launched == [] and torch.equal(state, x["initial_state"])
+    for (name, t), grad in zip(leaves.items(), grads, strict=True):
+        assert grad.shape == t.shape and bool((grad == 0.5).all()) == (name == "initial_state" or grad.numel() == 0), (
+            name
+        )
 
 
 @pytest.mark.parametrize("rule", ["delta", "linear"])

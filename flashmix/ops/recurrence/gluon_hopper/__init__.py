@@ -26,7 +26,6 @@ from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.gluon_hopper import descriptors, dplr
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
 from flashmix.ops.recurrence.gluon_hopper.memory import (
-    OPERANDS,
     aligned,
     backward_parts,
     keeps_states,
@@ -115,7 +114,8 @@ def halves(call: RecurrenceCall) -> Halves | None:
     if call.rule is Rule.DPLR:
         from flashmix.ops.recurrence.gluon_hopper import dplr_ranks
 
-        return dplr_ranks.HALVES if dplr.in_chunks(call) else triton_gpu.halves(call)
+        in_chunks = not is_step(call) and call.tokens > 0 and call.batch > 0
+        return dplr_ranks.HALVES if in_chunks else triton_gpu.halves(call)
     from flashmix.ops.recurrence.gluon_hopper import ranks
 
     return ranks.HALVES
@@ -147,12 +147,12 @@ def launch(
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts."""
-    if call.rule is Rule.DPLR:
-        return dplr.forward(call, save)
     if is_step(call):
         return step(call), ()
     if call.tokens == 0 or call.batch == 0:
         return empty(call), ()
+    if call.rule is Rule.DPLR:
+        return dplr.forward(call, save)
     call, operands = ready(call)
     device, kind = call.q.device, kind_of(call)
     sizes = sizes_of(call, kind)
@@ -196,11 +196,11 @@ def keeps(call: RecurrenceCall) -> Outputs:
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
+    if call.tokens == 0 or call.batch == 0:
+        found = {name: torch.zeros_like(t) for name in call.names if (t := getattr(call, name)) is not None}
+        return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
     if call.rule is Rule.DPLR:
         return dplr.backward(call, kept, grads, wanted)
-    if call.tokens == 0 or call.batch == 0:
-        found = {name: torch.zeros_like(t) for name in OPERANDS if (t := getattr(call, name)) is not None}
-        return found if grads[1] is None or call.initial_state is None else found | {"initial_state": grads[1]}
     call, operands = ready(call)
     return finished(call, launch_backward(call, operands, kept, grads), wanted)
 

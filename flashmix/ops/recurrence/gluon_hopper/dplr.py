@@ -88,11 +88,6 @@ def dplr_plan(own: Plan, basic: HopperSpec, warpgroups: int) -> DplrPlan:
     )
 
 
-def in_chunks(call: RecurrenceCall) -> bool:
-    """Whether a call has chunks, whose pairs are made here."""
-    return not triton_gpu.is_step(call) and call.tokens > 0 and call.batch > 0
-
-
 def has_tiles(call: RecurrenceCall) -> bool:
     """Whether the backward of `output` has tiles for the heads of a call; else it is Triton's, and so are the state passes."""
     return 64 < call.K and 64 < call.V <= 128 and call.V % 8 == 0
@@ -217,8 +212,6 @@ def output_backward(run: Run, made: DplrScores, values: ChunkValues, decay: bool
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps the segments' maps and starts."""
-    if not in_chunks(call):
-        return triton_gpu.forward(call, save)
     run = Run.of(call)
     made = made_scores(run, False)
     return outputs(run, made, triton_gpu.join_forward(run, triton_gpu.segment_maps(run, made.scores)), save)
@@ -246,8 +239,6 @@ def phases_of(run: Run, made: DplrScores, decay: bool) -> triton_gpu.Phases | No
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
     """The gradients of all given operands; that of the decay only if it is wanted."""
-    if not in_chunks(call):
-        return triton_gpu.backward(call, kept, grads, wanted)
     do, dstate = triton_gpu.given_gradients(call, grads)
     run = Run.of(call)
     made, decay = made_scores(run, True), "log_decay" in wanted
