@@ -261,6 +261,21 @@ def on_h100(*measured: Json) -> Figure:
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
 
 
+def beside_flash_qla(measured: Json) -> Figure:
+    """The rows of one run that FlashQLA has, and the bound of its card."""
+    rows = [row for row in measured["rows"] if "flashqla" in row]
+    figure, axes = panels(2, 9.0, 4.0)
+    for index, (panel, part) in enumerate(zip(axes, ("forward", "both"), strict=True)):
+        values = [
+            (GLUON, [row["flashmix"][f"{part}_ms"] for row in rows]),
+            (FLASH_QLA, [row["flashqla"][f"{part}_ms"] for row in rows]),
+            (BOUND, [row["bound_ms"][index] for row in rows]),
+        ]
+        bars(panel, [size_of(row) for row in rows], values, 2)
+    title = f"Gated DeltaNet, 128 channels a head, bfloat16, {card(measured)} (less is faster)"
+    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
+
+
 def memory(*measured: Json) -> Figure:
     found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
     figure, axes = panels(1, 8.0, 5.4)
@@ -443,6 +458,12 @@ PLOTS = {
         "turns with FlashQLA, before A_qb was made in the state passes); Triton: 2026-11-22; flash-linear-attention 0.6.0 (with tilelang, "
         "the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s: 2026-11-21.",
     ),
+    "gated_deltanet_h100": Plot(
+        beside_flash_qla,
+        ("2026-11-26_recurrence_flashqla_h100.json",),
+        "2026-11-26, FlashQLA 0.1.3 in turns with ours in one run, cold L2 cache, the host's time hidden. The bound is the larger of "
+        "necessary bytes / 3.0 TB/s and operations / 790 TFLOP/s.",
+    ),
     "attention": Plot(
         attention,
         ATTENTION,
@@ -475,6 +496,12 @@ PLOTS = {
         "within the budget of the page on numerics.",
     ),
     "exact": Plot(
+        exact,
+        ("2026-11-26_errors_h100.json",),
+        "2026-11-26, `python benchmarks/errors.py --device cuda` on an H100: 512 tokens, 2 heads of 128 channels (element by element: 256 "
+        "channels), the same inputs for all. The definition is a loop over tokens.",
+    ),
+    "exact_cpu": Plot(
         exact,
         ("2026-11-26_errors_cpu.json",),
         "2026-11-26, `python benchmarks/errors.py` on a CPU: 512 tokens, 2 heads of 128 channels (element by element: 256 channels), "

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import timing
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from flashmix import abc, delta_rule, dplr, gsa, linear_attention, oja
 
-COPY, PRODUCTS = 4.28e12, 790e12  # bytes and FLOPs a second of an H200
+COPY = {"h200": 4.28e12, "h100": 3.0e12}  # bytes a second that a copy reads and writes, by `timing.card`
+PRODUCTS = 790e12  # FLOPs a second of one large matrix product on either
 CHUNK = 64
 SLOTS = 64  # of GSA and ABC
 
@@ -161,13 +163,14 @@ def flops(row: Row) -> int:
 
 def bounds(row: Row, x: Tensors) -> tuple[float, float]:
     """Milliseconds forward, and forward + backward: the backward reads the operands and dO once, writes the gradients, and has two
-    products for each of the forward's.
+    products for each of the forward's. On another card than those of `COPY` they are an H200's.
     """
+    copy = COPY.get(timing.card(), COPY["h200"])
     inputs = sum(t.nbytes for t in x.values())
     output = row.B * row.T * row.HV * row.V * x["v"].element_size()
     gradients = sum(t.nbytes for t in x.values() if t.requires_grad)
-    forward = max((inputs + output) / COPY, flops(row) / PRODUCTS) * 1e3
-    backward = max((inputs + output + gradients) / COPY, 2 * flops(row) / PRODUCTS) * 1e3
+    forward = max((inputs + output) / copy, flops(row) / PRODUCTS) * 1e3
+    backward = max((inputs + output + gradients) / copy, 2 * flops(row) / PRODUCTS) * 1e3
     return forward, forward + backward
 
 

@@ -20,6 +20,15 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 KDA = "fla.fused_recurrent_kda"
+# Of flash-linear-attention's own functions, those whose results differ from ours, which are held to the definition (docs/compat.md).
+OTHERWISE = {
+    "fla.prepare_sequence_ids": "counts sequences without tokens out",
+    "fla.chunk_linear_attn": "returns the normaliser's state unasked",
+    "fla.fused_chunk_linear_attn": "returns the normaliser's state unasked",
+    "fla.chunk_simple_gla": "beyond the budget on an H100 with Triton 3.6",
+    "fla.chunk_lightning_attn": "final state not finite on an H100 with Triton 3.6",
+    "fla.chunk_mesa_net": "beyond the budget on an H100 with Triton 3.6",
+}
 STAGES = 6  # norms of keys, gates, transform, state, output, norm of the output
 
 
@@ -94,7 +103,7 @@ def original(name: str) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in THINGS if name.startswith("fla.")])
+@pytest.mark.parametrize("name", [name for name in THINGS if name.startswith("fla.") and name not in OTHERWISE])
 def test_call_of_the_original(name: str) -> None:
     """Without gradients, for which the original refuses some cards and versions of Triton."""
     thing = original(name.removeprefix("fla."))
