@@ -7,12 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from flashmix.models import Decoder, preset
 from flashmix.train import data
 from flashmix.train.data import Stream
-from flashmix.train.folder import RunFolder
+from flashmix.train.folder import RunError, RunFolder
 from flashmix.train.tokens import Tokens
 
 CPU = torch.device("cpu")
@@ -33,6 +34,12 @@ def test_standard_library_is_read_without_tests_and_in_a_fixed_order() -> None:
     assert all(path.suffix == ".py" for path in files)
     assert not any(part in data.NOT_LIBRARY for path in files for part in path.parts[-3:])
     assert any(path.name == "textwrap.py" for path in files)
+
+
+def test_a_folder_of_tokens_is_no_folder_of_texts(texts: Path, tmp_path: Path) -> None:
+    corpus_of(texts, tmp_path)
+    with pytest.raises(RunError, match="holds tokens, not texts: `flashmix train --data"):
+        data.find_files([str(tmp_path / "corpus")])
 
 
 def test_documents_are_whole_files_without_repeats_empties_and_binaries(texts: Path) -> None:

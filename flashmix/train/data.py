@@ -148,13 +148,17 @@ class Stream:
 def find_files(paths: Sequence[str]) -> list[Path]:
     """The files behind `paths` in a fixed order: a file is itself, a folder is all files in it except hidden ones.
 
-    Without paths: the `.py` files of the running Python's own standard library.
+    Without paths: the `.py` files of the running Python's own standard library. Raises RunError: a folder holds tokens in place of texts.
     """
     if not paths:
         library = _walk(Path(sysconfig.get_path("stdlib")), leave_out=NOT_LIBRARY)
         return [path for path in library if path.suffix == ".py"]
     files: list[Path] = []
     for path in map(Path, paths):
+        if (path / "tokens.bin").is_file():
+            raise RunError(
+                f"{path} holds tokens, not texts: `flashmix train --data {path}` takes what `flashmix tokenize` has written"
+            )
         files += _walk(path) if path.is_dir() else [path]
     return files
 
