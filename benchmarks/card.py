@@ -48,7 +48,7 @@ class Job:
     switches: tuple[str, ...] = ()  # environment variables that are set to 1
 
 
-TRIED = ("FLASHMIX_TRY_ATTENTION", "FLASHMIX_TRY_SCANS")  # kernels that serve only where they are asked for
+TRIED: tuple[str, ...] = ()  # kernels that serve only where they are asked for
 JOBS = {
     # checks
     "doctor": Job("python -m flashmix doctor --check", 120, False),
@@ -59,23 +59,7 @@ JOBS = {
     ),
     "fuzz": Job("python -W ignore -m fuzz --device cuda --few --workers {cores} --seconds 300", 340, False, "tests"),
     "errors": Job("python benchmarks/errors.py --device cuda --out {out}/errors.json", 150, False),
-    "tried_scan_tests": Job(
-        "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2"
-        " tests/test_scan_emulated.py tests/test_wkv_kernels.py tests/test_selective_scan_emulated.py tests/test_scan_gpu.py",
-        300,
-        False,
-        switches=("FLASHMIX_TRY_SCANS",),
-    ),
-    "tried_attention_tests": Job(
-        "python -m pytest -m gpu -vv --tb=short -p no:cacheprovider -n {cores} --dist load --maxschedchunk 2 -k 'hopper or gluon'"
-        " tests/test_attention_gpu.py tests/test_attention_kernels.py",
-        300,
-        False,
-        switches=("FLASHMIX_TRY_ATTENTION",),
-    ),
     # measurements
-    "tried_scan_times": Job("python benchmarks/scan.py --write", 60, switches=("FLASHMIX_TRY_SCANS",)),
-    "tried_attention_times": Job("python benchmarks/attention_tried.py --processes {cores} --write", 240),
     "recurrence": Job("python benchmarks/recurrence_hopper.py --warm {cores}", 420),
     "recurrence_kernels": Job("python benchmarks/recurrence_hopper.py --kernels", 120),
     "recurrence_layer": Job("python benchmarks/recurrence_hopper.py --layer", 120),

@@ -21,6 +21,7 @@ from flashmix import Packing
 from flashmix.ops.attention import call as limits
 from flashmix.ops.attention import softmax_attention
 from flashmix.ops.attention.gluon_hopper import backward_host
+from flashmix.ops.attention.gluon_hopper import spec as specs
 from flashmix.ops.attention.gluon_hopper.backward_host import heads_in_turns
 from flashmix.ops.attention.gluon_hopper.plan import Plans
 from flashmix.ops.attention.gluon_hopper.spec import hopper_spec
@@ -55,10 +56,10 @@ ALL = [
 ]
 
 
-# With FLASHMIX_TRY_ATTENTION=1, and the kernel that makes dK: heads of both ways, in several sequences of a batch, and programs that stay.
+# With the kernel that makes dK: heads of both ways, in several sequences of a batch, and programs that stay.
 ONCE, STAY = "hopper_backward_kernel", "hopper_backward_stay_kernel"
 OF_8 = {"batch": 1, "tokens": 300, "heads": 8, "heads_q": 8}
-TRIED = {
+BACKWARD = {
     Case("two ways, dims 128", **OF_8 | {"batch": 2, "heads": 9, "heads_q": 9}, dim=128): ONCE,
     Case("two ways, grouped heads, dims 128", **OF_8 | {"heads": 2, "heads_q": 16}, dim=128, softcap=3.0): ONCE,
     Case("two ways, packed, dims 128", **OF_8 | {"tokens": 340}, dim=128, lengths=(270, 0, 5, 65)): ONCE,
@@ -75,20 +76,19 @@ TRIED = {
 
 
 @contextmanager
-def switched(on: bool) -> Iterator[None]:
-    """As with `FLASHMIX_TRY_ATTENTION=1` or without, and calls of few channels are not left to Triton."""
+def two_ways_from(heads: int) -> Iterator[None]:
+    """Calls of so many heads and more have some that go from their first keys; the plans are their own."""
     with (
-        mock.patch.object(limits, "TRY_ATTENTION", on),
-        mock.patch.object(limits, "LEAST_CHANNELS_CAUSAL", 0),
+        mock.patch.object(specs, "HEADS_OF_BOTH_WAYS", heads),
         mock.patch.object(backward_host, "PLANS", Plans(backward_host.BackwardPlan)),
     ):
         yield
 
 
 @pytest.fixture
-def tried() -> Iterator[None]:
-    with switched(True):
-        yield
+def few_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of few channels are not left to Triton."""
+    monkeypatch.setattr(limits, "LEAST_CHANNELS_CAUSAL", 0)
 
 
 def emulated(
@@ -105,15 +105,15 @@ def test_emulated_kernels_are_within_budget(case: Case) -> None:
     within_budget(make_call(case, BF16))
 
 
-@pytest.mark.parametrize("case", TRIED, ids=str)
-def test_tried_kernels_are_within_budget(case: Case, tried: None) -> None:
-    within_budget(make_call(case, BF16), TRIED[case])
+@pytest.mark.parametrize("case", BACKWARD, ids=str)
+def test_backward_kernels_are_within_budget(case: Case, few_channels: None) -> None:
+    within_budget(make_call(case, BF16), BACKWARD[case])
 
 
-@pytest.mark.parametrize("case", TRIED, ids=str)
-def test_tried_programs_may_run_in_any_order(case: Case, tried: None) -> None:
+@pytest.mark.parametrize("case", BACKWARD, ids=str)
+def test_programs_may_run_in_any_order(case: Case, few_channels: None) -> None:
     """None waits for ever, one after another in the order of their numbers or all beside each other, and bits are the same."""
-    call, kernel = make_call(case, BF16), TRIED[case]
+    call, kernel = make_call(case, BF16), BACKWARD[case]
     wanted = emulated(call, 0, kernel)
     for name, found in emulated(call, 1000, kernel, (kernel,)).items():
         assert torch.equal(found, wanted[name]), name
@@ -154,9 +154,7 @@ def test_bits_do_not_depend_on_which_role_runs_first(case: Case) -> None:
         ),
     ],
 )
-def test_tried_heads_that_take_turns(
-    dim: int, tokens: int, batch: int, heads: int, wanted: tuple[int, int], tried: None
-) -> None:
+def test_heads_that_take_turns(dim: int, tokens: int, batch: int, heads: int, wanted: tuple[int, int]) -> None:
     """Of those from the last keys 16 MiB; of those from the first 32, or two programs for each multiprocessor."""
     x = torch.empty(batch, tokens, heads, dim, dtype=BF16, device="meta")
     names = ("sink", "alibi_slopes", "log_decay", "seed", "packing", "packing_k", "left", "softcap")
@@ -194,8 +192,8 @@ def test_dq_does_not_depend_on_other_heads() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_tried_dq_depends_on_neither_batch_nor_packing(dim: int, tried: None) -> None:
-    """Nor on heads past the eighth; of eight heads only the last one's sums have another order than without the switch."""
+def test_dq_depends_on_neither_batch_nor_packing(dim: int, few_channels: None) -> None:
+    """Nor on heads past the eighth; of eight heads only the last one's sums begin with the first keys."""
     inputs = drawn(2, 400, 9, dim)
     together = d_q(inputs)
     for n in range(2):
@@ -207,7 +205,7 @@ def test_tried_dq_depends_on_neither_batch_nor_packing(dim: int, tried: None) ->
     packed = d_q(row, Packing.from_lengths([370, 0, 400, 30]))
     for of in (slice(370), slice(370, 770), slice(770, 800)):
         assert torch.equal(packed[:, of], d_q([x[:, of] for x in row])), of
-    with switched(False):
+    with two_ways_from(99):
         before = d_q(eight)
     assert torch.equal(together[:, :, :7], before[:, :, :7])
     assert not torch.equal(together[:, :, 7], before[:, :, 7])

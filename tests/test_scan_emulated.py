@@ -26,16 +26,8 @@ from scan_cases import Case, assert_scans
 from torch import Tensor
 
 from flashmix import Packing, explain, scan
-from flashmix.ops.scan import call as scan_calls
 from flashmix.ops.scan import scan_max
 from flashmix.ops.scan.gluon_hopper import plan as plans
-
-
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `FLASHMIX_TRY_SCANS=1`."""
-    monkeypatch.setattr(scan_calls, "TRY_SCANS", True)
-
 
 COUPLINGS = ("complement", "root", "logit")
 FEW = [
@@ -126,15 +118,6 @@ def test_what_is_taken_first() -> None:
     with hopper_card():
         assert explain(scan, x, g).choice == "gluon"
         assert explain(scan, x, g[0, 0]).choice == "triton"
-
-
-def test_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_calls, "TRY_SCANS", False)
-    x, g = random(1, 20, 16, seed=0).bfloat16(), -random(1, 20, 16, seed=1).abs()
-    with hopper_card():
-        assert explain(scan, x, g).choice == "triton"
-        with pytest.raises(ValueError, match="FLASHMIX_TRY_SCANS=1"):
-            scan(x, g, impl="gluon")
 
 
 def test_tensors_that_are_not_aligned() -> None:

@@ -15,15 +15,7 @@ from kernels import compile_launch, recording
 from rowwise_cases import assert_captures, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
 
 from flashmix import Packing, rwkv4
-from flashmix.ops.scan import call as calls
 from flashmix.ops.scan.native.binding import missing
-
-
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `FLASHMIX_TRY_SCANS=1`."""
-    monkeypatch.setattr(calls, "TRY_SCANS", True)
-
 
 NAMES = ("o", "a", "b", "m", "dk", "dv", "dw", "du", "da", "db")
 CASES: list[
@@ -137,14 +129,6 @@ def test_the_kernels_compile_without_spills() -> None:
     found = {launch.name: launch for launch in launches}
     for name in ("wkv_kernel", "wkv_backward_kernel"):
         assert compile_launch(found[name]).stack == 0, name
-
-
-def test_three_scans_serve_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "TRY_SCANS", False)
-    x = inputs(1, 40, 64, (), 1.0)
-    with recording((9, 0)) as launches:
-        rwkv4(x["k"].bfloat16(), x["v"].bfloat16(), x["w"], x["u"], impl="triton")
-    assert {launch.name for launch in launches} == {"scan_kernel"}
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,6 @@ from flashmix.op.call import Call, Outputs
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 
-# Backward on Hopper with heads in two directions and programs that stay, not timed and not shown right on a card yet.
-TRY_ATTENTION = os.environ.get("FLASHMIX_TRY_ATTENTION") == "1"
 MOST_CHANNELS_BACKWARD = 256
 LEAST_CHANNELS_HOPPER = 33  # of the larger head dim: for fewer its tiles were not timed
 # For fewer channels Triton's kernels are as fast if a call changes scores, or is causal, not packed, and short or in a window.

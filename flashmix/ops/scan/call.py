@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,6 @@ from flashmix.op.checks import (
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 
-TRY_SCANS = (
-    os.environ.get("FLASHMIX_TRY_SCANS") == "1"
-)  # the scan in Gluon and RWKV-4 in one kernel, not shown right on a card yet
 COMPLEX = (torch.complex64, torch.complex128)
 COUPLINGS = ("complement", "root", "logit")
 STEEPEST = 2000.0  # of "root": the largest `1 / sqrt(1 - e^{2g})` that gradients see, twice the largest derivative of the square root

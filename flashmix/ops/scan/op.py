@@ -11,7 +11,6 @@ from flashmix.op.checks import check_floating, check_tensor
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
-from flashmix.ops.scan import call as calls
 from flashmix.ops.scan.call import ScanCall, check_decays, check_scanned, check_start, scan_dtype
 from flashmix.ops.scan.native.binding import missing
 
@@ -19,8 +18,6 @@ PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dty
 
 
 def _gluon_supports(call: ScanCall) -> str | None:
-    if not calls.TRY_SCANS:
-        return "its tests have not all passed on a card: FLASHMIX_TRY_SCANS=1 when flashmix is imported asks for it"
     if call.maximum or call.log_decay.shape != call.x.shape:
         return "its kernels take sums whose decays have the shape of x"
     if call.log_decay.dtype not in (torch.bfloat16, torch.float16, torch.float32):

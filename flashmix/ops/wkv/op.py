@@ -8,7 +8,6 @@ import torch
 
 from flashmix.op.call import Op, Outputs, always, triton_refuses_first
 from flashmix.op.choose import Implementation
-from flashmix.ops.scan import call as scans
 from flashmix.ops.wkv.call import WkvCall
 from flashmix.ops.wkv.native.binding import missing
 from flashmix.ops.wkv.portable import formula
@@ -22,13 +21,9 @@ def _native_supports(call: WkvCall) -> str | None:
     return missing()
 
 
-def _three_scans(call: WkvCall) -> Outputs | None:
-    return None if scans.TRY_SCANS else formula(call, impl="triton")
-
-
 _PORTABLE = "flashmix.ops.wkv.portable"
 IMPLEMENTATIONS: tuple[Implementation[WkvCall], ...] = (
-    Implementation("triton", "flashmix.ops.wkv.triton_gpu", triton_refuses_first, _three_scans),
+    Implementation("triton", "flashmix.ops.wkv.triton_gpu", triton_refuses_first),
     Implementation("native", "flashmix.ops.wkv.native", _native_supports),
     Implementation("portable", _PORTABLE, always, partial(formula, impl="portable")),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashmix.gpu.tma import Tiles
-from flashmix.ops.attention import call as limits
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS, REGISTERS, config_for
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec_of, steps_of
@@ -29,10 +28,9 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     warps = 4
     if phase == "backward":
         QK, V = _together(spec.QK.ALL, spec.V.ALL)
-        spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1)
-        if limits.TRY_ATTENTION:
-            two_ways = spec.CAUSAL and not spec.LEFT and call.heads_q >= HEADS_OF_BOTH_WAYS
-            spec = spec._replace(TWO_WAYS=two_ways, STAYS=spec.LEFT or (spec.CAUSAL and QK.FIRST == 64))
+        two_ways = spec.CAUSAL and not spec.LEFT and call.heads_q >= HEADS_OF_BOTH_WAYS
+        stays = spec.LEFT or (spec.CAUSAL and QK.FIRST == 64)
+        spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1, TWO_WAYS=two_ways, STAYS=stays)
         warps = 8 if QK.FIRST == 128 else 4
     elif phase == "wide":
         spec = spec._replace(WITH_Q=False)
