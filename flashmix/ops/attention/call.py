@@ -16,7 +16,7 @@ MOST_CHANNELS_BACKWARD = 256
 LEAST_CHANNELS_HOPPER = 33  # of the larger head dim: for fewer its tiles were not timed
 # For fewer channels Triton's kernels are as fast if a call changes scores, or is causal, not packed, and short or in a window.
 LEAST_CHANNELS_CAUSAL = 65
-LEAST_TOKENS_CAUSAL = 8192
+LEAST_TOKENS_CAUSAL = 4096
 
 
 @dataclass(frozen=True)
