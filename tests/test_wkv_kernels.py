@@ -127,8 +127,9 @@ def test_the_kernels_compile_without_spills() -> None:
         o, _ = rwkv4(k, v, w, u, initial_state=(a, b, m), cu_seqlens=packing, impl="triton")
         torch.autograd.grad(o, (k, v, w, u, a, b), torch.empty_like(o))
     found = {launch.name: launch for launch in launches}
-    for name in ("wkv_kernel", "wkv_backward_kernel"):
-        assert compile_launch(found[name]).stack == 0, name
+    assert set(found) == {"wkv_kernel", "wkv_backward_kernel"}
+    for name, launch in found.items():
+        assert compile_launch(launch).stack == 0, name
 
 
 @pytest.mark.gpu
