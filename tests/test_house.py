@@ -135,17 +135,16 @@ def test_import_brings_in_nothing_heavy() -> None:
     )
 
 
-def test_import_takes_less_than_a_fifth_of_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second time on, when the bytecode is there; in the processor's time, which other work on the machine changes least.
+def test_import_takes_less_than_a_seventh_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second time on, when the bytecode is there; in the processor's time. 0.105 to 0.113 of it where either took twice as long.
 
     Without the full garbage collection (90 ms of torch's objects) that falls into it or not, by how many objects torch has made before.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
-    code = (
-        "import gc, time, torch; gc.disable(); t = time.process_time(); import flashmix; print(time.process_time() - t)"
-    )
-    assert any(float(run_python(code)) < 0.2 for _ in range(4))
+    now = "time.process_time()"
+    code = f"import gc, time; s = {now}; import torch; gc.disable(); t = {now}; import flashmix; print(({now} - t) / (t - s))"
+    assert any(float(run_python(code)) < 1 / 7 for _ in range(4))
 
 
 def tracked_files() -> list[Path]:
