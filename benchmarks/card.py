@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
 GRACE = 15  # seconds that a job has to end when it is asked to
 PASSED = re.compile(r"(?:PASSED|SKIPPED|XFAIL) (tests/\S.*?)(?: <- .*)?\s*$", re.MULTILINE)
 

@@ -135,7 +135,7 @@ def test_import_brings_in_nothing_heavy() -> None:
     )
 
 
-def test_import_takes_less_than_a_seventh_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_takes_less_than_an_eighth_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second time on, when the bytecode is there; in the processor's time. 0.105 to 0.113 of it where either took twice as long.
 
     Without the full garbage collection (90 ms of torch's objects) that falls into it or not, by how many objects torch has made before.
@@ -144,7 +144,7 @@ def test_import_takes_less_than_a_seventh_of_torchs(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     now = "time.process_time()"
     code = f"import gc, time; s = {now}; import torch; gc.disable(); t = {now}; import flashmix; print(({now} - t) / (t - s))"
-    assert any(float(run_python(code)) < 1 / 7 for _ in range(4))
+    assert any(float(run_python(code)) < 1 / 8 for _ in range(4))
 
 
 def tracked_files() -> list[Path]:
