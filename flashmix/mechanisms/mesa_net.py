@@ -1,4 +1,4 @@
-"""MesaNet: at each token the least squares solution over the whole past, by conjugate gradients of `linear_attention` calls."""
+"""MesaNet: at each token the least squares solution over the whole past, by conjugate gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flashmix.layer.recurrent_state import carried, convolved
 from flashmix.mechanisms.common import check_per_head, check_states
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import output_norm
-from flashmix.modules.projection import HeadProjection, head_size, repeat_heads
+from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_range, dims
-from flashmix.op.dtypes import at_least_float32, state_dtype, without_autocast
+from flashmix.op.dtypes import at_least_float32
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.ops.mesa.call import MesaCall
+from flashmix.ops.mesa.op import mesa
 from flashmix.ops.norm.op import l2_norm
-from flashmix.ops.recurrence import linear_attention
-from flashmix.ops.recurrence.call import RecurrenceCall, check_operands
-from flashmix.ops.recurrence.op import RECURRENCE
+from flashmix.ops.recurrence.call import check_operands
 
 MesaStates = tuple[Tensor, Tensor]
 
@@ -51,8 +51,9 @@ def mesa_net(
         R_t = e^{g_t} R_{t-1} + beta_t k_t k_t^T;  S_t = e^{g_t} S_{t-1} + beta_t k_t v_t^T
         x_t = (R_t + diag(ridge))^{-1} q_t;  o_t = scale S_t^T x_t
 
-    `x` comes from conjugate gradients, one call of `linear_attention` a step for all tokens at once, in float32 (float64 for float64
-    inputs) whatever comes in. Its gradient is that of the exact solution: a solve of the same kind in the backward, which keeps `x` alone.
+    `x` comes from conjugate gradients for all tokens at once, in float32 (float64 for float64 inputs) whatever comes in; on Hopper, of
+    bfloat16 inputs, products have operands of 16 digits. Its gradient is that of the exact solution: a solve of the same kind in the
+    backward, which keeps `x` alone.
     Keys and queries have length 1 in the paper (`flashmix.l2_norm`).
 
     Args:
@@ -73,113 +74,15 @@ def mesa_net(
     check_range("steps", steps, 1, 1000)
     dims("log_decay", log_decay, "B T HV")
     packing = check_operands(q, v, {"k": k}, beta, log_decay, None, cu_seqlens)
-    (B, _, _, K), (HV, V), wide = q.shape, v.shape[2:], state_dtype(q.dtype)
+    (B, _, _, K), (HV, V) = q.shape, v.shape[2:]
     check_per_head("ridge", ridge, "q", q, HV, K)
     N = B if packing is None else packing.count
     check_states(initial_state, q, (N, HV, K, K), (N, HV, K, V))
     if has_tangent([q, k, v, beta, log_decay, ridge, *(initial_state or ())]):
         raise NotImplementedError("mesa_net has no forward-mode derivative")
-    R, S = (None, None) if initial_state is None else initial_state
-    with without_autocast(q):
-        q, k = (repeat_heads(x.to(wide), HV).contiguous() for x in (q, k))
-        written, diagonal = beta.to(wide).unsqueeze(-1) * k, ridge.to(wide)
-        operands = (written, k, log_decay, R, diagonal)
-        # not in `no_grad`, which an error in compiled code would leave on
-        at = written.detach(), k.detach(), log_decay.detach(), None if R is None else R.detach(), diagonal.detach()
-        x = _solve(q.detach(), at, packing, steps, impl)
-        made, R = _product(x, operands, packing, impl)
-        x = _Solution.apply(q - made, x, *operands, packing, steps, impl)
-        options: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
-        o, S = linear_attention(x, written, v.to(wide), log_decay, scale=scale, initial_state=S, **options)
-    return o.to(v.dtype), None if S is None else (R, S)
-
-
-Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-
-
-def _product(x: Tensor, operands: Operands, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:
-    """`(R_t + diag(ridge)) x_t` for each token, and the last `R`; of checked operands, for a compiler cannot trace checks in a backward."""
-    written, k, log_decay, R, diagonal = operands
-    call = RecurrenceCall(x, written, k, log_decay=log_decay, initial_state=R, packing=packing)
-    o, R = RECURRENCE(call, impl, "linear_attention")
-    return o + diagonal * x, R
-
-
-def _solve(b: Tensor, operands: Operands, packing: Packing | None, steps: int, impl: str) -> Tensor:
-    """`x` with `_product(x) = b`, by conjugate gradients from 0."""
-    x, r, p = torch.zeros_like(b), b, b
-    squares = (r * r).sum(-1, keepdim=True)
-    for _ in range(steps):
-        made, _ = _product(p, operands, packing, impl)
-        step = _quotient(squares, (p * made).sum(-1, keepdim=True))
-        x, r = x + step * p, r - step * made
-        before, squares = squares, (r * r).sum(-1, keepdim=True)
-        p = r + _quotient(squares, before) * p
-    return x
-
-
-def _quotient(a: Tensor, b: Tensor) -> Tensor:
-    """`a / b`, 0 where nothing is left to be solved."""
-    return torch.where(b > 0, a / b, 0.0)
-
-
-class _Solution(torch.autograd.Function):
-    """`x` itself, with the gradient of `x + A^{-1} residual`: of the exact solution, where the residual depends on `A` and `b`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        residual: Tensor,
-        x: Tensor,
-        written: Tensor,
-        k: Tensor,
-        log_decay: Tensor,
-        R: Tensor | None,
-        diagonal: Tensor,
-        packing: Packing | None,
-        steps: int,
-        impl: str,
-    ) -> Tensor:  # torch.compile takes the wrong one of `*rest`
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, *operands, ctx.packing, ctx.steps, ctx.impl = inputs
-        ctx.save_for_backward(*operands)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
-        made = _AdjointSolution.apply(dx, *ctx.saved_tensors, ctx.packing, ctx.steps, ctx.impl)
-        return made, *[None] * 9
-
-
-class _AdjointSolution(torch.autograd.Function):
-    """`A^{-1} dx`, which has no derivative."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        dx: Tensor,
-        written: Tensor,
-        k: Tensor,
-        log_decay: Tensor,
-        R: Tensor | None,
-        diagonal: Tensor,
-        packing: Packing | None,
-        steps: int,
-        impl: str,
-    ) -> Tensor:
-        return _solve(dx, (written, k, log_decay, R, diagonal), packing, steps, impl)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("mesa_net has no second derivative")
+    R, S = initial_state or (None, None)
+    o, R, S = mesa(MesaCall(q, k, v, beta, log_decay, ridge, R, S, packing, steps, float(scale)), impl)
+    return o, (R, S) if return_state else None
 
 
 class MesaNet(Mixer[RecurrentCache]):
