@@ -11,10 +11,6 @@ computes the states between again. With m a constant and D the denominator:
     dn = do / D;  s = -do o / D;  c_t the gradient of a_t, z_t that of b_t;  p = v c_t + z_t,  dk = W (v dn + s) + e p,  dv = W dn + e c_t
     c_{t-1} = f c_t + P dn;  z_{t-1} = f z_t + P s;  du = sum of W (v dn + s);  dw = sum of f (a_{t-1} c_t + b_{t-1} z_t)
 
-Loops carry the places of all tokens of a group, and a loop of at most one turn loads the first group: for each load and store whose place
-is no argument of a block Triton's pass `TritonGPUCoalesce` walks the whole kernel, and took 95 % of the compilation. LLVM makes one register
-of all places of a tensor, but only where it sees that the loop of one turn runs when the other does.
-
 Tiles: `c` channels.
 """
 
@@ -30,6 +26,7 @@ from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.scan.triton_gpu.backward import lengthened, prepend
 from flashmix.ops.scan.triton_gpu.kernels import left_of, span_of
 from flashmix.ops.scan.triton_gpu.numbers import exponential
+from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
 
 NONE = tl.constexpr(float("-inf"))  # m of no tokens, and the key of a token that is not there
 
@@ -126,46 +123,6 @@ def number(x):
 
 
 @triton.jit
-def places(ptr, S: tl.constexpr):
-    """Where the tokens [c] of a group lie, the first at `ptr`."""
-    GROUP: tl.constexpr = S.GROUP
-    found = ()
-    for i in tl.static_range(GROUP):
-        found = append(found, ptr + i * S.WIDTH)
-    return found
-
-
-@triton.jit
-def moved(ptrs, STEP: tl.constexpr):
-    """Places so many numbers on."""
-    COUNT: tl.constexpr = len(ptrs)
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = append(found, ptrs[i] + STEP)
-    return found
-
-
-@triton.jit
-def loaded(ptrs, left, other):
-    """Tokens [c] of a group; `other` where they are not there."""
-    COUNT: tl.constexpr = len(ptrs)
-    found = ()
-    for i in tl.static_range(COUNT):
-        found = append(found, tl.load(ptrs[i], mask=i < left, other=other))  # [c]
-    return found
-
-
-@triton.jit
-def unloaded(tensor, S: tl.constexpr):
-    """What stands for the tokens [c] of a group before they are loaded."""
-    GROUP: tl.constexpr = S.GROUP
-    found = ()
-    for _ in tl.static_range(GROUP):
-        found = append(found, tl.full([S.BLOCK], 0.0, tensor.dtype.element_ty))
-    return found
-
-
-@triton.jit
 def group_at(span, n, slot, S: tl.constexpr):
     """The first of the kept states of a sequence."""
     if S.PACKED:
@@ -196,7 +153,8 @@ def kept_places(kept, n, group, column, COUNT: tl.constexpr, S: tl.constexpr):
     if kept is not None:
         ptr, part = kept + (group * S.WIDTH + column), n.kept * S.WIDTH
         for i in tl.static_range(COUNT):
-            found += (ptr + i * S.WIDTH, ptr + part + i * S.WIDTH, ptr + 2 * part + i * S.WIDTH)
+            for j in tl.static_range(3):
+                found = append(found, ptr + j * part + i * S.WIDTH)
     return found
 
 
@@ -221,12 +179,11 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
     m = tl.load(x.m + state, mask=inside, other=0.0)  # [c]
     top = (m, m, tl.zeros_like(m))
     at, left = span.first * S.WIDTH + column, left_of(limit, span.first)
-    k_at, v_at, out_at = places(x.k + at, S), places(x.v + at, S), places(y.out + at, S)
+    k_at, v_at, out_at = places(x.k, at, S), places(x.v, at, S), places(y.out, at, S)
     kept_at = kept_places(y.kept, n, group_at(span, n, slot, S), column, STATES, S)
-    ks, vs = unloaded(x.k, S), unloaded(x.v, S)
-    for _ in range((span.first < span.last).to(tl.int32)):
-        ks, vs = loaded(k_at, left, NONE), loaded(v_at, left, 0.0)
-        k_at, v_at = moved(k_at, STEP), moved(v_at, STEP)
+    some = span.first < span.last
+    ks, vs = loaded_once(k_at, some, left, NONE), loaded_once(v_at, some, left, 0.0)
+    k_at, v_at = moved(k_at, STEP), moved(v_at, STEP)
     for token in range(span.first, span.last, GROUP):
         left, next_ks, next_vs = left_of(limit, token), (), ()
         for i in tl.static_range(GROUP):
@@ -293,13 +250,16 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
         group_at(span, n, slot, S) + tl.maximum(groups - 1, 0),
     )
     left, at = left_of(limit, token), token * S.WIDTH + column
-    k_at, v_at, d_at = places(x.k + at, S), places(x.v + at, S), places(x.d_out + at, S)
-    dk_at, dv_at, kept_at = places(d.k + at, S), places(d.v + at, S), kept_places(x.kept, n, group, column, 1, S)
-    ks, vs, ds, next_state = unloaded(x.k, S), unloaded(x.v, S), unloaded(x.d_out, S), (d_w, d_w, d_w)
-    for _ in range((groups > 0).to(tl.int32)):
-        ks, vs, ds = loaded(k_at, left, NONE), loaded(v_at, left, 0.0), loaded(d_at, left, 0.0)
-        next_state = kept_state(kept_at, inside)
-        k_at, v_at, d_at, kept_at = moved(k_at, STEP), moved(v_at, STEP), moved(d_at, STEP), moved(kept_at, -S.WIDTH)
+    k_at, v_at, d_at = places(x.k, at, S), places(x.v, at, S), places(x.d_out, at, S)
+    dk_at, dv_at, kept_at = places(d.k, at, S), places(d.v, at, S), kept_places(x.kept, n, group, column, 1, S)
+    nonempty = groups > 0
+    ks, vs, ds = (
+        loaded_once(k_at, nonempty, left, NONE),
+        loaded_once(v_at, nonempty, left, 0.0),
+        loaded_once(d_at, nonempty, left, 0.0),
+    )
+    next_state = loaded_once(kept_at, nonempty, tl.where(inside, 3, 0), 0.0)
+    k_at, v_at, d_at, kept_at = moved(k_at, STEP), moved(v_at, STEP), moved(d_at, STEP), moved(kept_at, -S.WIDTH)
     for _ in range(groups):
         a, b, m = next_state
         top = (m, m, tl.zeros_like(m))
