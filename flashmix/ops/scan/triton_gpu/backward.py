@@ -12,6 +12,8 @@ Tiles: `c` channels (with a decay a head: those of one head).
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,9 +21,10 @@ from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.scan.triton_gpu.kernels import (
     columns,
     decay_at,
-    decay_place,
+    decay_places,
     decay_source,
-    decays_of,
+    decays_at,
+    decays_moved,
     factors_of,
     joined,
     left_of,
@@ -31,38 +34,79 @@ from flashmix.ops.scan.triton_gpu.kernels import (
     states_at,
 )
 from flashmix.ops.scan.triton_gpu.numbers import added, chosen, constant, number_of, stored, times, times_conjugate
+from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
 from flashmix.ops.scan.triton_gpu.weights import state_and_own
 
 
+class TokenPlaces(NamedTuple):
+    """Where the tokens of a group lie, `places` of each tensor and `decay_places`; `h` is a token behind unless it is read before."""
+
+    g: Any
+    d_h: Any
+    h: Any
+    x: Any
+
+
 @triton.jit
-def gradient_at(inputs, token, OFFSET: tl.constexpr, column, exists, S: tl.constexpr):
-    """The gradient [c] of a token's output, zeros if there are none."""
+def token_places(inputs, results, source, token, column, S: tl.constexpr):
+    """`TokenPlaces` of the group at `token`: none of a tensor that the gradients do not need."""
+    at, before, own = token * S.WIDTH + column, (), ()
+    if results.dg is not None:
+        before = places(inputs.h, at if S.READ_BEFORE else at - S.WIDTH, S)
+        if S.COUPLING:
+            own = places(inputs.x, at, S)
+    return TokenPlaces(decay_places(source, token, column, S), places(inputs.d_h, at, S), before, own)
+
+
+@triton.jit
+def places_before(ptrs, S: tl.constexpr):
+    """`TokenPlaces` of the group before."""
+    STEP: tl.constexpr = -S.GROUP * S.WIDTH
+    g = decays_moved(ptrs.g, -S.GROUP, S)
+    return TokenPlaces(g, moved(ptrs.d_h, STEP), moved(ptrs.h, STEP), moved(ptrs.x, STEP))
+
+
+@triton.jit
+def no_gradient(S: tl.constexpr):
+    """The gradient [c] of an output that has none, as it would be loaded."""
     BLOCK: tl.constexpr = S.BLOCK
-    if inputs.d_h is None:
-        return tl.full([BLOCK], 0, tl.int64 if S.COMPLEX else tl.float32)
-    else:
-        return tl.load(inputs.d_h + (token * S.WIDTH + column) + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
+    return tl.full([BLOCK], 0, tl.int64 if S.COMPLEX else tl.float32)
 
 
 @triton.jit
-def state_before(inputs, results, token, OFFSET: tl.constexpr, column, exists, start, S: tl.constexpr):
-    """`h_{t-1}` of a token, [c], but of the sequence's first; nothing that matters where no decay has a gradient."""
-    if results.dg is None:
-        return column
-    elif S.READ_BEFORE:
-        return tl.load(inputs.h + (token * S.WIDTH + column) + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
+def first_tokens(ptrs, some, left, after, absent, S: tl.constexpr):
+    """Tokens [c] of a group as `loaded_once` finds them; `absent` for each of a tensor that is not there, or not needed."""
+    GROUP: tl.constexpr = S.GROUP
+    if len(ptrs) > 0:
+        return loaded_once(ptrs, some, left, 0, after)
     else:
-        mask = exists & (token + OFFSET > start)
-        return tl.load(inputs.h + (token * S.WIDTH + column) + (OFFSET - 1) * S.WIDTH, mask=mask, other=0.0)  # [c]
+        found = ()
+        for _ in tl.static_range(GROUP):
+            found = append(found, absent)
+        return found
 
 
 @triton.jit
-def own_at(inputs, results, token, OFFSET: tl.constexpr, column, exists, S: tl.constexpr):
-    """`x` [c] of a token where the gradient of its decay needs it."""
-    if S.COUPLING == 0 or results.dg is None:
-        return column
+def loaded_or(ptrs, i: tl.constexpr, exists, absent):
+    """A token [c]; `absent` of a tensor that is not there, or not needed."""
+    if len(ptrs) > 0:
+        return tl.load(ptrs[i], mask=exists, other=0.0)  # [c]
     else:
-        return tl.load(inputs.x + (token * S.WIDTH + column) + OFFSET * S.WIDTH, mask=exists, other=0.0)  # [c]
+        return absent
+
+
+@triton.jit
+def first_of(start, token):
+    """The place of the sequence's first token, which has none before it, in the group at `token`; -1 if it is before the group."""
+    return left_of(start + 1, token) - 1
+
+
+@triton.jit
+def token_at(ptrs, i: tl.constexpr, column, exists, some, first, S: tl.constexpr):
+    """The log decay, the gradient of the output, the state before (behind place `first`) and `x` of a token, [c] each."""
+    before = exists if S.READ_BEFORE else exists & (i > first)
+    d_h, h = loaded_or(ptrs.d_h, i, exists, no_gradient(S)), loaded_or(ptrs.h, i, before, column)
+    return decay_at(ptrs.g, i, exists, some, S), d_h, h, loaded_or(ptrs.x, i, exists, column)
 
 
 @triton.jit
@@ -100,9 +144,10 @@ def lengthened(sum_, lost, x):
 
 
 @triton.jit
-def decay_gradient(results, d_g, sums, at, OFFSET: tl.constexpr, column, left, S: tl.constexpr):
+def decay_gradient(results, d_g, sums, ptrs, at, OFFSET: tl.constexpr, column, left, S: tl.constexpr):
     """Writes the gradient [c] of one token's decay, or adds that of a constant decay to `sums`: a sum and what rounding lost of it,
-    of complex numbers those of both parts. `left` are the tokens from `at` on, of channels [c] and of all.
+    of complex numbers those of both parts. `left` are the tokens from `at` on, of channels [c] and of all,
+    `ptrs` the `places` of a gradient by channel.
     """
     exists = OFFSET < left[0]
     if S.DECAY == 2:
@@ -117,8 +162,7 @@ def decay_gradient(results, d_g, sums, at, OFFSET: tl.constexpr, column, left, S
         ptr = results.dg + (at * heads + tl.min(column, 0) // S.HEAD) + OFFSET * heads
         tl.store(ptr, tl.sum(d_g, 0).to(results.dg.dtype.element_ty), mask=OFFSET < left[1])
     else:
-        ptr = results.dg + (at * S.WIDTH + column) + OFFSET * S.WIDTH
-        tl.store(ptr, stored(d_g, results.dg.dtype.element_ty, S), mask=exists)
+        tl.store(ptrs[OFFSET], stored(d_g, results.dg.dtype.element_ty, S), mask=exists)
     return sums
 
 
@@ -142,17 +186,22 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
     source = decay_source(inputs, column, inside, S)
     groups = tl.maximum(span.last - span.first + GROUP - 1, 0) // GROUP
     at = span.first + tl.maximum(groups - 1, 0) * GROUP
-    gs, ds, hs, xs = decays_of(source, at, column, limit, span.last, S), (), (), ()
-    for i in tl.static_range(GROUP):
-        exists = i < left_of(limit, at)
-        ds = append(ds, gradient_at(inputs, at, i, column, exists, S))
-        hs = append(hs, state_before(inputs, results, at, i, column, exists, span.start, S))
-        xs = append(xs, own_at(inputs, results, at, i, column, exists, S))
+    ptrs = token_places(inputs, results, source, at, column, S)
+    dx_at, dg_at = places(results.dx, at * S.WIDTH + column, S), ()
+    if S.DECAY == 0:
+        dg_at = places(results.dg, at * S.WIDTH + column, S)
+    nonempty, left = groups > 0, left_of(limit, at)
+    gs, ds = (
+        decays_at(ptrs.g, nonempty, left, left_of(span.last, at), S),
+        first_tokens(ptrs.d_h, nonempty, left, -1, no_gradient(S), S),
+    )
+    hs = first_tokens(ptrs.h, nonempty, left, -1 if S.READ_BEFORE else first_of(span.start, at), column, S)
+    xs, ptrs = first_tokens(ptrs.x, nonempty, left, -1, column, S), places_before(ptrs, S)
     for _ in range(groups):
         before = at - GROUP  # no token of it is wanted if it begins before the segment
         some = before >= span.first
-        wanted = inside & some
-        place, left, some_left = decay_place(source, before, column, S), left_of(limit, at), left_of(span.last, at)
+        wanted, first = inside & some, first_of(span.start, before)
+        left, some_left = left_of(limit, at), left_of(span.last, at)
         next_gs, next_ds, next_hs, next_xs = (), (), (), ()
         for j in tl.static_range(GROUP - 1, -1, -1):
             factor, weight = factors_of(gs[j], j < left, S)
@@ -163,21 +212,20 @@ def scan_backward_kernel(inputs, results, slots, n, S: tl.constexpr):
             if results.totals is not None:
                 total = times(factor, total, S, True) if S.TURNING else total * factor
             else:
-                out = results.dx + (at * S.WIDTH + column) + j * S.WIDTH
                 found = weight * d_x if S.COUPLING else d_x
-                tl.store(out, stored(found, results.dx.dtype.element_ty, S), mask=j < left)
+                tl.store(dx_at[j], stored(found, results.dx.dtype.element_ty, S), mask=j < left)
                 if results.dg is not None:
                     h = state_or_begin(hs[j], begin, at + j == span.start, S)
                     if S.COUPLING:
                         h = state_and_own(h, xs[j].to(tl.float32), factor, weight, S)
                     sums = decay_gradient(
-                        results, times_conjugate(decayed, h, S), sums, at, j, column, (left, some_left), S
+                        results, times_conjugate(decayed, h, S), sums, dg_at, at, j, column, (left, some_left), S
                     )
-            next_gs = prepend(decay_at(place, j, wanted, some, S), next_gs)
-            next_ds = prepend(gradient_at(inputs, before, j, column, wanted, S), next_ds)
-            next_hs = prepend(state_before(inputs, results, before, j, column, wanted, span.start, S), next_hs)
-            next_xs = prepend(own_at(inputs, results, before, j, column, wanted, S), next_xs)
+            g, d_h, h_before, x = token_at(ptrs, j, column, wanted, some, first, S)
+            next_gs, next_ds = prepend(g, next_gs), prepend(d_h, next_ds)
+            next_hs, next_xs = prepend(h_before, next_hs), prepend(x, next_xs)
         gs, ds, hs, xs = next_gs, next_ds, next_hs, next_xs
+        ptrs, dx_at, dg_at = places_before(ptrs, S), moved(dx_at, -GROUP * S.WIDTH), moved(dg_at, -GROUP * S.WIDTH)
         at = before
     if results.totals is not None:
         put_segment(results, slot * S.WIDTH + column, inside, total, c, S)

@@ -25,6 +25,7 @@ from flashmix.ops.scan.triton_gpu.numbers import (
     stored,
     times,
 )
+from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
 from flashmix.ops.scan.triton_gpu.weights import factor_and_weight, no_decay
 
 ONE_AS_WORD = tl.constexpr(0x3F800000)  # of complex numbers
@@ -142,41 +143,54 @@ def tokens_of(tensor, token, column, limit, other, S: tl.constexpr):
 
 
 @triton.jit
-def decay_place(source, token, column, S: tl.constexpr):
-    """Where the log decays of a token and those after it lie; a constant decay itself."""
+def decay_places(source, token, column, S: tl.constexpr):
+    """Where the log decays of a token and those after it lie: of channels `places`, of a head where the first is, of all tokens the
+    decay itself.
+    """
     if S.DECAY == 2:
-        return source
+        return (source,)
     elif S.DECAY == 1:
-        return source + (token * (S.WIDTH // S.HEAD) + tl.min(column, 0) // S.HEAD)
+        return (source + (token * (S.WIDTH // S.HEAD) + tl.min(column, 0) // S.HEAD),)
     else:
-        return source + (token * S.WIDTH + column)
+        return places(source, token * S.WIDTH + column, S)
 
 
 @triton.jit
-def decay_at(place, OFFSET: tl.constexpr, exists, some, S: tl.constexpr):
+def decay_at(ptrs, i: tl.constexpr, exists, some, S: tl.constexpr):
     """A log decay, [c] or a number; that of a factor 1 where no channel `exists`, and where there is not `some` token."""
     if S.DECAY == 2:
-        return place
+        return ptrs[0]
     elif S.DECAY == 1:
-        return tl.load(place + OFFSET * (S.WIDTH // S.HEAD), mask=some, other=no_decay(S))  # a number
+        return tl.load(ptrs[0] + i * (S.WIDTH // S.HEAD), mask=some, other=no_decay(S))  # a number
     else:
-        return tl.load(place + OFFSET * S.WIDTH, mask=exists, other=no_decay(S))  # [c]
+        return tl.load(ptrs[i], mask=exists, other=no_decay(S))  # [c]
 
 
 @triton.jit
-def decays_of(source, token, column, limit, last, S: tl.constexpr):
-    """Log decays of GROUP tokens; a constant decay is the same for all."""
+def decays_moved(ptrs, TOKENS: tl.constexpr, S: tl.constexpr):
+    """`decay_places` so many tokens on."""
+    if S.DECAY == 2:
+        return ptrs
+    else:
+        return moved(ptrs, TOKENS * (S.WIDTH // S.HEAD if S.DECAY == 1 else S.WIDTH))
+
+
+@triton.jit
+def decays_at(ptrs, some, left, left_of_all, S: tl.constexpr):
+    """Log decays of GROUP tokens if there are `some`; a constant decay is the same for all."""
     GROUP: tl.constexpr = S.GROUP
-    found = ()
-    place, left, some = decay_place(source, token, column, S), left_of(limit, token), left_of(last, token)
-    for i in tl.static_range(GROUP):
-        found = append(found, decay_at(place, i, i < left, i < some, S))
-    return found
+    if S.DECAY == 0:
+        return loaded_once(ptrs, some, left, no_decay(S))
+    else:
+        found = ()
+        for i in tl.static_range(GROUP):
+            found = append(found, decay_at(ptrs, i, i < left, i < left_of_all, S))
+        return found
 
 
 @triton.jit
 def decay_source(inputs, column, inside, S: tl.constexpr):
-    """What `decay_place` takes: the tensor, or of a constant decay its factors (with a maximum or a coupling its logarithms) [c]; those of
+    """What `decay_places` takes: the tensor, or of a constant decay its factors (with a maximum or a coupling its logarithms) [c]; those of
     complex numbers come as factors.
     """
     if S.DECAY == 2 and S.TURNING:
@@ -304,6 +318,7 @@ def put_segment(results, place, inside, total, end, S: tl.constexpr):
 def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
     """The tokens of a slot; with `totals`, only the product of its factors and its end from a state of zeros."""
     GROUP: tl.constexpr = S.GROUP
+    STEP: tl.constexpr = GROUP * S.WIDTH
     NOTHING: tl.constexpr = float("-inf") if S.MAXIMUM else 0.0
     slot, column, inside = columns(S)
     span = span_of(slots, n, slot, S)
@@ -317,11 +332,14 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
         if S.SEGMENTS:
             h = joined(inputs, h, slot - span.place, span.place, 1, column, inside, S)
     source = decay_source(inputs, column, inside, S)
-    xs = tokens_of(inputs.x, span.first, column, limit, NOTHING, S)
-    gs = decays_of(source, span.first, column, limit, span.last, S)
+    first, left, some = span.first * S.WIDTH + column, left_of(limit, span.first), span.first < span.last
+    x_at, h_at = places(inputs.x, first, S), places(results.h, first, S)
+    g_at = decay_places(source, span.first, column, S)
+    xs = loaded_once(x_at, some, left, NOTHING)
+    gs = decays_at(g_at, some, left, left_of(span.last, span.first), S)
+    x_at, g_at = moved(x_at, STEP), decays_moved(g_at, GROUP, S)
     for at in range(span.first, span.last, GROUP):
-        place, ptr = decay_place(source, at, column, S), inputs.x + (at * S.WIDTH + column)
-        left, some = left_of(limit, at), left_of(span.last, at)
+        left, some_left = left_of(limit, at), left_of(span.last, at)
         next_xs, next_gs = (), ()
         for i in tl.static_range(GROUP):
             factor, weight = factors_of(gs[i], i < left, S)
@@ -331,12 +349,12 @@ def scan_kernel(inputs, results, slots, n, S: tl.constexpr):
                 total, total_lost = with_factor(total, total_lost, factor, S)
             else:
                 y = before if S.READ_BEFORE else h
-                out = results.h + (at * S.WIDTH + column) + i * S.WIDTH
-                tl.store(out, stored(y, results.h.dtype.element_ty, S), mask=i < left)
+                tl.store(h_at[i], stored(y, results.h.dtype.element_ty, S), mask=i < left)
             exists = GROUP + i < left
-            next_xs = append(next_xs, tl.load(ptr + (GROUP + i) * S.WIDTH, mask=exists, other=NOTHING))  # [c]
-            next_gs = append(next_gs, decay_at(place, GROUP + i, exists, GROUP + i < some, S))
+            next_xs = append(next_xs, tl.load(x_at[i], mask=exists, other=NOTHING))  # [c]
+            next_gs = append(next_gs, decay_at(g_at, i, exists, GROUP + i < some_left, S))
         xs, gs = next_xs, next_gs
+        x_at, g_at, h_at = moved(x_at, STEP), decays_moved(g_at, GROUP, S), moved(h_at, STEP)
     if results.totals is not None:
         put_segment(results, slot * S.WIDTH + column, inside, total, h, S)
     else:

@@ -26,6 +26,7 @@ from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.scan.triton_gpu.backward import lengthened, prepend
 from flashmix.ops.scan.triton_gpu.kernels import left_of, span_of
 from flashmix.ops.scan.triton_gpu.numbers import exponential
+from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
 
 NONE = tl.constexpr(float("-inf"))  # m of no tokens, and the key of a token that is not there
 
@@ -122,12 +123,6 @@ def number(x):
 
 
 @triton.jit
-def loaded(ptr, i: tl.constexpr, left, other, S: tl.constexpr):
-    """Token `i` [c] of those from `ptr` on; `other` where it is not there."""
-    return tl.load(ptr + i * S.WIDTH, mask=i < left, other=other)
-
-
-@triton.jit
 def group_at(span, n, slot, S: tl.constexpr):
     """The first of the kept states of a sequence."""
     if S.PACKED:
@@ -152,18 +147,30 @@ def advanced(a, b, top, w, k, v, exists, S: tl.constexpr):
 
 
 @triton.jit
-def keep(y, n, group, column, state, exists, S: tl.constexpr):
+def kept_places(kept, n, group, column, COUNT: tl.constexpr, S: tl.constexpr):
+    """Where `a`, `b` and `m` [c] before so many groups are kept, those of one group side by side; none if they are not kept."""
+    found = ()
+    if kept is not None:
+        ptr, part = kept + (group * S.WIDTH + column), n.kept * S.WIDTH
+        for i in tl.static_range(COUNT):
+            for j in tl.static_range(3):
+                found = append(found, ptr + j * part + i * S.WIDTH)
+    return found
+
+
+@triton.jit
+def keep(ptrs, GROUP: tl.constexpr, state, exists):
     """Writes the state [c] before a group."""
-    if y.kept is not None:
-        ptr, part = y.kept + (group * S.WIDTH + column), n.kept * S.WIDTH
-        tl.store(ptr, state[0], mask=exists)
-        tl.store(ptr + part, state[1], mask=exists)
-        tl.store(ptr + 2 * part, state[2], mask=exists)
+    if len(ptrs) > 0:
+        for i in tl.static_range(3):
+            tl.store(ptrs[3 * GROUP + i], state[i], mask=exists)
 
 
 @triton.jit(do_not_specialize=["n"])
 def wkv_kernel(x, y, slots, n, S: tl.constexpr):
     GROUP: tl.constexpr = S.GROUP
+    STEP: tl.constexpr = GROUP * S.WIDTH
+    STATES: tl.constexpr = GROUP // S.KEEP
     slot, column, inside = channels_of(S)
     span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
     limit = tl.where(inside, span.last, span.first)  # [c]
@@ -171,26 +178,27 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
     a, b = tl.load(x.a + state, mask=inside, other=0.0), tl.load(x.b + state, mask=inside, other=0.0)  # [c]
     m = tl.load(x.m + state, mask=inside, other=0.0)  # [c]
     top = (m, m, tl.zeros_like(m))
-    at, ks, vs = span.first * S.WIDTH + column, (), ()
-    group, left = group_at(span, n, slot, S), left_of(limit, span.first)
-    for i in tl.static_range(GROUP):
-        ks = append(ks, loaded(x.k + at, i, left, NONE, S))  # [c]
-        vs = append(vs, loaded(x.v + at, i, left, 0.0, S))  # [c]
+    at, left = span.first * S.WIDTH + column, left_of(limit, span.first)
+    k_at, v_at, out_at = places(x.k, at, S), places(x.v, at, S), places(y.out, at, S)
+    kept_at = kept_places(y.kept, n, group_at(span, n, slot, S), column, STATES, S)
+    some = span.first < span.last
+    ks, vs = loaded_once(k_at, some, left, NONE), loaded_once(v_at, some, left, 0.0)
+    k_at, v_at = moved(k_at, STEP), moved(v_at, STEP)
     for token in range(span.first, span.last, GROUP):
         left, next_ks, next_vs = left_of(limit, token), (), ()
         for i in tl.static_range(GROUP):
             if i % S.KEEP == 0:
-                keep(y, n, group + i // S.KEEP, column, (a, b, top[0]), i < left, S)
+                keep(kept_at, i // S.KEEP, (a, b, top[0]), i < left)
             k, v = number(ks[i]), number(vs[i])
             past, own = weights(top[0] - u, k, S)
             out = (past * a + own * v) / (past * b + own)
-            tl.store(y.out + at + i * S.WIDTH, out.to(y.out.dtype.element_ty), mask=i < left)
+            tl.store(out_at[i], out.to(y.out.dtype.element_ty), mask=i < left)
             a, b, top, _f, _e = advanced(a, b, top, w, k, v, i < left, S)
-            next_ks = append(next_ks, loaded(x.k + at, GROUP + i, left, NONE, S))  # [c]
-            next_vs = append(next_vs, loaded(x.v + at, GROUP + i, left, 0.0, S))  # [c]
+            next_ks = append(next_ks, tl.load(k_at[i], mask=GROUP + i < left, other=NONE))  # [c]
+            next_vs = append(next_vs, tl.load(v_at[i], mask=GROUP + i < left, other=0.0))  # [c]
         ks, vs = next_ks, next_vs
-        at += GROUP * S.WIDTH
-        group += GROUP // S.KEEP
+        k_at, v_at, out_at = moved(k_at, STEP), moved(v_at, STEP), moved(out_at, STEP)
+        kept_at = moved(kept_at, STATES * S.WIDTH)
     tl.store(y.a + state, a, mask=inside)
     tl.store(y.b + state, b, mask=inside)
     tl.store(y.m + state, top[0], mask=inside)
@@ -210,11 +218,10 @@ def token_gradients(before, v, factors, look, d_out, flows, exists):
 
 
 @triton.jit
-def kept_state(x, n, group, column, mask, S: tl.constexpr):
+def kept_state(ptrs, mask):
     """The state [c] before a group."""
-    ptr, part = x.kept + (group * S.WIDTH + column), n.kept * S.WIDTH
-    a, b = tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + part, mask=mask, other=0.0)  # [c]
-    return a, b, tl.load(ptr + 2 * part, mask=mask, other=0.0)  # [c]
+    a, b = tl.load(ptrs[0], mask=mask, other=0.0), tl.load(ptrs[1], mask=mask, other=0.0)  # [c]
+    return a, b, tl.load(ptrs[2], mask=mask, other=0.0)  # [c]
 
 
 @triton.jit
@@ -229,6 +236,7 @@ def sums_of(tensor, place, mask, S: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
     GROUP: tl.constexpr = S.GROUP
+    STEP: tl.constexpr = -GROUP * S.WIDTH  # to the tokens before
     slot, column, inside = channels_of(S)
     span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
     limit = tl.where(inside, span.last, span.first)  # [c]
@@ -242,14 +250,19 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
         group_at(span, n, slot, S) + tl.maximum(groups - 1, 0),
     )
     left, at = left_of(limit, token), token * S.WIDTH + column
-    next_a, next_b, next_m = kept_state(x, n, group, column, inside & (groups > 0), S)
-    ks, vs, ds = (), (), ()
-    for i in tl.static_range(GROUP):
-        ks = append(ks, loaded(x.k + at, i, left, NONE, S))  # [c]
-        vs = append(vs, loaded(x.v + at, i, left, 0.0, S))  # [c]
-        ds = append(ds, loaded(x.d_out + at, i, left, 0.0, S))  # [c]
+    k_at, v_at, d_at = places(x.k, at, S), places(x.v, at, S), places(x.d_out, at, S)
+    dk_at, dv_at, kept_at = places(d.k, at, S), places(d.v, at, S), kept_places(x.kept, n, group, column, 1, S)
+    nonempty = groups > 0
+    ks, vs, ds = (
+        loaded_once(k_at, nonempty, left, NONE),
+        loaded_once(v_at, nonempty, left, 0.0),
+        loaded_once(d_at, nonempty, left, 0.0),
+    )
+    next_state = loaded_once(kept_at, nonempty, tl.where(inside, 3, 0), 0.0)
+    k_at, v_at, d_at, kept_at = moved(k_at, STEP), moved(v_at, STEP), moved(d_at, STEP), moved(kept_at, -S.WIDTH)
     for _ in range(groups):
-        a, b, top = next_a, next_b, (next_m, next_m, tl.zeros_like(next_m))
+        a, b, m = next_state
+        top = (m, m, tl.zeros_like(m))
         sums, counts, fs, es, pasts, owns = (), (), (), (), (), ()  # [c] each, of every token
         for i in tl.static_range(GROUP):
             k = number(ks[i])
@@ -257,9 +270,8 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
             pasts, owns, sums, counts = append(pasts, past), append(owns, own), append(sums, a), append(counts, b)
             a, b, top, f, e = advanced(a, b, top, w, k, number(vs[i]), i < left, S)
             fs, es = append(fs, f), append(es, e)
-        before, group = at - GROUP * S.WIDTH, group - 1
         some = inside & (token - GROUP >= span.first)
-        next_a, next_b, next_m = kept_state(x, n, group, column, some, S)
+        next_state = kept_state(kept_at, some)
         next_left = tl.where(some, GROUP, 0)  # [c]
         next_ks, next_vs, next_ds = (), (), ()
         for j in tl.static_range(GROUP - 1, -1, -1):
@@ -267,14 +279,16 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
             d_k, d_v, own, more, c, z = token_gradients(
                 (sums[j], counts[j]), v, (fs[j], es[j]), (pasts[j], owns[j]), number(ds[j]), (c, z), exists
             )
-            tl.store(d.k + at + j * S.WIDTH, d_k.to(d.k.dtype.element_ty), mask=exists)
-            tl.store(d.v + at + j * S.WIDTH, d_v.to(d.v.dtype.element_ty), mask=exists)
+            tl.store(dk_at[j], d_k.to(d.k.dtype.element_ty), mask=exists)
+            tl.store(dv_at[j], d_v.to(d.v.dtype.element_ty), mask=exists)
             d_u, d_u_lost = lengthened(d_u, d_u_lost, own)
             d_w, d_w_lost = lengthened(d_w, d_w_lost, tl.where(exists, more, 0.0))
-            next_ks = prepend(loaded(x.k + before, j, next_left, NONE, S), next_ks)  # [c]
-            next_vs = prepend(loaded(x.v + before, j, next_left, 0.0, S), next_vs)  # [c]
-            next_ds = prepend(loaded(x.d_out + before, j, next_left, 0.0, S), next_ds)  # [c]
-        ks, vs, ds, at, left, token = next_ks, next_vs, next_ds, before, next_left, token - GROUP
+            next_ks = prepend(tl.load(k_at[j], mask=j < next_left, other=NONE), next_ks)  # [c]
+            next_vs = prepend(tl.load(v_at[j], mask=j < next_left, other=0.0), next_vs)  # [c]
+            next_ds = prepend(tl.load(d_at[j], mask=j < next_left, other=0.0), next_ds)  # [c]
+        ks, vs, ds, left, token = next_ks, next_vs, next_ds, next_left, token - GROUP
+        k_at, v_at, d_at, kept_at = moved(k_at, STEP), moved(v_at, STEP), moved(d_at, STEP), moved(kept_at, -S.WIDTH)
+        dk_at, dv_at = moved(dk_at, STEP), moved(dv_at, STEP)
     tl.store(d.w + state, d_w, mask=inside)
     tl.store(d.u + state, d_u, mask=inside)
     tl.store(d.a + state, c, mask=inside)
