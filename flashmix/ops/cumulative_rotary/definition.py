@@ -17,9 +17,13 @@ def cumulative_rotary(
     last_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`q, late_k` and the last `theta, k, own` of `CumulativeRotaryCall`, for sequences of one length; `theta` is not within a turn."""
+
+    def none(x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], 1, *x.shape[2:])
+
     heads, M, axis = dt.shape[2], angles.shape[3], B.dim() - 2
     steps = dt.unsqueeze(-1) * angles
-    start = torch.zeros_like(steps[:, :1]) if theta is None else theta.unsqueeze(1)
+    start = none(steps) if theta is None else theta.unsqueeze(1)
     sums = torch.cat([start, steps], 1).cumsum(1)
     within = sums[:, 1:] if axis == 2 else sums[:, 1:].unsqueeze(2)
 
@@ -30,8 +34,8 @@ def cumulative_rotary(
         return torch.cat([rotated, x[..., 2 * M :]], -1)
 
     q, k, own = turned(C), turned(B), trapezoid_gate * dt
-    first = torch.zeros_like(k[:, :1]) if last_k is None else last_k.unsqueeze(1)
-    all_k, all_own = torch.cat([first, k], 1), torch.cat([torch.zeros_like(dt[:, :1]), own], 1)
+    first = none(k) if last_k is None else last_k.unsqueeze(1)
+    all_k, all_own = torch.cat([first, k], 1), torch.cat([none(own), own], 1)
     weight = log_decay.exp() * (all_own[:, :-1] + (1 - trapezoid_gate) * dt)
     late_k = (weight if axis == 2 else weight.unsqueeze(2)).unsqueeze(-1) * all_k[:, :-1]
     return q, late_k, sums[:, -1], all_k[:, -1], all_own[:, -1]

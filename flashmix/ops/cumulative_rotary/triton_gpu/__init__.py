@@ -34,7 +34,8 @@ from flashmix.ops.cumulative_rotary.triton_gpu.tiles import Gates, Places, Rotar
 
 __all__ = ["backward", "forward", "keeps"]
 
-ELEMENTS = 4096  # of keys in a block of tokens, 32 tokens at most
+ELEMENTS = 2048  # of keys in a block of tokens, 32 tokens at most
+STAGES = 3
 SUMS = 2048  # numbers that a sum over blocks takes at a time
 
 
@@ -65,9 +66,7 @@ def forward(call: CumulativeRotaryCall, save: bool) -> tuple[Outputs, Outputs]:
         run = plan.kernel(offsets_forward_kernel)
         run(plan.sequences * spec.HEADS, inputs.offsets, contiguous(call.theta), theta, places, n)
     run = plan.kernel(rotary_forward_kernel)
-    run(
-        plan.blocks * spec.HEADS * spec.RANKS, inputs, RotaryOutputs(q, late_k, last_k, last_own), places, n
-    )
+    run(plan.blocks * spec.HEADS * spec.RANKS, inputs, RotaryOutputs(q, late_k, last_k, last_own), places, n)
     return outputs, kept if save else ()
 
 
@@ -104,7 +103,12 @@ def _inputs(call: CumulativeRotaryCall, offsets: Tensor) -> RotaryInputs:
     gates = Gates(call.dt.contiguous(), call.log_decay.contiguous(), call.trapezoid_gate.contiguous())
     angles = inner_contiguous(call.angles)
     return RotaryInputs(
-        _strided(call.B), _strided(call.C), Strided(angles, angles.stride()[:3]), gates, offsets, contiguous(call.last_k)
+        _strided(call.B),
+        _strided(call.C),
+        Strided(angles, angles.stride()[:3]),
+        gates,
+        offsets,
+        contiguous(call.last_k),
     )
 
 
@@ -158,6 +162,7 @@ def _plan(call: CumulativeRotaryCall) -> Plan:
         BLOCK_REST=power_of_two(K - 2 * M) if K > 2 * M else 0,
         BLOCK_WIDTH=power_of_two(K),
         LINES=SUMS // max(pairs, 1),
+        STAGES=STAGES,
     )
     places = Places(None, None)
     if packing is not None:

@@ -1,9 +1,9 @@
 """The rotation backward: gradients of keys and queries and of each token's angle, their sums from the end, then those of angles and gates.
 
-    dC_t = R(-theta_t) dq_t,    dk_t = w_{t+1} dlate_k_{t+1},    dB_t = R(-theta_t) dk_t,    dw_{t+1} = k_t . dlate_k_{t+1}
-    dtheta_t = dq_t x q_t + dk_t x k_t (sums of a pair's cross product, q before dq),    r_t = sum_{s >= t} dtheta_s
-    dangles_t = dt_t r_t,    ddt_t = angles_t . r_t + lambda_t down_t + (1 - lambda_t) e^{g_t} dw_t,    dg_t = w_t dw_t
-    dlambda_t = dt_t (down_t - e^{g_t} dw_t),    down_t = e^{g_{t+1}} dw_{t+1}
+dC_t = R(-theta_t) dq_t,    dk_t = w_{t+1} dlate_k_{t+1},    dB_t = R(-theta_t) dk_t,    dw_{t+1} = k_t . dlate_k_{t+1}
+dtheta_t = dq_t x q_t + dk_t x k_t (sums of a pair's cross product, q before dq),    r_t = sum_{s >= t} dtheta_s
+dangles_t = dt_t r_t,    ddt_t = angles_t . r_t + lambda_t down_t + (1 - lambda_t) e^{g_t} dw_t,    dg_t = w_t dw_t
+dlambda_t = dt_t (down_t - e^{g_t} dw_t),    down_t = e^{g_{t+1}} dw_{t+1}
 """
 
 # mypy: allow-untyped-defs
@@ -112,7 +112,7 @@ def rotary_backward_kernel(inputs, grads, parts, found, places, n, S: tl.constex
     if S.BLOCK_REST > 0:
         B_rest = load_rest(B, inside, S)
         dC_rest, dB_rest = tl.zeros([TOKENS, BLOCK_REST], tl.float32), tl.zeros([TOKENS, BLOCK_REST], tl.float32)
-    for i in range(share):
+    for i in tl.range(0, share, num_stages=S.STAGES):
         head = group * share + i
         line = rank * S.HEADS + head
         dt, own = own_weight(inputs.gates, row * S.HEADS + head, token < end)  # [t]
@@ -139,7 +139,9 @@ def rotary_backward_kernel(inputs, grads, parts, found, places, n, S: tl.constex
             dC_even += cos * even + sin * odd
             dC_odd += cos * odd - sin * even
             pair = tl.arange(0, S.BLOCK_PAIRS)
-            ptr = parts.theta + (((rank.to(tl.int64) * n.rows + row) * S.HEADS + head) * S.PAIRS)[:, None] + pair[None, :]
+            ptr = (
+                parts.theta + (((rank.to(tl.int64) * n.rows + row) * S.HEADS + head) * S.PAIRS)[:, None] + pair[None, :]
+            )
             tl.store(ptr, d_theta, mask=inside & (pair < S.PAIRS)[None, :])
             ptr = parts.totals + ((rank.to(tl.int64) * n.blocks + block) * S.HEADS + head) * S.PAIRS + pair
             tl.store(ptr, tl.sum(d_theta, 0), mask=pair < S.PAIRS)
@@ -152,7 +154,9 @@ def rotary_backward_kernel(inputs, grads, parts, found, places, n, S: tl.constex
             dC_rest += load_rest(d_q, inside, S)
         ptr = parts.weight + (rank.to(tl.int64) * n.rows + row + 1) * S.HEADS + head
         tl.store(ptr, d_weight, mask=token + 1 < end)
-        if first == begin:
+    if first == begin:
+        for i in range(share):
+            line = rank * S.HEADS + group * share + i
             start = batch * n.tokens + begin
             entered_backward(inputs, grads, parts, found.last_k, line, sequence, start, begin < end, n, S)
     at = ((row * of_token + place) * S.WIDTH)[:, None]
@@ -175,7 +179,8 @@ def suffixes_backward_kernel(totals, after, suffixes, d_start, places, n, S: tl.
     block, count, _ = blocks_of(places, n, sequence)
     pair = tl.arange(0, S.BLOCK_PAIRS)
     state = tl.program_id(0).to(tl.int64) * S.PAIRS + pair
-    total = tl.zeros([S.BLOCK_PAIRS], tl.float32)
+    BLOCK_PAIRS: tl.constexpr = S.BLOCK_PAIRS
+    total = tl.zeros([BLOCK_PAIRS], tl.float32)
     if after is not None:
         total = tl.load(after + state, mask=pair < S.PAIRS, other=0.0)
     tiles = tl.cdiv(count, S.LINES)
@@ -184,7 +189,7 @@ def suffixes_backward_kernel(totals, after, suffixes, d_start, places, n, S: tl.
         at = ((block + its) * S.HEADS + head).to(tl.int64)[:, None] * S.PAIRS + pair[None, :]
         mask = (its < count)[:, None] & (pair < S.PAIRS)[None, :]
         sums = tl.load(totals + at, mask=mask, other=0.0)  # [lines, m]
-        for rank in tl.static_range(1, S.RANKS):
+        for rank in range(1, S.RANKS):
             step = tl.cast(n.blocks, tl.int64) * (rank * S.HEADS * S.PAIRS)
             sums += tl.load(totals + step + at, mask=mask, other=0.0)
         tl.store(suffixes + at, total[None, :] + tl.cumsum(sums, 0, reverse=True), mask=mask)
@@ -197,7 +202,7 @@ def suffixes_backward_kernel(totals, after, suffixes, d_start, places, n, S: tl.
 def sum_of_ranks(ptr, row, mask, n, S: tl.constexpr):
     """`[R, B T, H]` summed over ranks, of the rows of a head."""
     total = tl.load(ptr + row, mask=mask, other=0.0)
-    for rank in tl.static_range(1, S.RANKS):
+    for rank in range(1, S.RANKS):
         total += tl.load(ptr + tl.cast(n.rows, tl.int64) * (rank * S.HEADS) + row, mask=mask, other=0.0)
     return total
 
@@ -224,17 +229,20 @@ def gates_backward_kernel(inputs, grads, parts, suffixes, found, places, n, S: t
     if S.BLOCK_PAIRS > 0:
         pair = tl.arange(0, S.BLOCK_PAIRS)
         at = (block.to(tl.int64) * S.HEADS + head) * S.PAIRS + pair
-        later = tl.zeros([S.BLOCK_PAIRS], tl.float32)
+        BLOCK_PAIRS: tl.constexpr = S.BLOCK_PAIRS
+        later = tl.zeros([BLOCK_PAIRS], tl.float32)
         if grads.theta is not None:
             state = (sequence * S.HEADS + head) * S.PAIRS + pair
             later = tl.load(grads.theta + state, mask=(pair < S.PAIRS) & (begin < end), other=0.0)
         last = first + S.TOKENS >= end
-        of_later = tl.load(suffixes + at + S.HEADS * S.PAIRS, mask=(pair < S.PAIRS) & (first + S.TOKENS < end), other=0.0)
+        of_later = tl.load(
+            suffixes + at + S.HEADS * S.PAIRS, mask=(pair < S.PAIRS) & (first + S.TOKENS < end), other=0.0
+        )
         later = tl.where(last, later, of_later)
         mask = inside[:, None] & (pair < S.PAIRS)[None, :]
         at = row[:, None] * S.PAIRS + pair[None, :]
         d_theta = tl.load(parts.theta + at, mask=mask, other=0.0)  # [t, m]
-        for rank in tl.static_range(1, S.RANKS):
+        for rank in range(1, S.RANKS):
             step = tl.cast(n.rows, tl.int64) * (rank * S.HEADS * S.PAIRS)
             d_theta += tl.load(parts.theta + step + at, mask=mask, other=0.0)
         d_steps = later[None, :] + tl.cumsum(d_theta, 0, reverse=True)  # [t, m]

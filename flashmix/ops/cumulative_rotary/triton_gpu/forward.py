@@ -1,6 +1,6 @@
 """The rotation forward: sums of turns by blocks of tokens, the angles before blocks, then queries and late keys.
 
-    theta_t = theta_{t-1} + dt_t angles_t,    q_t = R(theta_t) C_t,    late_k_{t+1} = w_{t+1} R(theta_t) B_t
+theta_t = theta_{t-1} + dt_t angles_t,    q_t = R(theta_t) C_t,    late_k_{t+1} = w_{t+1} R(theta_t) B_t
 """
 
 # mypy: allow-untyped-defs
@@ -68,7 +68,8 @@ def offsets_forward_kernel(totals, start, last, places, n, S: tl.constexpr):
     block, count, tokens = blocks_of(places, n, sequence)
     pair = tl.arange(0, S.BLOCK_PAIRS)
     state = tl.program_id(0).to(tl.int64) * S.PAIRS + pair
-    own = tl.zeros([S.BLOCK_PAIRS], last.dtype.element_ty)
+    BLOCK_PAIRS: tl.constexpr = S.BLOCK_PAIRS
+    own = tl.zeros([BLOCK_PAIRS], last.dtype.element_ty)
     if start is not None:
         own = tl.load(start + state, mask=pair < S.PAIRS, other=0.0)
     theta = fixed(own.to(tl.float64) / TURN)
@@ -83,13 +84,31 @@ def offsets_forward_kernel(totals, start, last, places, n, S: tl.constexpr):
     tl.store(last + state, tl.where(tokens > 0, within.to(last.dtype.element_ty), own), mask=pair < S.PAIRS)
 
 
+@triton.jit
+def entered_forward(inputs, outputs, line, sequence, row, has_tokens, S: tl.constexpr):
+    """The late key of a sequence's first row, and the states of an empty one."""
+    BLOCK_WIDTH: tl.constexpr = S.BLOCK_WIDTH
+    lines: tl.constexpr = S.RANKS * S.HEADS
+    rank, head = line // S.HEADS, line % S.HEADS
+    weight, _ = late_weight(inputs.gates, row * S.HEADS + head, 0.0, has_tokens)
+    channel = tl.arange(0, S.BLOCK_WIDTH)
+    inside, state = channel < S.WIDTH, (sequence * lines + line) * S.WIDTH + channel
+    late_k = outputs.late_k + (row * lines + line) * S.WIDTH + channel
+    k = tl.zeros([BLOCK_WIDTH], tl.float32)
+    if inputs.last_k is not None:
+        k = rounded(tl.load(inputs.last_k + state, mask=inside, other=0.0), late_k)
+    tl.store(late_k, (weight * k).to(late_k.dtype.element_ty), mask=inside & has_tokens)
+    tl.store(outputs.last_k + state, k, mask=inside & (has_tokens == 0))
+    tl.store(outputs.last_own + sequence * S.HEADS + head, 0.0, mask=(has_tokens == 0) & (rank == 0))
+
+
 @triton.jit(do_not_specialize=["n"])
 def rotary_forward_kernel(inputs, outputs, places, n, S: tl.constexpr):
     """Queries of a block's tokens and a line, and the late keys of the tokens after them."""
     lines: tl.constexpr = S.RANKS * S.HEADS
     block, line = tl.program_id(0) // lines, tl.program_id(0) % lines
     rank, head = line // S.HEADS, line % S.HEADS
-    group = rank * 0 + head // (S.HEADS // S.GROUPS)
+    group = head // (S.HEADS // S.GROUPS)
     sequence, batch, first, begin, end = place_of(places, n, block, S)
     token = first + tl.arange(0, S.TOKENS)
     inside, goes_on = token < end, token + 1 < end
@@ -117,15 +136,5 @@ def rotary_forward_kernel(inputs, outputs, places, n, S: tl.constexpr):
         store_rest(last_k, k, is_last, S)
     if rank == 0:
         tl.store(outputs.last_own + sequence * S.HEADS + head + token * 0, own, mask=token + 1 == end)
-    if first == begin:  # what comes in
-        row = batch * n.tokens + begin
-        weight, _ = late_weight(inputs.gates, row * S.HEADS + head, 0.0, begin < end)
-        channel = tl.arange(0, S.BLOCK_WIDTH)
-        k = tl.zeros([S.BLOCK_WIDTH], tl.float32)
-        if inputs.last_k is not None:
-            k = tl.load(inputs.last_k + state + channel, mask=channel < S.WIDTH, other=0.0)
-            k = rounded(k, outputs.late_k)
-        late_k = outputs.late_k + (row * lines + line) * S.WIDTH + channel
-        tl.store(late_k, (weight * k).to(late_k.dtype.element_ty), mask=(channel < S.WIDTH) & (begin < end))
-        tl.store(outputs.last_k + state + channel, k, mask=(channel < S.WIDTH) & (begin == end))
-        tl.store(outputs.last_own + sequence * S.HEADS + head, 0.0, mask=(begin == end) & (rank == 0))
+    if first == begin:
+        entered_forward(inputs, outputs, line, sequence, batch * n.tokens + begin, begin < end, S)

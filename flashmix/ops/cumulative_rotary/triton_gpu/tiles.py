@@ -62,6 +62,7 @@ class RotarySpec(NamedTuple):
     BLOCK_REST: int  # channels past 2 M, padded
     BLOCK_WIDTH: int  # channels, padded
     LINES: int  # blocks that a sum over blocks takes at a time
+    STAGES: int  # heads whose gradients the backward reads ahead
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def angles_of(angles, batch, token, head, inside, S: tl.constexpr):
     """Angles [t, m] of a head; 0 past the last token and pair."""
     pair = tl.arange(0, S.BLOCK_PAIRS)[None, :]
     at = angles.at
-    ptr = angles.data + (batch * at[0] + token * at[1] + head * at[2])[:, None] + pair
+    ptr = angles.data + (batch * at[0] + token * at[1] + head.to(tl.int64) * at[2])[:, None] + pair
     return tl.load(ptr, mask=inside[:, None] & (pair < S.PAIRS), other=0.0)
 
 
@@ -159,7 +160,8 @@ def late_weight(gates, row, own_before, inside):
 def first_of(x, batch, token, rank, group):
     """Where tokens of a rank and group of keys or queries begin, [t, 1]."""
     at = x.at
-    return x.data + (batch * at[0] + token * at[1] + rank * at[2] + group * at[3])[:, None]
+    heads = rank.to(tl.int64) * at[2] + group.to(tl.int64) * at[3]
+    return x.data + (batch * at[0] + token * at[1] + heads)[:, None]
 
 
 @triton.jit
@@ -167,13 +169,15 @@ def load_pairs(ptr, mask, S: tl.constexpr):
     """Both channels of pairs, [t, m] each; `ptr` and `mask` are those of tokens, [t, 1]."""
     channel = tl.arange(0, 2 * S.BLOCK_PAIRS)[None, :]
     x = tl.load(ptr + channel, mask=mask & (channel < 2 * S.PAIRS), other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(x, [S.TOKENS, S.BLOCK_PAIRS, 2]))
+    shape: tl.constexpr = [S.TOKENS, S.BLOCK_PAIRS, 2]
+    return tl.split(tl.reshape(x, shape))
 
 
 @triton.jit
 def store_pairs(ptr, even, odd, mask, S: tl.constexpr):
     channel = tl.arange(0, 2 * S.BLOCK_PAIRS)[None, :]
-    x = tl.reshape(tl.join(even, odd), [S.TOKENS, 2 * S.BLOCK_PAIRS])
+    shape: tl.constexpr = [S.TOKENS, 2 * S.BLOCK_PAIRS]
+    x = tl.reshape(tl.join(even, odd), shape)
     tl.store(ptr + channel, x.to(ptr.dtype.element_ty), mask=mask & (channel < 2 * S.PAIRS))
 
 
