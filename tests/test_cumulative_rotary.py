@@ -164,10 +164,25 @@ def of_one_tensor(x: Tensor) -> Tensor:
     wide = x.float().unsqueeze(2)
     gates = torch.sigmoid(wide[..., 0])
     call = CumulativeRotaryCall(
-        x.unsqueeze(2), x.unsqueeze(2), wide[..., :1], gates, -gates, wide[..., 3], None, None, None
+        x.unsqueeze(2), x.unsqueeze(2), wide[..., :1].contiguous(), gates, -gates, wide[..., 3], None, None, None
     )
     q, late_k, *_ = CUMULATIVE_ROTARY(call, "triton")
     return torch.cat([q, late_k], -1)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_strided_tensors_are_read_where_they_lie(ranks: int) -> None:
+    """Parts of a projection, and angles of one head for all."""
+    case = Case(2, 5, ranks, 2, 4, 6, 2, state=True)
+    x = {name: t for name, t in case.inputs().items() if t is not None}
+    x["angles"] = x["angles"][:, :, :1].expand_as(x["angles"])
+    strided = x | {name: torch.cat([x[name], x[name]], -1)[..., :6] for name in NARROW}
+    found = []
+    for t in (strided, {name: value.contiguous() for name, value in x.items()}):
+        found.append(CUMULATIVE_ROTARY(CumulativeRotaryCall(**t, packing=None), "triton"))
+    for name, have, want in zip(OUTPUTS, *found, strict=True):
+        assert_same_bits(name, have, want)
 
 
 def assert_packed_is_alone(lengths: list[int], device: str) -> None:

@@ -20,8 +20,8 @@ class CumulativeRotaryCall(Call):
         theta_t = theta_{t-1} + dt_t angles_t,    q_t = R(theta_t) C_t,    k_t = R(theta_t) B_t
         late_k_t = w_t k_{t-1},    w_t = e^{g_t} (own_{t-1} + (1 - lambda_t) dt_t),    own_t = lambda_t dt_t
 
-    The outputs are `q` and `late_k` of all heads, and the last `theta`, `k` and `own` of each sequence, in the dtype of states. `own` before
-    a first token is 0.
+    The outputs are `q` and `late_k` of all heads, and the last `theta`, `k` and `own` of each sequence, in the dtype of states. `own`
+    before a first token is 0.
     """
 
     B: Tensor

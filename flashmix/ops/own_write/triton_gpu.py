@@ -1,7 +1,8 @@
 """The read of a token's own write, one pass forward and one backward; keys and queries are read once for the heads of a group.
 
     z = y + w x,    w_h = scale own_h s + D_h,    s = B . C
-    dx = w dz,    dw_h = x_h . dz_h,    down_h = scale s dw_h,    dD_h = sum dw_h,    ds = sum_h scale own_h dw_h,    dB = ds C,    dC = ds B
+    dx = w dz,    dw_h = x_h . dz_h,    down_h = scale s dw_h,    dD_h = sum dw_h
+    ds = sum_h scale own_h dw_h,    dB = ds C,    dC = ds B
 
 Tiles: `t` tokens, `h` heads of a group, `p` channels of values, `k` channels of keys.
 """
@@ -28,7 +29,7 @@ MOST_HEADS = 8  # of them
 
 
 class Heads(NamedTuple):
-    """A tensor `[B, T, heads, channels]` and its strides of batch, token and head."""
+    """A tensor `[B, T, heads, channels]` and its strides of batch, token and head; None of a contiguous one."""
 
     data: Any
     at: Any
@@ -81,21 +82,31 @@ def tokens_of(n, S: tl.constexpr):
 
 
 @triton.jit
-def key_of(keys, batch, place, mask, S: tl.constexpr):
+def key_of(keys, row, batch, place, mask, S: tl.constexpr):
     """Keys or queries of a group, [t, k]."""
     channel = tl.arange(0, S.BLOCK_KEYS)[None, :]
     group = (tl.program_id(0) % S.GROUPS).to(tl.int64)
-    ptr = keys.data + (batch * keys.at[0] + place * keys.at[1] + group * keys.at[2])[:, None]
-    return tl.load(ptr + channel, mask=mask[:, None] & (channel < S.KEYS), other=0.0).to(tl.float32)
+    if keys.at is None:
+        start = (row * S.GROUPS + group) * S.KEYS
+    else:
+        start = batch * keys.at[0] + place * keys.at[1] + group * keys.at[2]
+    return tl.load(keys.data + start[:, None] + channel, mask=mask[:, None] & (channel < S.KEYS), other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
-def value_of(values, batch, place, head, mask, S: tl.constexpr):
+def value_of(values, row, batch, place, head, mask, S: tl.constexpr):
     """Values of some heads, [t, h, p]; `mask` is that of tokens and heads, [t, h]."""
     channel = tl.arange(0, S.BLOCK_VALUES)[None, None, :]
-    at = values.at
-    ptr = values.data + ((batch * at[0] + place * at[1])[:, None] + head.to(tl.int64)[None, :] * at[2])[:, :, None]
-    return tl.load(ptr + channel, mask=mask[:, :, None] & (channel < S.VALUES), other=0.0).to(tl.float32)
+    if values.at is None:
+        start = ((row * S.HEADS)[:, None] + head[None, :]) * S.VALUES
+    else:
+        at = values.at
+        start = (batch * at[0] + place * at[1])[:, None] + head.to(tl.int64)[None, :] * at[2]
+    return tl.load(
+        values.data + start[:, :, None] + channel, mask=mask[:, :, None] & (channel < S.VALUES), other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -127,12 +138,12 @@ def weights(inputs, row, head, score, mask, n, S: tl.constexpr):
 def own_write_forward_kernel(inputs, z, n, S: tl.constexpr):
     row, batch, place = tokens_of(n, S)
     inside = row < n.rows
-    score = tl.sum(key_of(inputs.C, batch, place, inside, S) * key_of(inputs.B, batch, place, inside, S), 1)
+    score = tl.sum(key_of(inputs.C, row, batch, place, inside, S) * key_of(inputs.B, row, batch, place, inside, S), 1)
     for first in range(0, S.HEADS // S.GROUPS, S.BLOCK_HEADS):
         head, mask = heads_of(first, inside, S)
         weight, _ = weights(inputs, row, head, score, mask, n, S)
-        value = value_of(inputs.x, batch, place, head, mask, S)
-        value = value_of(inputs.y, batch, place, head, mask, S) + weight[:, :, None] * value
+        value = value_of(inputs.x, row, batch, place, head, mask, S)
+        value = value_of(inputs.y, row, batch, place, head, mask, S) + weight[:, :, None] * value
         store_value(z, row, head, value, mask, S)
 
 
@@ -140,16 +151,16 @@ def own_write_forward_kernel(inputs, z, n, S: tl.constexpr):
 def own_write_backward_kernel(inputs, found, n, S: tl.constexpr):
     row, batch, place = tokens_of(n, S)
     inside = row < n.rows
-    C, B = key_of(inputs.C, batch, place, inside, S), key_of(inputs.B, batch, place, inside, S)
+    C, B = key_of(inputs.C, row, batch, place, inside, S), key_of(inputs.B, row, batch, place, inside, S)
     score = tl.sum(C * B, 1)
     d_score = tl.zeros_like(score)
     for first in range(0, S.HEADS // S.GROUPS, S.BLOCK_HEADS):
         head, mask = heads_of(first, inside, S)
         weight, own = weights(inputs, row, head, score, mask, n, S)
-        d_z = value_of(inputs.y, batch, place, head, mask, S)
+        d_z = value_of(inputs.y, row, batch, place, head, mask, S)
         if found.x is not None:
             store_value(found.x, row, head, weight[:, :, None] * d_z, mask, S)
-        d_weight = tl.sum(d_z * value_of(inputs.x, batch, place, head, mask, S), 2)  # [t, h]
+        d_weight = tl.sum(d_z * value_of(inputs.x, row, batch, place, head, mask, S), 2)  # [t, h]
         d_score += tl.sum(d_weight * own, 1)
         if found.own is not None:
             d_own = n.scale * score[:, None] * d_weight
@@ -187,7 +198,7 @@ def backward(call: OwnWriteCall, kept: Outputs, grads: Sequence[Tensor | None], 
         return {name: gradient.zero_() for name, gradient in found.items()}
     kernel, tiles, n = _launch(own_write_backward_kernel, call)
     sums = d_z.new_empty((tiles, call.own.shape[2]), dtype=torch.float32) if "D" in found else None
-    gradients = OwnGradients(*(found.get(name) for name in ("x", "B", "C", "own")), sums)
+    gradients = OwnGradients(found.get("x"), found.get("B"), found.get("C"), found.get("own"), sums)
     kernel(tiles * call.B.shape[2], _inputs(call, d_z), gradients, n)
     if sums is not None:
         found["D"].copy_(sums.sum(0))
@@ -195,9 +206,15 @@ def backward(call: OwnWriteCall, kept: Outputs, grads: Sequence[Tensor | None], 
 
 
 def _inputs(call: OwnWriteCall, y: Tensor) -> OwnInputs:
-    y, x, B, C = (inner_contiguous(t) for t in (y, call.x, call.B, call.C))
-    heads = (Heads(t, t.stride()[:3]) for t in (y, x, B, C))
-    return OwnInputs(*heads, call.own.contiguous(), contiguous(call.D))
+    its_y, x, B, C = (_heads(t) for t in (y, call.x, call.B, call.C))
+    return OwnInputs(its_y, x, B, C, call.own.contiguous(), contiguous(call.D))
+
+
+def _heads(t: Tensor) -> Heads:
+    if t.is_contiguous():
+        return Heads(t, None)
+    t = inner_contiguous(t)
+    return Heads(t, t.stride()[:3])
 
 
 def _launch(kernel: Any, call: OwnWriteCall) -> tuple[Kernel, int, OwnNumbers]:

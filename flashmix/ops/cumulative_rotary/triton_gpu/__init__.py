@@ -1,4 +1,4 @@
-"""The rotation by summed angles on a GPU: Triton kernels, three passes forward and three backward, two of them over sums of blocks alone."""
+"""The rotation by summed angles on a GPU: Triton kernels, three each way, of which one is over sums of blocks alone."""
 
 from __future__ import annotations
 
@@ -101,21 +101,17 @@ def backward(
 
 def _inputs(call: CumulativeRotaryCall, offsets: Tensor) -> RotaryInputs:
     gates = Gates(call.dt.contiguous(), call.log_decay.contiguous(), call.trapezoid_gate.contiguous())
-    angles = inner_contiguous(call.angles)
-    return RotaryInputs(
-        _strided(call.B),
-        _strided(call.C),
-        Strided(angles, angles.stride()[:3]),
-        gates,
-        offsets,
-        contiguous(call.last_k),
-    )
+    keys = (t if call.ranks else t.unsqueeze(2) for t in (call.B, call.C))
+    B, C, angles = (_strided(t) for t in (*keys, call.angles))
+    return RotaryInputs(B, C, angles, gates, offsets, contiguous(call.last_k))
 
 
 def _strided(x: Tensor) -> Strided:
-    """Keys or queries, with an axis of ranks of one where there is none."""
+    """Angles, or keys or queries."""
+    if x.is_contiguous():
+        return Strided(x, None)
     x = inner_contiguous(x)
-    return Strided(x, (x if x.dim() == 5 else x.unsqueeze(2)).stride()[:4])
+    return Strided(x, x.stride()[:-1])
 
 
 def _grads(call: CumulativeRotaryCall, grads: Sequence[Tensor | None]) -> RotaryGrads:

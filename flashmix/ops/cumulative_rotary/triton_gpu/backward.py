@@ -41,7 +41,7 @@ class RotaryGrads(NamedTuple):
 
 
 class RotaryParts(NamedTuple):
-    """Float32 of each rank: `theta [R, B T, H, M]` of tokens, `totals [R, blocks, H, M]` of blocks, `weight [R, B T, H]` of late weights."""
+    """In float32, of each rank: of tokens `theta [R, B T, H, M]`, of blocks `totals [R, blocks, H, M]`, of late weights `[R, B T, H]`."""
 
     theta: Any
     totals: Any
@@ -103,7 +103,7 @@ def rotary_backward_kernel(inputs, grads, parts, found, places, n, S: tl.constex
     token = first + tl.arange(0, S.TOKENS)
     row = batch * n.tokens + token
     inside, goes_on, is_last = (token < end)[:, None], (token + 1 < end)[:, None], (token + 1 == end)[:, None]
-    C, B = first_of(inputs.C, batch, token, rank, group), first_of(inputs.B, batch, token, rank, group)
+    C, B = first_of(inputs.C, batch, token, rank, group, n, S), first_of(inputs.B, batch, token, rank, group, n, S)
     if S.BLOCK_PAIRS > 0:
         C_even, C_odd = load_pairs(C, inside, S)
         B_even, B_odd = load_pairs(B, inside, S)
@@ -123,7 +123,9 @@ def rotary_backward_kernel(inputs, grads, parts, found, places, n, S: tl.constex
         state = (sequence * lines + line) * S.WIDTH + (token * 0)[:, None]
         d_weight = tl.zeros([TOKENS], tl.float32)
         if S.BLOCK_PAIRS > 0:
-            cos, sin = rotations(inputs.angles, inputs.offsets, dt, batch, token, block, head, token < end, S)  # [t, m]
+            cos, sin = rotations(
+                inputs.angles, inputs.offsets, dt, batch, token, block, head, token < end, n, S
+            )  # [t, m]
             k_even, k_odd = B_even * cos - B_odd * sin, B_odd * cos + B_even * sin
             even, odd = load_pairs(d_late, goes_on, S)
             d_weight += tl.sum(rounded(k_even, d_late) * even + rounded(k_odd, d_late) * odd, 1)
@@ -184,7 +186,7 @@ def suffixes_backward_kernel(totals, after, suffixes, d_start, places, n, S: tl.
     if after is not None:
         total = tl.load(after + state, mask=pair < S.PAIRS, other=0.0)
     tiles = tl.cdiv(count, S.LINES)
-    for tile in range(0, tiles):
+    for tile in range(tiles):
         its = (tiles - 1 - tile) * S.LINES + tl.arange(0, S.LINES)
         at = ((block + its) * S.HEADS + head).to(tl.int64)[:, None] * S.PAIRS + pair[None, :]
         mask = (its < count)[:, None] & (pair < S.PAIRS)[None, :]
@@ -249,7 +251,7 @@ def gates_backward_kernel(inputs, grads, parts, suffixes, found, places, n, S: t
         if found.angles is not None:
             d_angles = d_steps * dt.to(tl.float32)[:, None]
             tl.store(found.angles + at, d_angles.to(found.angles.dtype.element_ty), mask=mask)
-        angles = angles_of(inputs.angles, batch, token, head, inside, S).to(tl.float32)
+        angles = angles_of(inputs.angles, batch, token, head, inside, n, S).to(tl.float32)
         d_dt += tl.sum(angles * d_steps, 1)
     if found.dt is not None:
         tl.store(found.dt + row, d_dt.to(found.dt.dtype.element_ty), mask=inside)

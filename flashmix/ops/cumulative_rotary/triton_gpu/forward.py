@@ -32,7 +32,7 @@ from flashmix.ops.cumulative_rotary.triton_gpu.tiles import (
 
 
 class RotaryInputs(NamedTuple):
-    """`B, C` and `angles` are `Strided`, `offsets [blocks, H, M]` the angles before blocks, `last_k [N, R, H, K]` those that come in, or None."""
+    """`B, C`, `angles` are `Strided`; `offsets [blocks, H, M]`: angles before blocks; `last_k [N, R, H, K]`: keys that come in, or None."""
 
     B: Any
     C: Any
@@ -57,7 +57,7 @@ def turns_forward_kernel(angles, dt_ptr, totals, places, n, S: tl.constexpr):
     token = first + tl.arange(0, S.TOKENS)
     pair = tl.arange(0, S.BLOCK_PAIRS)
     dt = tl.load(dt_ptr + (batch * n.tokens + token) * S.HEADS + head, mask=token < end, other=0.0)  # [t]
-    turns = turns_of(angles_of(angles, batch, token, head, token < end, S), dt)  # [t, m]
+    turns = turns_of(angles_of(angles, batch, token, head, token < end, n, S), dt)  # [t, m]
     tl.store(totals + tl.program_id(0).to(tl.int64) * S.PAIRS + pair, tl.sum(turns, 0), mask=pair < S.PAIRS)
 
 
@@ -115,14 +115,14 @@ def rotary_forward_kernel(inputs, outputs, places, n, S: tl.constexpr):
     row = batch * n.tokens + token
     dt, own = own_weight(inputs.gates, row * S.HEADS + head, inside)  # [t]
     weight, _ = late_weight(inputs.gates, (row + 1) * S.HEADS + head, own, goes_on)  # [t]
-    C, B = first_of(inputs.C, batch, token, rank, group), first_of(inputs.B, batch, token, rank, group)
+    C, B = first_of(inputs.C, batch, token, rank, group, n, S), first_of(inputs.B, batch, token, rank, group, n, S)
     q = outputs.q + ((row * lines + line) * S.WIDTH)[:, None]
     late_k = outputs.late_k + (((row + 1) * lines + line) * S.WIDTH)[:, None]
     state = (sequence * lines + line) * S.WIDTH
     last_k = outputs.last_k + state + (token * 0)[:, None]
     inside, goes_on, is_last, weight = inside[:, None], goes_on[:, None], (token + 1 == end)[:, None], weight[:, None]
     if S.BLOCK_PAIRS > 0:
-        cos, sin = rotations(inputs.angles, inputs.offsets, dt, batch, token, block, head, token < end, S)  # [t, m]
+        cos, sin = rotations(inputs.angles, inputs.offsets, dt, batch, token, block, head, token < end, n, S)  # [t, m]
         even, odd = load_pairs(C, inside, S)
         store_pairs(q, even * cos - odd * sin, odd * cos + even * sin, inside, S)
         even, odd = load_pairs(B, inside, S)

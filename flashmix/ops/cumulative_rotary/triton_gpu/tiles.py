@@ -21,7 +21,9 @@ QUARTER = tl.constexpr(2**60)  # of a turn
 
 
 class Strided(NamedTuple):
-    """A tensor whose last axis is contiguous, and the strides of batch, token and head; of keys and queries batch, token, rank and group."""
+    """A tensor whose last axis is contiguous, and its strides of batch, token and head, of keys and queries of batch, token, rank and
+    group; None of a contiguous one, whose code, and order of sums with it, then depends on no number of tokens.
+    """
 
     data: Any
     at: Any
@@ -36,8 +38,8 @@ class Gates(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of a packed batch, in int64: of each block `[blocks, 4]` its sequence, its first token, and the sequence's first token and end; of each
-    sequence `[N, 3]` its first block, its blocks (one at least) and its tokens. Of a dense one None: all sequences are alike.
+    """Of a packed batch, in int64: of each block `[blocks, 4]` its sequence, its first token, and the sequence's first token and end;
+    of each sequence `[N, 3]` its first block, its blocks (one at least) and its tokens. Of a dense one None: all sequences are alike.
     """
 
     blocks: Any
@@ -96,12 +98,14 @@ def fixed(turns):
 
 
 @triton.jit
-def angles_of(angles, batch, token, head, inside, S: tl.constexpr):
+def angles_of(angles, batch, token, head, inside, n, S: tl.constexpr):
     """Angles [t, m] of a head; 0 past the last token and pair."""
     pair = tl.arange(0, S.BLOCK_PAIRS)[None, :]
-    at = angles.at
-    ptr = angles.data + (batch * at[0] + token * at[1] + head.to(tl.int64) * at[2])[:, None] + pair
-    return tl.load(ptr, mask=inside[:, None] & (pair < S.PAIRS), other=0.0)
+    if angles.at is None:
+        start = ((batch * n.tokens + token) * S.HEADS + head) * S.PAIRS
+    else:
+        start = batch * angles.at[0] + token * angles.at[1] + head.to(tl.int64) * angles.at[2]
+    return tl.load(angles.data + start[:, None] + pair, mask=inside[:, None] & (pair < S.PAIRS), other=0.0)
 
 
 @triton.jit
@@ -131,11 +135,11 @@ def cos_and_sin(theta):
 
 
 @triton.jit
-def rotations(angles, offsets, dt, batch, token, block, head, inside, S: tl.constexpr):
+def rotations(angles, offsets, dt, batch, token, block, head, inside, n, S: tl.constexpr):
     """`cos theta_t, sin theta_t` [t, m] of a head; `offsets [blocks, H, M]`: the angles before blocks."""
     pair = tl.arange(0, S.BLOCK_PAIRS)
     before = tl.load(offsets + (block.to(tl.int64) * S.HEADS + head) * S.PAIRS + pair, mask=pair < S.PAIRS, other=0)
-    turns = turns_of(angles_of(angles, batch, token, head, inside, S), dt)
+    turns = turns_of(angles_of(angles, batch, token, head, inside, n, S), dt)
     return cos_and_sin(before[None, :] + tl.cumsum(turns, 0))
 
 
@@ -157,11 +161,13 @@ def late_weight(gates, row, own_before, inside):
 
 
 @triton.jit
-def first_of(x, batch, token, rank, group):
+def first_of(x, batch, token, rank, group, n, S: tl.constexpr):
     """Where tokens of a rank and group of keys or queries begin, [t, 1]."""
-    at = x.at
-    heads = rank.to(tl.int64) * at[2] + group.to(tl.int64) * at[3]
-    return x.data + (batch * at[0] + token * at[1] + heads)[:, None]
+    if x.at is None:
+        start = ((batch * n.tokens + token) * (S.RANKS * S.GROUPS) + rank * S.GROUPS + group) * S.WIDTH
+    else:
+        start = batch * x.at[0] + token * x.at[1] + rank.to(tl.int64) * x.at[2] + group.to(tl.int64) * x.at[3]
+    return x.data + start[:, None]
 
 
 @triton.jit
