@@ -8,7 +8,7 @@ from flashmix.ops.cumulative_rotary.call import CumulativeRotaryCall
 from flashmix.ops.cumulative_rotary.portable import formula
 
 IMPLEMENTATIONS = implementations("cumulative_rotary", formula=formula)
-CUMULATIVE_ROTARY = Op("cumulative_rotary", CumulativeRotaryCall, IMPLEMENTATIONS, formula=formula)
+CUMULATIVE_ROTARY = Op("cumulative_rotary", CumulativeRotaryCall, IMPLEMENTATIONS)
 
 
 def cumulative_rotary(call: CumulativeRotaryCall, impl: str) -> Outputs:

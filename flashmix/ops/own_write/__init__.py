@@ -1,4 +1,4 @@
-"""What the queries of a token read of the token's own write."""
+"""The read of a token's own write by its queries."""
 
 from flashmix.ops.own_write.op import with_own_write
 

@@ -1,4 +1,4 @@
-"""What the queries of a token read of its own write, added to the outputs: an op of mechanisms that check its arguments.
+"""The read of a token's own write by its queries, added to the outputs: an op of mechanisms, which check its arguments.
 
     z_t = y_t + (scale own_t (B_t . C_t) + D) x_t
 
@@ -15,7 +15,7 @@ from flashmix.ops.own_write.call import OwnWriteCall
 from flashmix.ops.own_write.portable import formula
 
 IMPLEMENTATIONS = implementations("own_write", formula=formula)
-OWN_WRITE = Op("own_write", OwnWriteCall, IMPLEMENTATIONS, formula=formula, passes={"y": 0})
+OWN_WRITE = Op("own_write", OwnWriteCall, IMPLEMENTATIONS, passes={"y": 0})
 
 
 def with_own_write(

@@ -28,15 +28,15 @@ TILE, WARPS = 4096, 4  # values of a program at a time
 MOST_HEADS = 8  # of them
 
 
-class Heads(NamedTuple):
+class OwnWriteHeads(NamedTuple):
     """A tensor `[B, T, heads, channels]` and its strides of batch, token and head; None of a contiguous one."""
 
     data: Any
     at: Any
 
 
-class OwnInputs(NamedTuple):
-    """`y` (of the backward the gradient of `z`), `x`, `B` and `C` are `Heads`; `own [B, T, H]`, and `D [H]` or None."""
+class OwnWriteInputs(NamedTuple):
+    """`y` (of the backward the gradient of `z`), `x`, `B` and `C` are `OwnWriteHeads`; `own [B, T, H]`, and `D [H]` or None."""
 
     y: Any
     x: Any
@@ -46,7 +46,7 @@ class OwnInputs(NamedTuple):
     D: Any
 
 
-class OwnGradients(NamedTuple):
+class OwnWriteGradients(NamedTuple):
     """Each None where it is not wanted; of `D` the sum of each tile of tokens, `[tiles, H]`."""
 
     x: Any
@@ -56,13 +56,13 @@ class OwnGradients(NamedTuple):
     D: Any
 
 
-class OwnNumbers(NamedTuple):
+class OwnWriteNumbers(NamedTuple):
     rows: Any  # B T
     tokens: Any  # T
     scale: Any
 
 
-class OwnSpec(NamedTuple):
+class OwnWriteSpec(NamedTuple):
     HEADS: int
     GROUPS: int
     KEYS: int
@@ -198,32 +198,32 @@ def backward(call: OwnWriteCall, kept: Outputs, grads: Sequence[Tensor | None], 
         return {name: gradient.zero_() for name, gradient in found.items()}
     kernel, tiles, n = _launch(own_write_backward_kernel, call)
     sums = d_z.new_empty((tiles, call.own.shape[2]), dtype=torch.float32) if "D" in found else None
-    gradients = OwnGradients(found.get("x"), found.get("B"), found.get("C"), found.get("own"), sums)
+    gradients = OwnWriteGradients(found.get("x"), found.get("B"), found.get("C"), found.get("own"), sums)
     kernel(tiles * call.B.shape[2], _inputs(call, d_z), gradients, n)
     if sums is not None:
         found["D"].copy_(sums.sum(0))
     return found
 
 
-def _inputs(call: OwnWriteCall, y: Tensor) -> OwnInputs:
+def _inputs(call: OwnWriteCall, y: Tensor) -> OwnWriteInputs:
     its_y, x, B, C = (_heads(t) for t in (y, call.x, call.B, call.C))
-    return OwnInputs(its_y, x, B, C, call.own.contiguous(), contiguous(call.D))
+    return OwnWriteInputs(its_y, x, B, C, call.own.contiguous(), contiguous(call.D))
 
 
-def _heads(t: Tensor) -> Heads:
+def _heads(t: Tensor) -> OwnWriteHeads:
     if t.is_contiguous():
-        return Heads(t, None)
+        return OwnWriteHeads(t, None)
     t = inner_contiguous(t)
-    return Heads(t, t.stride()[:3])
+    return OwnWriteHeads(t, t.stride()[:3])
 
 
-def _launch(kernel: Any, call: OwnWriteCall) -> tuple[Kernel, int, OwnNumbers]:
+def _launch(kernel: Any, call: OwnWriteCall) -> tuple[Kernel, int, OwnWriteNumbers]:
     """The kernel of a call, its tiles of tokens, and its numbers."""
     (batch, tokens, heads, values), (groups, keys) = call.x.shape, call.B.shape[2:]
     block = power_of_two(values)
     block_heads = min(power_of_two(heads // groups), MOST_HEADS)
     block_tokens = max(1, TILE // (block_heads * block))
-    spec = OwnSpec(
+    spec = OwnWriteSpec(
         heads,
         groups,
         keys,
@@ -233,5 +233,5 @@ def _launch(kernel: Any, call: OwnWriteCall) -> tuple[Kernel, int, OwnNumbers]:
         BLOCK_KEYS=power_of_two(keys),
         BLOCK_VALUES=block,
     )
-    n = OwnNumbers(batch * tokens, tokens, call.scale)
+    n = OwnWriteNumbers(batch * tokens, tokens, call.scale)
     return bound(kernel, spec, num_warps=WARPS), cdiv(batch * tokens, block_tokens), n

@@ -15,9 +15,9 @@ from flashmix.op.call import Gradients, Outputs
 from flashmix.op.packing import Packing
 from flashmix.ops.cumulative_rotary.call import CumulativeRotaryCall
 from flashmix.ops.cumulative_rotary.triton_gpu.backward import (
-    GateGradients,
-    KeyGradients,
+    RotaryGateGradients,
     RotaryGrads,
+    RotaryKeyGradients,
     RotaryParts,
     gates_backward_kernel,
     rotary_backward_kernel,
@@ -39,7 +39,7 @@ STAGES = 3
 SUMS = 2048  # numbers that a sum over blocks takes at a time
 
 
-class Plan(NamedTuple):
+class RotaryPlan(NamedTuple):
     """What all kernels of a call share."""
 
     spec: RotarySpec
@@ -89,12 +89,12 @@ def backward(
     spec, n, places = plan.spec, plan.n, plan.places
     flows, parts, suffixes = _grads(call, grads), _parts(plan, call), torch.empty_like(kept[0], dtype=torch.float32)
     run = plan.kernel(rotary_backward_kernel, warps=8 if spec.BLOCK_WIDTH > 32 else 4)
-    keys = KeyGradients(found.get("B"), found.get("C"), found.get("last_k"))
+    keys = RotaryKeyGradients(found.get("B"), found.get("C"), found.get("last_k"))
     run(plan.blocks * spec.GROUPS * spec.RANKS, inputs, flows, parts, keys, places, n)
     if spec.PAIRS:
         run = plan.kernel(suffixes_backward_kernel)
         run(plan.sequences * spec.HEADS, parts.totals, flows.theta, suffixes, found.get("theta"), places, n)
-    gates = GateGradients(*(found.get(name) for name in ("angles", "dt", "log_decay", "trapezoid_gate")))
+    gates = RotaryGateGradients(*(found.get(name) for name in ("angles", "dt", "log_decay", "trapezoid_gate")))
     plan.kernel(gates_backward_kernel)(plan.blocks * spec.HEADS, inputs, flows, parts, suffixes, gates, places, n)
     return found
 
@@ -124,7 +124,7 @@ def _grads(call: CumulativeRotaryCall, grads: Sequence[Tensor | None]) -> Rotary
     return RotaryGrads(*flows)
 
 
-def _parts(plan: Plan, call: CumulativeRotaryCall) -> RotaryParts:
+def _parts(plan: RotaryPlan, call: CumulativeRotaryCall) -> RotaryParts:
     S, n = plan.spec, plan.n
     sizes = (n.rows, S.HEADS, S.PAIRS), (plan.blocks, S.HEADS, S.PAIRS), (n.rows, S.HEADS)
     return RotaryParts(*(torch.empty((S.RANKS, *size), dtype=torch.float32, device=call.device) for size in sizes))
@@ -143,7 +143,7 @@ def _blocks(call: CumulativeRotaryCall) -> int:
     return batch * max(cdiv(tokens, block), 1)
 
 
-def _plan(call: CumulativeRotaryCall) -> Plan:
+def _plan(call: CumulativeRotaryCall) -> RotaryPlan:
     (batch, tokens), K, M = call.B.shape[:2], call.B.shape[-1], call.angles.shape[3]
     ranks, block, blocks, packing = call.ranks[0] if call.ranks else 1, _tokens(call), _blocks(call), call.packing
     pairs = power_of_two(M) if M else 0
@@ -164,7 +164,7 @@ def _plan(call: CumulativeRotaryCall) -> Plan:
     if packing is not None:
         places = packing.table((_places, block), lambda: _places(packing, block))
     n = RotaryNumbers(tokens, max(cdiv(tokens, block), 1), blocks, batch * tokens)
-    return Plan(spec, places, n, blocks, call.count)
+    return RotaryPlan(spec, places, n, blocks, call.count)
 
 
 def _places(packing: Packing, block: int) -> Places:

@@ -57,7 +57,7 @@ def turns_forward_kernel(angles, dt_ptr, totals, places, n, S: tl.constexpr):
     token = first + tl.arange(0, S.TOKENS)
     pair = tl.arange(0, S.BLOCK_PAIRS)
     dt = tl.load(dt_ptr + (batch * n.tokens + token) * S.HEADS + head, mask=token < end, other=0.0)  # [t]
-    turns = turns_of(angles_of(angles, batch, token, head, token < end, n, S), dt)  # [t, m]
+    turns = turns_of(angles_of(angles, (batch, token, token < end), head, n, S), dt)  # [t, m]
     tl.store(totals + tl.program_id(0).to(tl.int64) * S.PAIRS + pair, tl.sum(turns, 0), mask=pair < S.PAIRS)
 
 
@@ -71,7 +71,7 @@ def offsets_forward_kernel(totals, start, last, places, n, S: tl.constexpr):
     BLOCK_PAIRS: tl.constexpr = S.BLOCK_PAIRS
     own = tl.zeros([BLOCK_PAIRS], last.dtype.element_ty)
     if start is not None:
-        own = tl.load(start + state, mask=pair < S.PAIRS, other=0.0)
+        own = tl.load(start + state, mask=pair < S.PAIRS, other=0.0)  # [m]
     theta = fixed(own.to(tl.float64) / TURN)
     for line in range(0, count, S.LINES):
         its = line + tl.arange(0, S.LINES)
@@ -96,7 +96,7 @@ def entered_forward(inputs, outputs, line, sequence, row, has_tokens, S: tl.cons
     late_k = outputs.late_k + (row * lines + line) * S.WIDTH + channel
     k = tl.zeros([BLOCK_WIDTH], tl.float32)
     if inputs.last_k is not None:
-        k = rounded(tl.load(inputs.last_k + state, mask=inside, other=0.0), late_k)
+        k = rounded(tl.load(inputs.last_k + state, mask=inside, other=0.0), late_k)  # [c]
     tl.store(late_k, (weight * k).to(late_k.dtype.element_ty), mask=inside & has_tokens)
     tl.store(outputs.last_k + state, k, mask=inside & (has_tokens == 0))
     tl.store(outputs.last_own + sequence * S.HEADS + head, 0.0, mask=(has_tokens == 0) & (rank == 0))
@@ -120,18 +120,19 @@ def rotary_forward_kernel(inputs, outputs, places, n, S: tl.constexpr):
     late_k = outputs.late_k + (((row + 1) * lines + line) * S.WIDTH)[:, None]
     state = (sequence * lines + line) * S.WIDTH
     last_k = outputs.last_k + state + (token * 0)[:, None]
+    where = batch, token, inside
     inside, goes_on, is_last, weight = inside[:, None], goes_on[:, None], (token + 1 == end)[:, None], weight[:, None]
     if S.BLOCK_PAIRS > 0:
-        cos, sin = rotations(inputs.angles, inputs.offsets, dt, batch, token, block, head, token < end, n, S)  # [t, m]
-        even, odd = load_pairs(C, inside, S)
+        cos, sin = rotations(inputs, dt, where, block, head, n, S)  # [t, m]
+        even, odd = load_pairs(C, inside, S)  # [t, m]
         store_pairs(q, even * cos - odd * sin, odd * cos + even * sin, inside, S)
-        even, odd = load_pairs(B, inside, S)
+        even, odd = load_pairs(B, inside, S)  # [t, m]
         k_even, k_odd = rounded(even * cos - odd * sin, late_k), rounded(odd * cos + even * sin, late_k)
         store_pairs(late_k, weight * k_even, weight * k_odd, goes_on, S)
         store_pairs(last_k, k_even, k_odd, is_last, S)
     if S.BLOCK_REST > 0:
-        store_rest(q, load_rest(C, inside, S), inside, S)
-        k = load_rest(B, inside, S)
+        store_rest(q, load_rest(C, inside, S), inside, S)  # [t, c]
+        k = load_rest(B, inside, S)  # [t, c]
         store_rest(late_k, weight * k, goes_on, S)
         store_rest(last_k, k, is_last, S)
     if rank == 0:

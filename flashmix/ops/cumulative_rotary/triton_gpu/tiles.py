@@ -1,4 +1,4 @@
-"""What the kernels of the rotation by summed angles share: where tokens lie, their angles, weights, and pairs of channels.
+"""Shared by the kernels of the rotation by summed angles: where tokens lie, their angles and weights, pairs of channels.
 
 Angles are whole numbers of 2^-62 turns in int64, which wrap: sums in any order are equal.
 Tiles: `t` tokens of a block, `m` pairs of channels, `c` channels. A line is a head of a rank.
@@ -98,8 +98,9 @@ def fixed(turns):
 
 
 @triton.jit
-def angles_of(angles, batch, token, head, inside, n, S: tl.constexpr):
-    """Angles [t, m] of a head; 0 past the last token and pair."""
+def angles_of(angles, where, head, n, S: tl.constexpr):
+    """Angles [t, m] of a head; 0 past the last token and pair. `where`: row of the batch, place and mask of the tokens, [t] each."""
+    batch, token, inside = where
     pair = tl.arange(0, S.BLOCK_PAIRS)[None, :]
     if angles.at is None:
         start = ((batch * n.tokens + token) * S.HEADS + head) * S.PAIRS
@@ -135,27 +136,29 @@ def cos_and_sin(theta):
 
 
 @triton.jit
-def rotations(angles, offsets, dt, batch, token, block, head, inside, n, S: tl.constexpr):
-    """`cos theta_t, sin theta_t` [t, m] of a head; `offsets [blocks, H, M]`: the angles before blocks."""
+def rotations(inputs, dt, where, block, head, n, S: tl.constexpr):
+    """`cos theta_t, sin theta_t` [t, m] of a head; `where` as in `angles_of`."""
     pair = tl.arange(0, S.BLOCK_PAIRS)
-    before = tl.load(offsets + (block.to(tl.int64) * S.HEADS + head) * S.PAIRS + pair, mask=pair < S.PAIRS, other=0)
-    turns = turns_of(angles_of(angles, batch, token, head, inside, n, S), dt)
+    before = tl.load(
+        inputs.offsets + (block.to(tl.int64) * S.HEADS + head) * S.PAIRS + pair, mask=pair < S.PAIRS, other=0
+    )  # [m]
+    turns = turns_of(angles_of(inputs.angles, where, head, n, S), dt)
     return cos_and_sin(before[None, :] + tl.cumsum(turns, 0))
 
 
 @triton.jit
 def own_weight(gates, row, inside):
     """`dt` and `own = lambda dt` of the rows of a head."""
-    dt = tl.load(gates.dt + row, mask=inside, other=0.0)
-    return dt, tl.load(gates.gate + row, mask=inside, other=0.0).to(tl.float32) * dt.to(tl.float32)
+    dt = tl.load(gates.dt + row, mask=inside, other=0.0)  # [t]
+    return dt, tl.load(gates.gate + row, mask=inside, other=0.0).to(tl.float32) * dt.to(tl.float32)  # [t]
 
 
 @triton.jit
 def late_weight(gates, row, own_before, inside):
     """`w = e^g (own_before + (1 - lambda) dt)` of the rows of a head, and `e^g`; both 0 outside."""
-    dt = tl.load(gates.dt + row, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates.gate + row, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gates.log_decay + row, mask=inside, other=0.0).to(tl.float32)
+    dt = tl.load(gates.dt + row, mask=inside, other=0.0).to(tl.float32)  # [t]
+    gate = tl.load(gates.gate + row, mask=inside, other=0.0).to(tl.float32)  # [t]
+    g = tl.load(gates.log_decay + row, mask=inside, other=0.0).to(tl.float32)  # [t]
     decay = tl.where(inside, exp_of_minus(-g, True), 0.0)
     return decay * (own_before + (1.0 - gate) * dt), decay
 
@@ -174,7 +177,7 @@ def first_of(x, batch, token, rank, group, n, S: tl.constexpr):
 def load_pairs(ptr, mask, S: tl.constexpr):
     """Both channels of pairs, [t, m] each; `ptr` and `mask` are those of tokens, [t, 1]."""
     channel = tl.arange(0, 2 * S.BLOCK_PAIRS)[None, :]
-    x = tl.load(ptr + channel, mask=mask & (channel < 2 * S.PAIRS), other=0.0).to(tl.float32)
+    x = tl.load(ptr + channel, mask=mask & (channel < 2 * S.PAIRS), other=0.0).to(tl.float32)  # [t, 2 m]
     shape: tl.constexpr = [S.TOKENS, S.BLOCK_PAIRS, 2]
     return tl.split(tl.reshape(x, shape))
 
