@@ -35,7 +35,7 @@ from flashmix.ops.cumulative_rotary.triton_gpu.tiles import Gates, Places, Rotar
 __all__ = ["backward", "forward", "keeps"]
 
 ELEMENTS = 2048  # of keys in a block of tokens, 32 tokens at most
-STAGES = 3
+STAGES = 3  # heads whose gradients the backward has on the way or in use
 SUMS = 2048  # numbers that a sum over blocks takes at a time
 
 
