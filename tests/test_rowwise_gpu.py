@@ -26,6 +26,7 @@ from flashmix import Packing
 from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.own_write import with_own_write
 from flashmix.ops.rotary.op import rotary, rotary_qk, rotary_table
 from flashmix.ops.scaled_rows.op import scaled_rows
 from flashmix.ops.token_shift.op import token_shift
@@ -206,8 +207,31 @@ def shift_case(tokens: int, channels: int) -> Case:
     )
 
 
+def own_case(batch: int, tokens: int, groups: int, heads: int, keys: int, values: int, skip: bool) -> Case:
+    outputs, kept = (batch, tokens, heads, values), (batch, tokens, groups, keys)
+    shapes = (outputs, outputs, kept, kept, outputs[:3], (heads,))
+    return Case(
+        f"own_write {shapes}",
+        lambda *x: with_own_write(*x, scale=0.5, impl="auto") if skip else with_own_write(*x[:5], None, 0.5, "auto"),
+        lambda *x: definitions.with_own_write(*(x if skip else x[:5]), scale=0.5),
+        shapes if skip else shapes[:5],
+        tiny=tokens < 10,
+    )
+
+
 CASES = [
     *gate_cases(),
+    *(
+        own_case(*case)
+        for case in (
+            (2, 5, 1, 2, 6, 5, True),
+            (2, 9, 3, 3, 130, 16, False),
+            (1, 3, 2, 40, 7, 64, True),
+            (1, 0, 1, 2, 3, 4, True),
+            (2, 300, 1, 32, 128, 64, True),
+            (1, 70, 2, 10, 256, 256, False),
+        )
+    ),
     *(shift_case(tokens, channels) for tokens in (0, 1, 9, 300) for channels in (7, 64, 5000)),
     *norm_cases(),
     *(

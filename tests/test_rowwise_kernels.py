@@ -24,6 +24,7 @@ from flashmix.ops.decay.op import bounded_decay, softplus_decay, write_strength
 from flashmix.ops.gated_product.linear import SwiGLULinear
 from flashmix.ops.gated_product.op import ACTIVATIONS, gated, swiglu
 from flashmix.ops.norm.op import group_norm, l2_norm, layer_norm, rms_norm
+from flashmix.ops.own_write import with_own_write
 from flashmix.ops.rotary.op import rotary, rotary_qk
 from flashmix.ops.scaled_rows.op import scaled_rows
 from flashmix.ops.short_conv.op import short_conv
@@ -136,6 +137,15 @@ def factors(width: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
     }
 
 
+def own_writes(groups: int, heads: int, keys: int, values: int, dtype: torch.dtype = BF16) -> dict[str, Call]:
+    def call() -> Tensor:
+        y, x = (leaf(2, 9, heads, values, dtype=dtype) for _ in range(2))
+        B, C = (leaf(2, 9, groups, keys, dtype=dtype) for _ in range(2))
+        return with_own_write(y, x, B, C, leaf(2, 9, heads, dtype=torch.float32), leaf(heads), 0.5, "auto")
+
+    return {f"own_write {groups} x {keys}, {heads} x {values} {dtype}": call}
+
+
 # The calls of each op by a name; those in FAST are compiled in every run. Contents are never looked at.
 CALLS: dict[str, Call] = {}
 for _width in (1, 7, 64, 100, 128, 256, 512, 1000, 2048, 4096, 8192, 65536):
@@ -146,6 +156,8 @@ for _width in (1, 100, 2048, 5000):
     CALLS |= shifts(_width) | shifts(_width, torch.float32)
 for _width in (1, 100, 256, 512, 5000):
     CALLS |= factors(_width) | factors(_width, torch.float32)
+for _shape in ((1, 32, 128, 64), (4, 4, 16, 16), (2, 6, 100, 7), (1, 8, 256, 256)):
+    CALLS |= own_writes(*_shape) | own_writes(*_shape, torch.float32)
 CALLS |= products(BF16) | products(torch.float32) | gates(BF16) | gates(torch.float32)
 FAST = {
     "interleaved rotary_qk 32 x 128, 128 turned, torch.bfloat16",
@@ -160,6 +172,7 @@ FAST = {
     "gated layer_norm 8192 torch.float32",
     "group_norm 65536 torch.bfloat16",
     "scaled_rows 512 torch.bfloat16",
+    "own_write 1 x 128, 32 x 64 torch.bfloat16",
 }
 # Bytes of stack that a kernel of a call may take, where it takes any.
 STACK = {

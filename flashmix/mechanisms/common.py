@@ -18,7 +18,6 @@ from flashmix.op.packing import Packing
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.scan.call import check_start
 from flashmix.ops.scan.op import IMPLEMENTATIONS, scan
-from flashmix.ops.token_shift import token_shift
 
 Result = tuple[Tensor, Tensor | None]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -151,19 +150,6 @@ def at_step(x: Tensor, n: int, step: int) -> Tensor:
     """`x` `[B, T, ...]` as `[B, T * n, ...]`: each token at one of its `n` steps, zeros at the others."""
     zeros = torch.zeros_like(x)
     return torch.stack([x if j == step else zeros for j in range(n)], 2).flatten(1, 2)
-
-
-def shifted(x: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """The token before each one of `x` `[B, T, ...]`, `start` `[N, ...]` or 0 before a first one, and the last token `[N, ...]`.
-
-    `start` and the last token are in the dtype of states.
-    """
-    count, wide = x.shape[0] if packing is None else packing.count, state_dtype(x.dtype)
-    first = None if start is None else start.to(x.dtype).flatten(1).unsqueeze(1)
-    with preparing():
-        before, last = token_shift(x.flatten(2), initial_state=first, return_state=True, cu_seqlens=packing)
-    assert last is not None
-    return before.view(x.shape), last.view(count, *x.shape[2:]).to(wide)
 
 
 def scan_beside(

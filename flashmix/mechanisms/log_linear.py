@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from typing_extensions import Unpack
 
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import check_per_head, check_states, shifted, unrounded
+from flashmix.mechanisms.common import check_per_head, check_states, unrounded
 from flashmix.mechanisms.mamba2 import Mamba2, two_by_width
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.modules.projection import HeadProjection, repeat_heads
@@ -22,6 +22,7 @@ from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import delta_rule, linear_attention
 from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.token_shift import shifted
 from flashmix.parallel.joined import of_sequences
 
 LevelStates = tuple[Tensor, Tensor]

@@ -12,23 +12,24 @@ from torch.nn.functional import softplus
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried
-from flashmix.mechanisms.common import at_step, check_per_head, check_states, scan_beside, shifted, unrounded
+from flashmix.mechanisms.common import at_step, check_per_head, check_states, unrounded
 from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import DecayWeight, draw_step_bias
 from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
-from flashmix.op.call import has_tangent
 from flashmix.op.checks import check_multiple, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.ops.cumulative_rotary import CumulativeRotaryCall, cumulative_rotary
+from flashmix.ops.cumulative_rotary.call import of_heads
 from flashmix.ops.gated_product.op import swiglu
+from flashmix.ops.own_write import with_own_write
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
-from flashmix.parallel.joined import of_sequences, sums_before
+from flashmix.ops.token_shift import shifted
 
 Mamba3States = tuple[Tensor, Tensor, Tensor, Tensor]
-TURN = 2 * math.pi
 
 
 @public
@@ -92,23 +93,19 @@ def mamba3(
     N, ranks = batch if packing is None else packing.count, x.shape[2:-2]
     check_states(initial_state, x, (N, H, M), (N, H, K, P), (N, *ranks, H, K), (N, *ranks, H, P), like_name="x")
     turned, S, last_k, last_x = initial_state or (None, None, None, None)
-    wide = state_dtype(x.dtype)
-    theta, turned = _angles(angles, dt, turned, packing, wide)
-    cos, sin = theta.cos().unsqueeze(-1), theta.sin().unsqueeze(-1)
-    q, k = (_rotated(_of_heads(t, H), cos, sin) for t in (C, B))
-    own = trapezoid_gate.to(wide) * dt.to(wide)
-    (k_before, last_k), (x_before, last_x) = shifted(k, last_k, packing), shifted(x, last_x, packing)
-    own_before, last_own = shifted(own, None, packing)
     # S without the token's own write decays as a whole: a_t (S_{t-1} + (1 - lambda_t) dt_t k_{t-1} x_{t-1}^T)
-    late = log_decay.to(wide).exp() * (own_before + (1 - trapezoid_gate.to(wide)) * dt.to(wide))
+    rotation = CumulativeRotaryCall(B, C, angles, dt, log_decay, trapezoid_gate, turned, last_k, packing)
+    q, late_k, turned, last_k, last_own = cumulative_rotary(rotation, impl)
+    x_before, last_x = shifted(x, last_x, packing)
+    own = trapezoid_gate.to(last_own.dtype) * dt.to(last_own.dtype)
     options: dict[str, Any] = {"initial_state": S, "return_state": return_state, "impl": impl, "scale": scale}
-    late_k = (_per_head(late, k) * k_before).to(x.dtype)
     if ranks:
         y, S = _of_ranks(q, late_k, x_before, log_decay, packing, options)
+        y = _with_own_ranks(y, B, C, x, scale * own, D)
     else:
         y, S = linear_attention(q, late_k, x_before, log_decay, cu_seqlens=packing, **options)
-    y = _with_own(y, B, C, x, scale * own, D)
-    if S is None or last_k is None or last_x is None:
+        y = with_own_write(y, x, B, C, own, D, scale, impl)
+    if S is None:
         return y, None
     written = (_per_head(last_own, last_k) * last_k).unsqueeze(-1) * last_x.unsqueeze(-2)
     written = written.sum(1) if ranks else written
@@ -130,79 +127,16 @@ def _checked(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | P
     return check_operands(C, x, {"k": B}, dt, None, None, cu_seqlens, names)
 
 
-def _angles(
-    angles: Tensor, dt: Tensor, start: Tensor | None, packing: Packing | None, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The angle of each token `[B, T, H, M]` and after the last one, within a turn.
-
-    Whole numbers of 2^-62 turns are summed: that is exact, whatever the length and whatever comes before a sequence. The gradient is
-    that of a scan.
-    """
-    turns = angles.detach().double() * (dt.detach().double() / TURN).unsqueeze(-1)
-    theta = _fixed(turns).movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1)
-    none = theta.new_zeros(theta.shape[0], 1, *theta.shape[2:])
-    if packing is None:
-        last, row = (theta if theta.shape[1] else none)[:, -1], None
-        lengths = torch.full_like(last[:, :1, :1], angles.shape[1])
-    else:
-        row, lengths = packing.sequence, packing.lengths[:, None, None]
-        bounds = torch.cat([none, theta], 1)[0][packing.cu_seqlens.long()]
-        theta, last = theta - bounds[row], bounds.diff(dim=0)
-    own = None if start is None else _fixed(start.detach().double() / TURN)
-    if packing is not None and packing.sharded:
-        own = torch.zeros_like(last) if own is None else of_sequences(packing, own)
-        own = own + sums_before(packing, last)
-    if own is not None:
-        theta, last = theta + (own.unsqueeze(1) if row is None else own[row]), last + own
-    within = (theta << 2).to(wide) * (TURN / 2.0**64)  # of a turn, from -1/2 to 1/2: two bits more would be whole turns
-    end = ((last & (2**62 - 1)).double() * (TURN / 2**62)).to(wide)
-    end = torch.where(lengths > 0, end, torch.zeros_like(end) if start is None else start.detach())
-    inputs = [t for t in (angles, dt, start) if t is not None]
-    if has_tangent(inputs) or (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
-        steps = angles.to(wide) * dt.to(wide).unsqueeze(-1)
-        constant = torch.zeros(angles.shape[2], device=angles.device)
-        flow, flow_end = scan_beside(steps, constant, initial_state=start, packing=packing)
-        within, end = within + (flow - flow.detach()), end + (flow_end - flow_end.detach())
-    return within, end
-
-
-def _fixed(turns: Tensor) -> Tensor:
-    """Turns as whole numbers of 2^-62 turns, less than one of them; sums beyond 2^63 wrap by four turns."""
-    return (turns.frac() * 2.0**62).to(torch.int64)
-
-
-def _of_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or queries `[..., G, K]` of each head, itself where each head has its own."""
-    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first pairs of neighbouring channels of `x` `[B, T, H, K]` or `[B, T, R, H, K]` rotated, `cos`, `sin` `[B, T, H, M, 1]`."""
-    cos, sin = (cos, sin) if x.dim() == 4 else (cos.unsqueeze(2), sin.unsqueeze(2))
-    M = cos.shape[-2]
-    pairs = x[..., : 2 * M].unflatten(-1, (M, 2))
-    across = torch.stack([-pairs[..., 1], pairs[..., 0]], -1)
-    turned = torch.addcmul(pairs * cos, across, sin).flatten(-2).to(x.dtype)
-    return torch.cat([turned, x[..., 2 * M :]], -1)
-
-
 def _per_head(weight: Tensor, like: Tensor) -> Tensor:
     """`weight` `[..., H]` beside `like` `[..., H, K]` or `[..., R, H, K]`."""
     return (weight if weight.dim() == like.dim() - 1 else weight.unsqueeze(-2)).unsqueeze(-1)
 
 
-def _with_own(y: Tensor, B: Tensor, C: Tensor, x: Tensor, own: Tensor, D: Tensor | None) -> Tensor:
-    """`y` and what the queries of a token read of the token's own write, `own` `[B, T, H]` times `C . B`, which one rotation of both leaves
-    as it is; and `D x`.
-    """
+def _with_own_ranks(y: Tensor, B: Tensor, C: Tensor, x: Tensor, own: Tensor, D: Tensor | None) -> Tensor:
+    """`with_own_write` of tokens with ranks, each of which reads the writes of all; `own` `[B, T, H]`."""
     H, wide = x.shape[-2], own.dtype
-    if x.dim() == 4:
-        # contiguous: the order of a sum is that of memory
-        weight = _of_heads((C * B.to(wide)).contiguous().sum(-1, keepdim=True), H) * own.unsqueeze(-1)
-        weight = weight if D is None else weight + D[:, None]
-        return torch.addcmul(y, weight, x).to(y.dtype)
     scores = (
-        torch.einsum("btahk,btchk->bthac", *(_of_heads(t, H).to(wide).contiguous() for t in (C, B)))
+        torch.einsum("btahk,btchk->bthac", *(of_heads(t, H).to(wide).contiguous() for t in (C, B)))
         * own[..., None, None]
     )
     read = torch.einsum("bthac,btchp->btahp", scores, x.to(wide))

@@ -46,7 +46,7 @@ class Chunks:
         missing = -t.shape[1] % self.size
         if missing:
             t = torch.cat([t, t.new_full((t.shape[0], missing, *t.shape[2:]), fill)], 1)
-        return t.reshape(-1, self.size, *t.shape[2:])
+        return t.reshape(t.shape[0] * (t.shape[1] // self.size), self.size, *t.shape[2:])
 
     def flat(self, tiles: Tensor, batch: int, tokens: int) -> Tensor:
         """Tiles `[c, n, ...]` as `[B, T, ...]`."""

@@ -1,5 +1,5 @@
 """The token before each token."""
 
-from flashmix.ops.token_shift.op import token_shift
+from flashmix.ops.token_shift.op import shifted, token_shift
 
-__all__ = ["token_shift"]
+__all__ = ["shifted", "token_shift"]

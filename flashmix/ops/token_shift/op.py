@@ -8,6 +8,8 @@ from torch import Tensor
 
 from flashmix.op.call import Gradients, Op, implementations
 from flashmix.op.checks import check_floating, check_like, check_shape, dims
+from flashmix.op.choose import preparing
+from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.token_shift.call import ShiftCall
@@ -77,3 +79,16 @@ def token_shift(
     call = ShiftCall(x, initial_state, packing, tokens, reverse=False, return_state=return_state)
     outputs = SHIFT(call, impl)
     return outputs[0], outputs[1] if return_state else None
+
+
+def shifted(x: Tensor, start: Tensor | None, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """The token before each one of `x` `[B, T, ...]`, `start` `[N, ...]` or 0 before a first one, and the last token `[N, ...]`.
+
+    `start` and the last token are in the dtype of states.
+    """
+    count, wide = x.shape[0] if packing is None else packing.count, state_dtype(x.dtype)
+    first = None if start is None else start.to(x.dtype).flatten(1).unsqueeze(1)
+    with preparing():
+        before, last = token_shift(x.flatten(2), initial_state=first, return_state=True, cu_seqlens=packing)
+    assert last is not None
+    return before.view(x.shape), last.view(count, *x.shape[2:]).to(wide)
