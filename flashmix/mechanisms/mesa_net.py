@@ -81,7 +81,8 @@ def mesa_net(
     if has_tangent([q, k, v, beta, log_decay, ridge, *(initial_state or ())]):
         raise NotImplementedError("mesa_net has no forward-mode derivative")
     R, S = initial_state or (None, None)
-    o, R, S = mesa(MesaCall(q, k, v, beta, log_decay, ridge, R, S, packing, steps, float(scale)), impl)
+    call = MesaCall(q, k, v, beta, log_decay, ridge, R=R, S=S, packing=packing, steps=steps, scale=float(scale))
+    o, R, S = mesa(call, impl)
     return o, (R, S) if return_state else None
 
 

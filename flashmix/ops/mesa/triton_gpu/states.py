@@ -42,19 +42,19 @@ def mesa_states_kernel(x, out, where, n, S: tl.constexpr):
     start, length, chunk0, chunks = sequence_chunks(where, row // S.HV, n, S)
     state = tl.full([S.BV, S.BK], 0.0, tl.float32)
     if x.R is not None:
-        state = tl.load(last_state(x.R, x.S, row, of_keys, w, ks, S), mask=mask, other=0.0)
+        state = tl.load(last_state(x.R, x.S, row, of_keys, w, ks, S), mask=mask, other=0.0)  # [BV, BK]
     for i in tl.range(0, chunks, num_stages=1):
         at = Place(chunk0 + i, head, start + i * S.C, tl.minimum(length - i * S.C, S.C))
         if out.states is not None:
             base = (at.chunk * S.HV + head) * ((S.K + S.V) * S.K)
             tl.store(out.states + base + saved, state, mask=mask)
-        G, _, last = load_sums(x.decay, at, S)
+        G, _, last = load_sums(x.decay, at, S)  # [C], [C], []
         weight = load_numbers(x.beta, at, S) * factor(last - G)  # [C]
         k = load_rows(x.k, at, S.H, S.K, ks, S).to(tl.float32) * weight[:, None]  # [C, BK]
         if of_keys:
             written = load_rows(x.k, at, S.H, S.K, w, S)  # [C, BV]
         else:
-            written = load_rows(x.v, at, S.HV, S.V, w, S)
+            written = load_rows(x.v, at, S.HV, S.V, w, S)  # [C, BV]
         high = k.to(tl.bfloat16)
         low = (k - high.to(tl.float32)).to(tl.bfloat16)
         written = tl.trans(written)  # [BV, C]

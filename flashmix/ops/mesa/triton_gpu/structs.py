@@ -49,3 +49,29 @@ class MesaNumbers(NamedTuple):
     tokens: Any  # T
     chunks: Any  # of a sequence in a dense batch
     steps: Any  # of conjugate gradients
+
+
+class MesaPlace(NamedTuple):
+    """The chunk of a program: its index and value head, its first token (counted over the batch) and how many it has."""
+
+    chunk: Any
+    head: Any
+    first: Any
+    count: Any
+
+
+class MesaTiles(NamedTuple):
+    """Operands of products in shared memory, bfloat16; those with two are halves."""
+
+    k: Any  # [C, BK]; for the output v
+    state: Any  # R, or rows of S^T, [2, BK, BK]
+    p: Any  # what R is multiplied by, [2, C, BK]
+    pairs: Any  # [2, C, C]
+
+
+class MesaFactors(NamedTuple):
+    """What stays over all steps, in registers."""
+
+    weight: Any  # beta_j e^{G_i - G_j} for j <= i, [C, C]
+    past: Any  # e^{G_i}, [C]
+    ridge: Any  # [BK]
