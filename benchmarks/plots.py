@@ -437,7 +437,7 @@ HOPPER = (
     "2026-11-22_recurrence_hopper_all_h200.json",
     *(f"2026-11-23_recurrence_{kind}_h200.json" for kind in ("peers", "pairs_made")),
 )
-ATTENTION = ("2026-11-25_attention_fa4_h100.json", "2026-11-25_attention_hopper_h100.json")
+ATTENTION = ("2026-11-27_attention_fa4_h100.json",)
 IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
 GLUON_FILES = tuple(
     f"{day}_{kind}_h200.json"
@@ -467,8 +467,8 @@ PLOTS = {
     "attention": Plot(
         attention,
         ATTENTION,
-        "2026-11-25, medians of runs that take turns, cold L2 cache, the card at its power limit. flashmix beside cuDNN: one run; "
-        "FlashAttention-4 4.0.0b36: an earlier one of that day, in which cuDNN's times differ by 2 % on average and 10 % at most.",
+        "2026-11-27, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours in one run, medians, cold L2 cache, the card at its power "
+        "limit.",
     ),
     "decode": Plot(
         decode,
@@ -507,7 +507,7 @@ PLOTS = {
         "2026-11-26, `python benchmarks/errors.py` on a CPU: 512 tokens, 2 heads of 128 channels (element by element: 256 channels), "
         "the same inputs for all. The definition is a loop over tokens.",
     ),
-    "attention_length": Plot(attention_length, ATTENTION, "2026-11-25, the runs of the plot of attention."),
+    "attention_length": Plot(attention_length, ATTENTION, "2026-11-27, the run of the plot of attention."),
     "recurrence_length": Plot(
         recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
     ),

@@ -25,6 +25,15 @@ class Rows(NamedTuple):
     at: Any
 
 
+class Strided(NamedTuple):
+    """A tensor whose last axis is contiguous, and the strides of its other axes; None of a contiguous one, whose code, and order of sums
+    with it, then depends on no number of tokens.
+    """
+
+    data: Any
+    at: Any
+
+
 class RowLayout(NamedTuple):
     """Tensors of one shape `[..., D]` as rows: how many, and where row r of each begins.
 
@@ -72,6 +81,14 @@ def _merged(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tupl
 def inner_contiguous(x: Tensor) -> Tensor:
     """The tensor with its last axis contiguous; its rows may lie anywhere."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def strided(x: Tensor) -> Strided:
+    """`x` as `Strided`, copied where its last axis is not contiguous."""
+    if x.is_contiguous():
+        return Strided(x, None)
+    x = inner_contiguous(x)
+    return Strided(x, x.stride()[:-1])
 
 
 def contiguous(parameter: Tensor | None) -> Tensor | None:

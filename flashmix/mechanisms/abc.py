@@ -22,9 +22,10 @@ from flashmix.mechanisms.slots import (
     two_passes,
 )
 from flashmix.modules.norm import GatedRMSNorm
-from flashmix.modules.projection import HeadProjection, repeat_heads
+from flashmix.modules.projection import HeadProjection
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.op.public import public

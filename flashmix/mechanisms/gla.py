@@ -16,9 +16,10 @@ from flashmix.mechanisms.registry import Mechanism, Options, Size, register
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.mlp import LowRank
 from flashmix.modules.norm import output_norm
-from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
+from flashmix.modules.projection import HeadProjection, head_size, shared_heads
 from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import dims
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention

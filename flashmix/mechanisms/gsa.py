@@ -23,7 +23,8 @@ from flashmix.mechanisms.slots import (
 )
 from flashmix.modules.decay import LogSigmoidDecay
 from flashmix.modules.norm import RMSNorm
-from flashmix.modules.projection import HeadProjection, repeat_heads
+from flashmix.modules.projection import HeadProjection
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 

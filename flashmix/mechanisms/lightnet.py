@@ -8,8 +8,8 @@ from torch import Tensor
 from flashmix.mechanisms.abc import running_softmax
 from flashmix.mechanisms.common import check_states, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.modules.projection import repeat_heads
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention

@@ -14,9 +14,10 @@ from flashmix.layer.recurrent_state import carried
 from flashmix.mechanisms.common import check_per_head, check_states, unrounded
 from flashmix.mechanisms.mamba2 import Mamba2, two_by_width
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.modules.projection import HeadProjection, repeat_heads
+from flashmix.modules.projection import HeadProjection
 from flashmix.op.checks import check_range, contents_are_checked, dims
 from flashmix.op.dtypes import at_least_float32, state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.op.public import public

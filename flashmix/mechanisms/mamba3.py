@@ -19,10 +19,10 @@ from flashmix.modules.norm import RMSNorm
 from flashmix.modules.projection import HeadProjection, head_size
 from flashmix.op.checks import check_multiple, check_range, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.cumulative_rotary import CumulativeRotaryCall, cumulative_rotary
-from flashmix.ops.cumulative_rotary.call import of_heads
 from flashmix.ops.gated_product.op import swiglu
 from flashmix.ops.own_write import with_own_write
 from flashmix.ops.recurrence import linear_attention
@@ -136,7 +136,7 @@ def _with_own_ranks(y: Tensor, B: Tensor, C: Tensor, x: Tensor, own: Tensor, D: 
     """`with_own_write` of tokens with ranks, each of which reads the writes of all; `own` `[B, T, H]`."""
     H, wide = x.shape[-2], own.dtype
     scores = (
-        torch.einsum("btahk,btchk->bthac", *(of_heads(t, H).to(wide).contiguous() for t in (C, B)))
+        torch.einsum("btahk,btchk->bthac", *(repeat_heads(t, H, -2).to(wide).contiguous() for t in (C, B)))
         * own[..., None, None]
     )
     read = torch.einsum("bthac,btchp->btahp", scores, x.to(wide))

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashmix.mechanisms.common import check_per_head, check_states
-from flashmix.modules.projection import repeat_heads
 from flashmix.op.choose import Implementation, choose
 from flashmix.op.dtypes import state_dtype, without_autocast
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing, check_whole
 from flashmix.ops.recurrence.call import check_operands
 

@@ -15,11 +15,12 @@ from flashmix.layer.recurrent_state import carried_linear_attention, convolved, 
 from flashmix.mechanisms.common import EngineOptions, Result, engine_options
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.norm import output_norm
-from flashmix.modules.projection import HeadProjection, head_size, repeat_heads, shared_heads
+from flashmix.modules.projection import HeadProjection, head_size, shared_heads
 from flashmix.modules.rotary_embedding import RotaryEmbedding
 from flashmix.modules.short_convolution import maybe_convolution
 from flashmix.op.checks import dims
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention

@@ -8,8 +8,8 @@ from typing_extensions import Unpack
 
 from flashmix.mechanisms.common import EngineOptions, Result, check_per_head, engine_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
-from flashmix.modules.projection import repeat_heads
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands

@@ -98,11 +98,6 @@ def shared_heads(heads: int, given: int | None) -> int:
     return heads if given is None else given
 
 
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """`[B, T, KV, D]` as `[B, T, heads, D]`: each head for as many neighbours as share it."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
 def head_size(width: int, heads: int, given: int | None, name: str = "head_dim") -> int:
     """Channels per head: `given`, or an equal share of `width`; raises ValueError where that is not even."""
     check_range("heads", heads, 1, 65536)

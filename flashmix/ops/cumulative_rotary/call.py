@@ -59,8 +59,3 @@ class CumulativeRotaryCall(Call):
         )
         states = (N, H, self.angles.shape[3]), (N, *self.ranks, H, K), (N, H)
         return q, late_k, *(torch.empty(size=size, dtype=self.state_dtype, device=self.device) for size in states)
-
-
-def of_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or queries `[..., G, K]` of each head, itself where each head has its own."""
-    return x if x.shape[-2] == heads else x.repeat_interleave(heads // x.shape[-2], -2)

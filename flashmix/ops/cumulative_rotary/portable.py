@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Outputs, has_tangent
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
-from flashmix.ops.cumulative_rotary.call import CumulativeRotaryCall, of_heads
+from flashmix.ops.cumulative_rotary.call import CumulativeRotaryCall
 from flashmix.ops.scan.op import scan
 from flashmix.ops.token_shift import shifted
 from flashmix.parallel.joined import of_sequences, sums_before
@@ -21,7 +22,7 @@ def formula(call: CumulativeRotaryCall) -> Outputs:
     packing, wide, gate, dt = call.packing, call.state_dtype, call.trapezoid_gate, call.dt
     theta, last_theta = _angles(call.angles, dt, call.theta, packing, wide)
     cos, sin = theta.cos().unsqueeze(-1), theta.sin().unsqueeze(-1)
-    q, k = (_rotated(of_heads(t, call.heads), cos, sin) for t in (call.C, call.B))
+    q, k = (_rotated(repeat_heads(t, call.heads, -2), cos, sin) for t in (call.C, call.B))
     own = gate.to(wide) * dt.to(wide)
     k_before, last_k = shifted(k, call.last_k, packing)
     own_before, last_own = shifted(own, None, packing)

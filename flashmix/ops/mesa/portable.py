@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashmix.op.call import Outputs
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.ops.mesa.call import MesaCall
 from flashmix.ops.recurrence.call import RecurrenceCall
@@ -20,7 +21,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 def formula(call: MesaCall, impl: str) -> Outputs:
     """Everything in float32 (float64 for float64 inputs); `impl` is that of the recurrence."""
     wide, HV, packing, log_decay = state_dtype(call.dtype), call.value_heads, call.packing, call.log_decay
-    q, k = (_of_heads(t.to(wide), HV).contiguous() for t in (call.q, call.k))
+    q, k = (repeat_heads(t.to(wide), HV).contiguous() for t in (call.q, call.k))
     written, diagonal = call.beta.to(wide).unsqueeze(-1) * k, call.ridge.to(wide)
     operands = (written, k, log_decay, call.R, diagonal)
     # not in `no_grad`, which an error in compiled code would leave on
@@ -33,11 +34,6 @@ def formula(call: MesaCall, impl: str) -> Outputs:
     )
     o, S = RECURRENCE(read, impl, "mesa_net")
     return o.to(call.v.dtype), R, S
-
-
-def _of_heads(x: Tensor, heads: int) -> Tensor:
-    """`[B, T, H, K]` as `[B, T, heads, K]`."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def _product(x: Tensor, operands: Operands, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:

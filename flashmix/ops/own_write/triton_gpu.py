@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import Kernel, bound
-from flashmix.gpu.rows import contiguous, inner_contiguous
+from flashmix.gpu.rows import contiguous, strided
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.own_write.call import OwnWriteCall
 
@@ -28,15 +28,8 @@ TILE, WARPS = 4096, 4  # values of a program at a time
 MOST_HEADS = 8  # of them
 
 
-class OwnWriteHeads(NamedTuple):
-    """A tensor `[B, T, heads, channels]` and its strides of batch, token and head; None of a contiguous one."""
-
-    data: Any
-    at: Any
-
-
 class OwnWriteInputs(NamedTuple):
-    """`y` (of the backward the gradient of `z`), `x`, `B` and `C` are `OwnWriteHeads`; `own [B, T, H]`, and `D [H]` or None."""
+    """`y` (of the backward the gradient of `z`), `x`, `B` and `C` are `Strided`; `own [B, T, H]`, and `D [H]` or None."""
 
     y: Any
     x: Any
@@ -206,15 +199,8 @@ def backward(call: OwnWriteCall, kept: Outputs, grads: Sequence[Tensor | None], 
 
 
 def _inputs(call: OwnWriteCall, y: Tensor) -> OwnWriteInputs:
-    its_y, x, B, C = (_heads(t) for t in (y, call.x, call.B, call.C))
+    its_y, x, B, C = (strided(t) for t in (y, call.x, call.B, call.C))
     return OwnWriteInputs(its_y, x, B, C, call.own.contiguous(), contiguous(call.D))
-
-
-def _heads(t: Tensor) -> OwnWriteHeads:
-    if t.is_contiguous():
-        return OwnWriteHeads(t, None)
-    t = inner_contiguous(t)
-    return OwnWriteHeads(t, t.stride()[:3])
 
 
 def _launch(kernel: Any, call: OwnWriteCall) -> tuple[Kernel, int, OwnWriteNumbers]:

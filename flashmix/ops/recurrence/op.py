@@ -11,6 +11,7 @@ from flashmix.gpu import device as gpu
 from flashmix.op.call import Op, always
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast, product_dtype, state_dtype
+from flashmix.op.heads import repeat_heads
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
@@ -294,8 +295,7 @@ def dplr(
 
 def _default_erase(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor:
     """`-beta e^g k` at the value heads, `[B, T, HV, K]`: the tied correction, written as a vector that reads the undecayed state."""
-    HV = v.shape[2]
-    key = k if k.shape[2] == HV else k.repeat_interleave(HV // k.shape[2], dim=2)
+    key = repeat_heads(k, v.shape[2])
     wide = state_dtype(k.dtype)
     factor = beta.to(wide).unsqueeze(-1)
     if log_decay is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import Kernel, bound
-from flashmix.gpu.rows import contiguous, inner_contiguous
+from flashmix.gpu.rows import contiguous, strided
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.packing import Packing
 from flashmix.ops.cumulative_rotary.call import CumulativeRotaryCall
@@ -30,7 +30,7 @@ from flashmix.ops.cumulative_rotary.triton_gpu.forward import (
     rotary_forward_kernel,
     turns_forward_kernel,
 )
-from flashmix.ops.cumulative_rotary.triton_gpu.tiles import Gates, Places, RotaryNumbers, RotarySpec, Strided
+from flashmix.ops.cumulative_rotary.triton_gpu.tiles import Gates, Places, RotaryNumbers, RotarySpec
 
 __all__ = ["backward", "forward", "keeps"]
 
@@ -102,16 +102,8 @@ def backward(
 def _inputs(call: CumulativeRotaryCall, offsets: Tensor) -> RotaryInputs:
     gates = Gates(call.dt.contiguous(), call.log_decay.contiguous(), call.trapezoid_gate.contiguous())
     keys = (t if call.ranks else t.unsqueeze(2) for t in (call.B, call.C))
-    B, C, angles = (_strided(t) for t in (*keys, call.angles))
+    B, C, angles = (strided(t) for t in (*keys, call.angles))
     return RotaryInputs(B, C, angles, gates, offsets, contiguous(call.last_k))
-
-
-def _strided(x: Tensor) -> Strided:
-    """Angles, or keys or queries."""
-    if x.is_contiguous():
-        return Strided(x, None)
-    x = inner_contiguous(x)
-    return Strided(x, x.stride()[:-1])
 
 
 def _grads(call: CumulativeRotaryCall, grads: Sequence[Tensor | None]) -> RotaryGrads:

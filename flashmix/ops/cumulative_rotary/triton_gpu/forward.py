@@ -32,7 +32,8 @@ from flashmix.ops.cumulative_rotary.triton_gpu.tiles import (
 
 
 class RotaryInputs(NamedTuple):
-    """`B, C`, `angles` are `Strided`; `offsets [blocks, H, M]`: angles before blocks; `last_k [N, R, H, K]`: keys that come in, or None."""
+    """`B, C [B, T, R, G, K]`, `angles [B, T, H, M]` are `Strided`; `offsets [blocks, H, M]`: angles before blocks;
+    `last_k [N, R, H, K]`: keys that come in, or None."""
 
     B: Any
     C: Any

@@ -20,15 +20,6 @@ WHOLE = tl.constexpr(2.0**62)  # a turn
 QUARTER = tl.constexpr(2**60)  # of a turn
 
 
-class Strided(NamedTuple):
-    """A tensor whose last axis is contiguous, and its strides of batch, token and head, of keys and queries of batch, token, rank and
-    group; None of a contiguous one, whose code, and order of sums with it, then depends on no number of tokens.
-    """
-
-    data: Any
-    at: Any
-
-
 class Gates(NamedTuple):
     """`dt`, `log_decay` and `trapezoid_gate`, contiguous `[B, T, H]`."""
 

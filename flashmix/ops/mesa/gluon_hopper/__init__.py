@@ -16,12 +16,14 @@ from flashmix.gpu.blocks import cdiv, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.choose import chosen
+from flashmix.op.heads import repeat_heads
 from flashmix.ops.mesa.call import MesaCall
 from flashmix.ops.mesa.gluon_hopper.solve import mesa_solve_hopper_kernel
 from flashmix.ops.mesa.triton_gpu.states import mesa_states_kernel
 from flashmix.ops.mesa.triton_gpu.structs import MesaInputs, MesaNumbers, MesaResults, MesaSpec
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.op import RECURRENCE
+from flashmix.ops.recurrence.triton_gpu import for_heads
 from flashmix.ops.recurrence.triton_gpu.layout import chunk_tables, count_chunks
 
 __all__ = ["backward", "forward", "keeps"]
@@ -52,7 +54,7 @@ def backward(call: MesaCall, kept: Outputs, grads: Sequence[Tensor | None], want
     ridge = torch.zeros(_chunks(call), *call.ridge.shape, dtype=torch.float32, device=call.device)
     _, R, S = call.results()
     _run(call, do, MesaResults(None, x, R, S, _states(call), adjoint, ridge))
-    k = _of_value_heads(call.k, call.value_heads)
+    k = repeat_heads(call.k, call.value_heads)
     strength = call.beta.float().unsqueeze(-1)
     written = (strength * k).to(call.dtype)
     read = call.read.but(q=x, k=written, scale=call.scale)
@@ -60,8 +62,8 @@ def backward(call: MesaCall, kept: Outputs, grads: Sequence[Tensor | None], want
     found, other = _gradients(read, do, grads[2]), _gradients(solved, adjoint, grads[1])
     d_written = found["k"].float() + other["k"].float()
     result = {
-        "q": _of_heads(adjoint, call.q),
-        "k": _of_heads(strength * d_written + other["v"], call.k),
+        "q": for_heads(adjoint, call.q),
+        "k": for_heads(strength * d_written + other["v"], call.k).to(call.dtype),
         "v": found["v"],
         "beta": (d_written * k).sum(-1).to(call.beta.dtype),
         "log_decay": (found["log_decay"].float() + other["log_decay"].float()).to(call.log_decay.dtype),
@@ -78,17 +80,6 @@ def _gradients(call: RecurrenceCall, do: Tensor, dstate: Tensor | None) -> Gradi
     wanted = [name for name in ("k", "v", "log_decay", "initial_state") if getattr(call, name) is not None]
     _, kept = RECURRENCE.forward(call, True, impl)
     return RECURRENCE.backward(call, kept, (do, dstate), wanted, impl)
-
-
-def _of_value_heads(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
-
-
-def _of_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient of what value heads share: their sum."""
-    group = gradient.shape[2] // like.shape[2]
-    summed = gradient if group == 1 else gradient.float().unflatten(2, (like.shape[2], group)).sum(3)
-    return summed.to(like.dtype)
 
 
 def _contiguous(call: MesaCall) -> MesaCall:

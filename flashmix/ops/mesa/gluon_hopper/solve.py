@@ -71,11 +71,18 @@ def load_numbers(x, at, S: gl.constexpr):
 
 
 @gluon.jit
-def write_halves(x, tiles):
-    """The halves of a float32 tile, of 8 digits each."""
+def halves_of(x):
+    """A float32 tile as a sum of two of 8 digits each."""
     high = x.to(gl.bfloat16)
+    return high, (x - high.to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def write_halves(x, tiles):
+    """The halves of a tile."""
+    high, low = halves_of(x)
     tiles.index(0).store(high)
-    tiles.index(1).store((x - high.to(gl.float32)).to(gl.bfloat16))
+    tiles.index(1).store(low)
 
 
 @gluon.jit
@@ -95,9 +102,9 @@ def write_state(states, at, row, WIDTH: gl.constexpr, tiles, S: gl.constexpr):
         r = row + part * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         mask = (r < WIDTH)[:, None] & (d < S.K)[None, :]
         x = gl.load(states + base + r[:, None] * S.K + d[None, :], mask=mask, other=0.0)  # [64, BK]
-        high = x.to(gl.bfloat16)
+        high, low = halves_of(x)
         tiles.index(0).slice(part * 64, 64, dim=0).store(high)
-        tiles.index(1).slice(part * 64, 64, dim=0).store((x - high.to(gl.float32)).to(gl.bfloat16))
+        tiles.index(1).slice(part * 64, 64, dim=0).store(low)
 
 
 @gluon.jit
