@@ -10,13 +10,17 @@ the kernel says `do_not_specialize` or `do_not_specialize_on_alignment`; this la
 A tensor that TMA moves is an argument of its own, `Tiles`: Triton takes no descriptors in structs, and makes them anew at each launch.
 
 Calls of one kind that make the same launches again do so by a `LaunchSeries` (flashmix/gpu/series.py), which notes them here.
+
+Where code is missing, the op that launches is asked for all of its launches, those of its backward too, and all that they need is compiled
+side by side; each launch waits for its own code alone, so that a backward's is made while forwards run.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 
+from flashmix.gpu.ahead import running
 from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -58,6 +63,7 @@ class Kernel:
         parameters = getattr(kernel, "params", ())  # the interpreter specialises nothing and has none
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._coming: dict[tuple[Any, ...], Future[Any]] = {}  # Triton's results, on other threads
 
     def __call__(self, grid: int, *structs: Any) -> Code | None:
         """Launches `grid` programs, none if it is 0; returns the compiled code where there is one."""
@@ -77,11 +83,11 @@ class Kernel:
         key = tuple(kinds)
         made = self._made.get(key)
         if gathering.wanted is not None:
-            if made is None:
-                gathering.wanted[self, key] = structs
+            if made is None and key not in self._coming:
+                gathering.wanted[self, key] = self._like(structs)
             return made
         if made is None:
-            made = self._compiled(structs)
+            made = self._compiled(key, structs)
             if made is None:  # a test records launches
                 _noted(None)
                 return None
@@ -100,15 +106,21 @@ class Kernel:
             made.launch(grid, stream, structs, (*values, None))
         return made
 
-    def _compiled(self, structs: Sequence[Any]) -> Code | None:
-        """The code for arguments of this kind."""
-        made = self._compile(structs)
+    def _compiled(self, key: tuple[Any, ...], structs: Sequence[Any]) -> Code | None:
+        """The code for arguments of this kind, with all else that the op needs on its way."""
+        if key not in self._coming and running.again is not None:
+            compile_ahead()
+        coming = self._coming.pop(key, None)
+        made = self._compile(self._like(structs)) if coming is None else coming.result()
         return None if made is None else Code(made, self.kernel.is_gluon())
 
-    def _compile(self, structs: Sequence[Any]) -> Any:
-        """Triton's own result; any thread may ask for it."""
+    def _like(self, structs: Sequence[Any]) -> list[Any]:
+        """Arguments of the same kind for compiling, without the tensors."""
         gluon = self.kernel.is_gluon()
-        like = [_stand_in(x, loose, gluon) for x, loose in zip(structs, self._loose, strict=False)]
+        return [_stand_in(x, loose, gluon) for x, loose in zip(structs, self._loose, strict=False)]
+
+    def _compile(self, like: Sequence[Any]) -> Any:
+        """Triton's own result; any thread may ask for it."""
         return self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
 
 
@@ -168,34 +180,43 @@ noting = Noting()
 class Gathering(threading.local):
     """While launches are gathered on this thread none is made: the kinds of arguments that there is no code for yet."""
 
-    wanted: dict[tuple[Kernel, tuple[Any, ...]], Sequence[Any]] | None = None
+    wanted: dict[tuple[Kernel, tuple[Any, ...]], list[Any]] | None = None
 
 
 gathering = Gathering()
 
 
-def compile_ahead(make: Callable[[], object]) -> None:
-    """Compiles what `make()`, which launches kernels and nothing else, will need: side by side, for half of the work is not Python's."""
+def compile_ahead(make: Callable[[], object] | None = None) -> None:
+    """Begins to compile what the op that runs here would launch, else `make()`, on threads: half of the work is not Python's.
+
+    Not while a graph is captured, which would hold what these ask of torch. Where they raise, for want of memory say, so will the call
+    that needs the code.
+    """
+    again, running.again = running.again, None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if device is not None and again is not None:
+        make = again
+    if make is None or (device is not None and torch.cuda.is_current_stream_capturing()):
+        return
     wanted = gathering.wanted = {}
-    noting.launches = []  # so that no series within makes its own
+    noted, noting.launches = noting.launches, []  # so that no series within makes its own
     try:
-        make()
+        with suppress(Exception):
+            make()
     finally:
-        gathering.wanted = noting.launches = None
+        gathering.wanted, noting.launches = None, noted
     if len(wanted) < 2:
         return
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def compiled(job: tuple[tuple[Kernel, tuple[Any, ...]], Sequence[Any]]) -> Any:
+    def compiled(kernel: Kernel, like: list[Any]) -> Any:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        return job[0][0]._compile(job[1])
+        return kernel._compile(like)
 
-    with ThreadPoolExecutor(len(wanted), "flashmix-compile") as pool:
-        found = list(pool.map(compiled, wanted.items()))
-    for (kernel, key), made in zip(wanted, found, strict=True):
-        if made is not None:
-            kernel._made[key] = Code(made, kernel.kernel.is_gluon())
+    pool = ThreadPoolExecutor(len(wanted), "flashmix-compile")
+    for (kernel, key), like in wanted.items():
+        kernel._coming[key] = pool.submit(compiled, kernel, like)
+    pool.shutdown(wait=False)
 
 
 def _noted(launched: Launched | None) -> None:

@@ -80,8 +80,7 @@ def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence
     """Saves the tensors of the call that its backward needs, the outputs it reads, and what the implementation kept."""
     ctx.set_materialize_grads(False)
     ctx.shared = _dtypes(op, call) if op.shares else None
-    if op.keeps_outputs:
-        kept = (*[outputs[i] for i in op.keeps_outputs if i < len(outputs)], *kept)
+    kept = all_kept(op, outputs, kept)
     values = {**call.for_backward(outputs).__dict__}
     given, tensors = [], []
     for name in call.names:
@@ -93,6 +92,33 @@ def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence
     ctx.save_for_backward(*tensors, *kept)
     ctx.given, ctx.values, ctx.impl = given, values, impl
     ctx.packings = [(t, t.version) for name in op.call.packings if (t := values[name]) is not None]
+
+
+def all_kept(op: Any, outputs: Sequence[Tensor], kept: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What an implementation kept, behind the outputs that the backward reads."""
+    if not op.keeps_outputs:
+        return kept
+    return (*[outputs[i] for i in op.keeps_outputs if i < len(outputs)], *kept)
+
+
+def both_ways(op: Any, call: Any, save: bool, module: Any) -> None:
+    """Runs an implementation and, if that `save`s, its backward as autograd would where outputs of other sizes, states, are not used."""
+    outputs, kept = module.forward(call, save)
+    if not save or op.adjoint is not None:
+        return
+    first = outputs[0]
+    used = [y.dim() == first.dim() and y.shape[:2] == first.shape[:2] for y in outputs]
+    grads = [torch.empty_like(y) if use else None for y, use in zip(outputs, used, strict=True)]
+    needed = [name for name in call.names if (t := getattr(call, name)) is not None and t.requires_grad]
+    wanted = _wanted(op, needed, _dtypes(op, call) if op.shares else None)
+    if wanted:
+        module.backward(call.for_backward(outputs), all_kept(op, outputs, kept), grads, frozenset(wanted))
+
+
+def _wanted(op: Any, needed: list[str], shared: dict[str, torch.dtype] | None) -> list[str]:
+    """The gradients that an implementation is asked for where those of the fields `needed` are."""
+    wanted = needed if shared is None else list(dict.fromkeys([op.shares.get(name, name) for name in needed]))
+    return [name for name in wanted if name not in op.passes] if op.passes else wanted
 
 
 def _dtypes(op: Any, call: Any) -> dict[str, torch.dtype] | None:
@@ -116,9 +142,7 @@ def gradients(
     saved, given, shared = ctx.saved_tensors, ctx.given, ctx.shared  # once: checkpoints make them again
     call = op.call.make({**ctx.values, **dict(zip(given, saved, strict=False))})
     kept, recorded = saved[len(given) :], torch.is_grad_enabled()
-    wanted = needed if shared is None else list(dict.fromkeys([op.shares.get(name, name) for name in needed]))
-    if op.passes:
-        wanted = [name for name in wanted if name not in op.passes]
+    wanted = _wanted(op, needed, shared)
     if not wanted:
         found = {}
     elif op.adjoint is not None:

@@ -11,7 +11,7 @@ import importlib
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from flashmix.gpu import device as gpu
 from flashmix.op import autograd
 from flashmix.op.choose import Implementation, choose
 from flashmix.op.packing import Packing, check_whole
+from flashmix.op.run import launched
 
 LIBRARY = torch.library.Library("flashmix", "FRAGMENT")  # the operators exist as long as it does
 SCHEMA: dict[Any, str] = {Tensor: "Tensor", float: "float", int: "SymInt", str: "str"}
@@ -146,6 +147,7 @@ class Op:
         passes: `{name: index}`: the gradient of field `name` is that of output `index`, to which it is added; `backward` is not asked.
         keeps_outputs: indices of outputs that the backward reads.
         sharded: module with `run(call, impl, asked) -> outputs` for a call whose packing is a `Shard`; without one that raises.
+        exchanges: implementations exchange with other ranks.
     """
 
     def __init__(
@@ -161,8 +163,9 @@ class Op:
         passes: Mapping[str, int] | None = None,
         keeps_outputs: Sequence[int] = (),
         sharded: str | None = None,
+        exchanges: bool = False,
     ) -> None:
-        self.sharded = sharded
+        self.sharded, self.exchanges = sharded, exchanges
         self.name, self.call, self.implementations = name, call, tuple(implementations)
         self.formula, self.adjoint = formula, adjoint
         self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
@@ -252,10 +255,8 @@ class Op:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
         module = self._loaded.get(impl) or self.module(impl)
         first = getattr(call, call.names[0])
-        if plain(first):
-            return module.forward(call, save)
-        with plainly(first.device):
-            return module.forward(call, save)
+        again = None if self.writes or self.exchanges else lambda: autograd.both_ways(self, call, save, module)
+        return launched(partial(module.forward, call, save), again, first)
 
     def module(self, impl: str) -> Any:
         """The module of an implementation, imported when it is first used."""
@@ -269,10 +270,8 @@ class Op:
         """The gradients of the fields `wanted`, by an implementation."""
         module = self._loaded.get(impl) or self.module(impl)
         first = kept[0] if kept else next(g for g in grads if g is not None)
-        if plain(first):
-            return module.backward(call, kept, grads, frozenset(wanted))
-        with plainly(first.device):
-            return module.backward(call, kept, grads, frozenset(wanted))
+        run = partial(module.backward, call, kept, grads, frozenset(wanted))
+        return launched(run, None if self.exchanges else run, first)
 
     # ---- the operator, as torch.compile and tensor subclasses see it -----------------------------------------------------
 
@@ -375,25 +374,3 @@ def has_tangent(tensors: Sequence[Tensor]) -> bool:
     """Whether a forward-mode derivative is wanted of any tensor."""
     level = forward_ad._current_level
     return level >= 0 and any(forward_ad.unpack_dual(t, level=level).tangent is not None for t in tensors)
-
-
-def plain(t: Tensor) -> bool:
-    """Whether an implementation can run as things are: no autocast on the device of `t`, and that device is the current one."""
-    if t.is_cpu:
-        return not torch.is_autocast_enabled("cpu")
-    if t.is_cuda:
-        return t.get_device() == torch.cuda.current_device() and not torch.is_autocast_enabled("cuda")
-    return not torch.is_autocast_enabled(t.device.type)
-
-
-def plainly(device: torch.device) -> AbstractContextManager[object]:
-    """Implementations run without autocast, and launch on the device of their tensors."""
-    if torch.is_autocast_enabled(device.type):
-        return _without_autocast(device)
-    return gpu.on(device)
-
-
-@contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    with torch.autocast(device.type, enabled=False), gpu.on(device):
-        yield

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashmix.op import autograd
-from flashmix.op.call import Gradients, Op, Outputs, plainly
+from flashmix.op.call import Gradients, Op, Outputs
 from flashmix.op.choose import choose
 from flashmix.op.packing import Packing
+from flashmix.op.run import plainly
 from flashmix.parallel.exchange import Moved
 from flashmix.parallel.halves import Halves, Pieces, Shape
 from flashmix.parallel.join import Apply, Fold, Maps, join, join_backward, moved

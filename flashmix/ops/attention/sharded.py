@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashmix.op.call import Outputs, plainly
+from flashmix.op.call import Outputs
 from flashmix.op.choose import choose
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
+from flashmix.op.run import plainly
 from flashmix.ops.attention import op
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.parallel.exchange import Moved, Wants, fetch, joined

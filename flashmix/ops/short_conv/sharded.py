@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, Outputs, plainly
+from flashmix.op.call import Op, Outputs
 from flashmix.op.choose import choose
+from flashmix.op.run import plainly
 from flashmix.ops.short_conv import op
 from flashmix.ops.short_conv.call import Convolutions, ShortConvCall
 from flashmix.parallel.exchange import Moved, halo, halo_moved, halo_wants, reaches_before, together
