@@ -7,6 +7,7 @@ from flashmix.ops.losses.definition import cross_entropy, grpo, kl_divergence
 from flashmix.ops.norm.definition import group_norm, l2_norm, layer_norm, rms_norm
 from flashmix.ops.own_write.definition import with_own_write
 from flashmix.ops.rotary.definition import rotary
+from flashmix.ops.running_softmax.definition import running_softmax
 from flashmix.ops.scaled_rows.definition import scaled_rows
 from flashmix.ops.short_conv.definition import short_conv, short_conv_qkv
 from flashmix.ops.token_shift.definition import token_shift
@@ -27,6 +28,7 @@ __all__ = [
     "relu2",
     "rms_norm",
     "rotary",
+    "running_softmax",
     "scaled_rows",
     "short_conv",
     "short_conv_qkv",

@@ -10,6 +10,8 @@ import torch
 from budget import assert_within_budget
 from torch import Tensor
 
+from flashmix.op.autograd import all_kept
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Op = Callable[..., Tensor | tuple[Tensor | None, ...]]
@@ -74,7 +76,7 @@ def assert_sound_operator(op: Any, call: Any, *wanted: str, impl: str = "portabl
     torch.library.opcheck(op.operator, (*op.flat(call), True, impl))
     flat = [value.detach() if isinstance(value, Tensor) else value for value in op.flat(call)]
     outputs, kept = op.operator(*flat, True, impl)
-    grads = [torch.ones_like(y) for y in outputs]
+    kept, grads = list(all_kept(op, outputs, kept)), [torch.ones_like(y) for y in outputs]
     for names in (list(wanted), list(wanted[:1])):
         torch.library.opcheck(op.backward_operator, (*flat, grads, kept, names, impl))
 

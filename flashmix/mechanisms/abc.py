@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.recurrent_state import carried, convolved, rotated
-from flashmix.mechanisms.common import check_states, scan_beside, softplus, unrounded
+from flashmix.mechanisms.common import check_states, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.mechanisms.slots import (
     SlotMixer,
@@ -29,7 +29,7 @@ from flashmix.op.heads import repeat_heads
 from flashmix.op.options import hands_on
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
-from flashmix.ops.scan.op import finite, scan_max
+from flashmix.ops.running_softmax import running_softmax
 
 NormalisedStates = tuple[Tensor, Tensor, Tensor]
 
@@ -87,40 +87,6 @@ def abc(
         q, k, v, weight, decay, states=slots, scale=scale, return_state=return_state, packing=packing, impl=impl
     )
     return o, None if states is None else (*states, z)
-
-
-def running_softmax(
-    s: Tensor, start: Tensor, packing: Packing | None, impl: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`e^{s_t - z_t}`, `z_{t-1} - z_t` (-inf at a first token without a past) and the last `z`, from logits and the first `z` `[N, HV, M]`.
-
-    `s_t - z_t = -softplus(-ahead)` and `z_{t-1} - z_t = -softplus(ahead)` with `ahead = s_t - z_{t-1}`, inf at the first token.
-    """
-    before, z = _running_normaliser(s.to(start.dtype), start, packing, impl)
-    ahead = s.to(start.dtype) - before
-    return torch.exp(-softplus(-ahead)), -softplus(ahead), z
-
-
-def _running_normaliser(s: Tensor, start: Tensor, packing: Packing | None, impl: str) -> tuple[Tensor, Tensor]:
-    """`z_{t-1}` for each token `[B, T, HV, M]` and the last `z` `[N, HV, M]`, from logits and the first `z`.
-
-    As in online softmax `z = m + log c` with the running maximum `m`, which takes no part in gradients, and
-    `c_t = e^{m_{t-1} - m_t} c_{t-1} + e^{s_t - m_t}`, a scan.
-    """
-    fixed: dict[str, Any] = {"initial_state": start.detach(), "packing": packing, "read_before": True, "impl": impl}
-    before, last = scan_beside(s.detach(), None, op=scan_max, **fixed)
-    m = torch.maximum(before, s.detach())
-    decay = torch.where(before == m, 0.0, before - m)
-    first = torch.exp(start - finite(start.detach()))
-    c_before, c = scan_beside(
-        torch.exp(s - finite(m)), decay, initial_state=first, packing=packing, read_before=True, impl=impl
-    )
-    return before + _log(c_before), last + _log(c)
-
-
-def _log(c: Tensor) -> Tensor:
-    """`log c`, and 0 where nothing has been summed yet (the running maximum is -inf there)."""
-    return torch.where(c == 0, torch.ones_like(c), c).log()
 
 
 class ABC(SlotMixer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashmix.mechanisms.abc import running_softmax
 from flashmix.mechanisms.common import check_states, unrounded
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.dtypes import state_dtype
@@ -14,6 +13,7 @@ from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence import linear_attention
 from flashmix.ops.recurrence.call import check_operands
+from flashmix.ops.running_softmax import running_softmax
 
 LightNetStates = tuple[Tensor, Tensor]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashmix.compat.fla.common import FLA, HINTS, PACKED, STATE, V_FIRST, run
 from flashmix.compat.surface import refuse
-from flashmix.mechanisms.abc import abc, running_softmax
+from flashmix.mechanisms.abc import abc
 from flashmix.mechanisms.gla import gla
 from flashmix.mechanisms.gsa import gsa
 from flashmix.mechanisms.lightning import lightning
@@ -19,6 +19,7 @@ from flashmix.mechanisms.rwkv6 import rwkv6
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import as_packing
 from flashmix.ops.recurrence import linear_attention
+from flashmix.ops.running_softmax import running_softmax
 from flashmix.ops.scan import scan
 
 States = tuple[Tensor, Tensor]

@@ -45,6 +45,27 @@ class ScanPlan(NamedTuple):
         return S.WIDTH // S.HEAD if S.DECAY == BY_HEAD else cdiv(S.WIDTH, S.BLOCK)
 
 
+class Segments(NamedTuple):
+    """`[slots]` parts of sequences, `each` of a dense one (1: whole ones), of `segment` tokens; `tokens` of a sequence, on average."""
+
+    slots: int
+    each: int
+    segment: int
+    tokens: int
+
+
+def segments_of(packed: bool, sequences: int, tokens: int, blocks: int) -> Segments:
+    """How `sequences` of `tokens` tokens (packed: all together) are cut where they have few `blocks` of channels."""
+    length = tokens if not packed else cdiv(tokens, max(sequences, 1))
+    programs = sequences * blocks
+    each = min(PROGRAMS // max(programs, 1), length // SEGMENT) if programs <= FEW else 1
+    segment = cdiv(length, max(each, 1))
+    if each <= 1:
+        return Segments(sequences, 1, segment, length)
+    each = cdiv(length, max(segment, 1))
+    return Segments(tokens // segment + sequences if packed and each > 1 else sequences * each, each, segment, length)
+
+
 def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     sizes = call.x.shape[2:]
     width, head = sizes.numel(), sizes[-1]
@@ -54,13 +75,8 @@ def plan_of(call: ScanCall, backward: bool = False) -> ScanPlan:
     if call.by_head and not call.constant and head <= WIDEST_HEAD and not pairs:
         decay, block = BY_HEAD, power_of_two(head)
     blocks = width // head if decay == BY_HEAD else cdiv(width, block)
-    tokens = T if not packed else cdiv(T, max(N, 1))  # of a sequence, on average
-    few = N * blocks <= FEW
-    each = min(PROGRAMS // max(N * blocks, 1), tokens // SEGMENT) if few else 1
+    slots, each, segment, tokens = segments_of(packed, N, T, blocks)
     segments = each > 1
-    segment = cdiv(tokens, max(each, 1))
-    each = cdiv(tokens, max(segment, 1)) if segments else 1
-    slots = N * each if not (packed and segments) else T // segment + N
     group = GROUP_BACKWARD if backward else GROUP_SEGMENTED if segments else GROUP
     group //= 2 if pairs else cdiv(block, 2 * THREADS)
     group = min(max(group, 1), power_of_two(tokens))
