@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from flashmix.ops.recurrence.triton_gpu.tiles import append
-from flashmix.ops.scan.triton_gpu.backward import prepend
+from flashmix.ops.scan.triton_gpu.backward import lengthened, prepend
 from flashmix.ops.scan.triton_gpu.kernels import joined, left_of, put_segment, span_of
 from flashmix.ops.scan.triton_gpu.numbers import exponential_and_rest
 from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
@@ -169,6 +169,19 @@ def factor_and_weight(g, S: tl.constexpr):
 
 
 @triton.jit
+def faded(x, lost, factor, weight, own, S: tl.constexpr):
+    """`e^g x - own` [c] and what rounding has lost so far: of small weights `x` less `weight x + own`, for thousands of products would lose
+    more than float32 has to spare.
+    """
+    if S.PRECISE:
+        after, rest = lengthened(x, lost, -(weight * x + own))
+        small = weight < 0.5
+        return tl.where(small, after, factor * x - own), tl.where(small, rest, factor * lost)
+    else:
+        return factor * x - own, lost
+
+
+@triton.jit
 def with_flow(ptrs, j: tl.constexpr, mask, flows):
     """Gradients [c] with that of one more token in front; none of an absent tensor."""
     if len(ptrs) == 0:
@@ -213,6 +226,7 @@ def running_softmax_backward_kernel(x, d, slots, n, S: tl.constexpr):
     slot, column, inside = channels_of(S)
     span = span_of(slots, n, slot, S)
     total, flow = tl.full([S.BLOCK], 1.0, tl.float32), tl.full([S.BLOCK], 0.0, tl.float32)
+    total_lost, flow_lost = flow, flow
     if d.totals is None:
         flow = later_flow(x, span, n, slot, column, inside, S)
     groups = (tl.maximum(span.last - span.first, 0) + GROUP - 1) // GROUP
@@ -235,8 +249,8 @@ def running_softmax_backward_kernel(x, d, slots, n, S: tl.constexpr):
             if d.totals is None:
                 tl.store(s_at[j], (own + weight * flow).to(d.s.dtype.element_ty), mask=j < left)
             else:
-                total *= factor
-            flow = factor * flow - own
+                total, total_lost = faded(total, total_lost, factor, weight, 0.0, S)
+            flow, flow_lost = faded(flow, flow_lost, factor, weight, own, S)
             next_decays = prepend(tl.load(g_at[j], mask=j < next_left, other=0.0), next_decays)  # [c]
             next_weights = with_flow(weight_at, j, j < next_left, next_weights)
             next_flows = with_flow(decay_at, j, j < next_left, next_flows)
