@@ -63,7 +63,7 @@ class Kernel:
         parameters = getattr(kernel, "params", ())  # the interpreter specialises nothing and has none
         self._loose = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in parameters)
         self._made: dict[tuple[Any, ...], Any] = {}
-        self._coming: dict[tuple[Any, ...], Future[Any]] = {}  # Triton's results, on other threads
+        self._coming: dict[tuple[Any, ...], Future[Code | None]] = {}  # from other threads
 
     def __call__(self, grid: int, *structs: Any) -> Code | None:
         """Launches `grid` programs, none if it is 0; returns the compiled code where there is one."""
@@ -111,17 +111,17 @@ class Kernel:
         if key not in self._coming and running.again is not None:
             compile_ahead()
         coming = self._coming.pop(key, None)
-        made = self._compile(self._like(structs)) if coming is None else coming.result()
-        return None if made is None else Code(made, self.kernel.is_gluon())
+        return self._compile(self._like(structs)) if coming is None else coming.result()
 
     def _like(self, structs: Sequence[Any]) -> list[Any]:
         """Arguments of the same kind for compiling, without the tensors."""
         gluon = self.kernel.is_gluon()
         return [_stand_in(x, loose, gluon) for x, loose in zip(structs, self._loose, strict=False)]
 
-    def _compile(self, like: Sequence[Any]) -> Any:
-        """Triton's own result; any thread may ask for it."""
-        return self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
+    def _compile(self, like: Sequence[Any]) -> Code | None:
+        """The code, loaded, with its launcher, for which Triton calls a C compiler; any thread may ask for it."""
+        made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
+        return None if made is None else Code(made, self.kernel.is_gluon())
 
 
 class Code:
@@ -208,7 +208,7 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
     if len(wanted) < 2:
         return
 
-    def compiled(kernel: Kernel, like: list[Any]) -> Any:
+    def compiled(kernel: Kernel, like: list[Any]) -> Code | None:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
         return kernel._compile(like)
