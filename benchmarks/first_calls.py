@@ -21,7 +21,7 @@ from typing import Any
 
 import mechanisms_gpu
 import torch
-from timing import write_results
+from timing import card, write_results
 from torch import Tensor
 
 import flashmix
@@ -146,7 +146,7 @@ def main() -> None:
             found.append({"op": name, "forward_s": round(forward, 2), "both_s": round(both, 2)})
             print(f"{name:22} forward {forward:.2f} s, with its backward {both:.2f} s", flush=True)
     about = {"gpu": torch.cuda.get_device_name(), "processes_at_once": options.at_once}
-    print(write_results("first_calls_" + about["gpu"].split()[-1].lower(), found, more=about))
+    print(write_results(f"first_calls_{card()}", found, more=about))
 
 
 if __name__ == "__main__":
