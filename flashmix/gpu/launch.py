@@ -17,6 +17,7 @@ side by side; each launch waits for its own code alone, so that a backward's is 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,8 @@ RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 DIRECT = (3, 6) <= RELEASE <= (3, 9)  # the releases whose launcher this file knows
 FLAT = RELEASE < (3, 7)  # whose launch function takes a kernel's arguments one by one; later ones take them in a tuple
 ORDINARY = 3  # an integer for which Triton does not specialise
+# A fifth of compiling is Python's, of one thread at a time: more threads end the first kernel later and the last one no sooner.
+THREADS = max(2, min(6, os.cpu_count() or 2))
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
 
 
@@ -213,7 +216,7 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
             torch.cuda.set_device(device)  # of this thread
         return kernel._compile(like)
 
-    pool = ThreadPoolExecutor(len(wanted), "flashmix-compile")
+    pool = ThreadPoolExecutor(min(len(wanted), THREADS), "flashmix-compile")
     for (kernel, key), like in wanted.items():
         kernel._coming[key] = pool.submit(compiled, kernel, like)
     pool.shutdown(wait=False)
