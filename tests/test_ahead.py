@@ -106,3 +106,12 @@ def test_a_call_whose_backward_cannot_be_foreseen_runs(compiled_at_once: None, m
         assert found
         with pytest.raises(ValueError, match="no backward today"):
             torch.autograd.backward([y], [torch.ones_like(y)])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_losses_are_left_out(overwrite: bool, compiled_at_once: None) -> None:
+    """Their backward may write into logits, and their products are large."""
+    logits = leaf(16, 1000).detach().clone().requires_grad_()
+    with recording((9, 0)) as found:
+        flashmix.cross_entropy(logits * 1.0, torch.zeros(16, dtype=torch.int64), overwrite_logits=overwrite)
+    assert found and not [one.name for one in found if "backward" in one.name]

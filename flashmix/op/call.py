@@ -147,7 +147,7 @@ class Op:
         passes: `{name: index}`: the gradient of field `name` is that of output `index`, to which it is added; `backward` is not asked.
         keeps_outputs: indices of outputs that the backward reads.
         sharded: module with `run(call, impl, asked) -> outputs` for a call whose packing is a `Shard`; without one that raises.
-        exchanges: implementations exchange with other ranks.
+        once: implementations run once a call and no more: they exchange with other ranks, multiply large matrices or overwrite.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Op:
         passes: Mapping[str, int] | None = None,
         keeps_outputs: Sequence[int] = (),
         sharded: str | None = None,
-        exchanges: bool = False,
+        once: bool = False,
     ) -> None:
-        self.sharded, self.exchanges = sharded, exchanges
+        self.sharded, self.once = sharded, once
         self.name, self.call, self.implementations = name, call, tuple(implementations)
         self.formula, self.adjoint = formula, adjoint
         self.shares, self.keeps_outputs = dict(shares or {}), tuple(keeps_outputs)
@@ -255,7 +255,7 @@ class Op:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
         module = self._loaded.get(impl) or self.module(impl)
         first = getattr(call, call.names[0])
-        again = None if self.writes or self.exchanges else lambda: autograd.both_ways(self, call, save, module)
+        again = None if self.writes or self.once else lambda: autograd.both_ways(self, call, save, module)
         return launched(partial(module.forward, call, save), again, first)
 
     def module(self, impl: str) -> Any:
@@ -271,7 +271,7 @@ class Op:
         module = self._loaded.get(impl) or self.module(impl)
         first = kept[0] if kept else next(g for g in grads if g is not None)
         run = partial(module.backward, call, kept, grads, frozenset(wanted))
-        return launched(run, None if self.exchanges else run, first)
+        return launched(run, None if self.once else run, first)
 
     # ---- the operator, as torch.compile and tensor subclasses see it -----------------------------------------------------
 

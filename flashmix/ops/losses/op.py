@@ -49,14 +49,16 @@ if TYPE_CHECKING:
 
 
 losses = partial(implementations, "losses")
-CROSS_ENTROPY = Op("cross_entropy", CrossEntropyCall, losses(module="cross_entropy"))
-LINEAR_CROSS_ENTROPY = Op("linear_cross_entropy", LinearCrossEntropyCall, losses(module="linear_cross_entropy"))
-PARALLEL_CROSS_ENTROPY = Op(
-    "linear_cross_entropy_parallel", ParallelCrossEntropyCall, losses(module="parallel"), exchanges=True
+CROSS_ENTROPY = Op("cross_entropy", CrossEntropyCall, losses(module="cross_entropy"), once=True)
+LINEAR_CROSS_ENTROPY = Op(
+    "linear_cross_entropy", LinearCrossEntropyCall, losses(module="linear_cross_entropy"), once=True
 )
-KL_DIVERGENCE = Op("linear_kl_divergence", KLDivergenceCall, losses(module="kl_divergence"))
+PARALLEL_CROSS_ENTROPY = Op(
+    "linear_cross_entropy_parallel", ParallelCrossEntropyCall, losses(module="parallel"), once=True
+)
+KL_DIVERGENCE = Op("linear_kl_divergence", KLDivergenceCall, losses(module="kl_divergence"), once=True)
 GRPO_IMPLEMENTATIONS = losses(triton_refuses_head, module="grpo")
-GRPO = Op("linear_grpo", GRPOCall, GRPO_IMPLEMENTATIONS)
+GRPO = Op("linear_grpo", GRPOCall, GRPO_IMPLEMENTATIONS, once=True)
 
 
 @public
