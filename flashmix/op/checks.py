@@ -82,6 +82,8 @@ WITHOUT_NUMBERS = {
 
 def check_tensor(name: str, value: object) -> None:
     """Raises TypeError unless `value` is a tensor with strides and numbers: neither sparse nor nested, masked or uninitialized."""
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
+        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if (kind := type(value).__name__) in WITHOUT_NUMBERS:

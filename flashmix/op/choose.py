@@ -131,7 +131,7 @@ def chosen(implementations: Sequence[Implementation[Problem]], problem: Problem,
 
 def _refuses(implementation: Implementation[Problem], problem: Problem, impl: str) -> str | None:
     """Why the implementation is not taken: the user leaves it out, or it cannot run the problem."""
-    if impl == "auto" and implementation.name in AVOIDED:
+    if AVOIDED and impl == "auto" and implementation.name in AVOIDED:
         return f"the environment variable {AVOID} names it"
     return implementation.supports(problem)
 

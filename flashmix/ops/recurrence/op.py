@@ -24,30 +24,30 @@ def _triton_supports(call: RecurrenceCall) -> str | None:
     return gpu.refuses(call.device, call.dtype)
 
 
-def _has_tiles(call: RecurrenceCall) -> bool:
-    """Whether the Hopper kernels of linear attention and the delta rule have tiles for the heads of a call."""
-    K, V = call.K, call.V
+def _has_tiles(K: int, V: int, decay: Decay) -> bool:
+    """Whether the Hopper kernels of linear attention and the delta rule have tiles for heads of these sizes."""
     if K % 8 or V % 8:
         return False
-    if call.decay is Decay.CHANNEL:
+    if decay is Decay.CHANNEL:
         return min(K, V) > 64 and max(K, V) <= 128
     return K == V == 256 or (min(K, V) > 32 and max(K, V) <= 128)
 
 
 def _gluon_supports(call: RecurrenceCall) -> str | None:
-    if call.rule is Rule.DPLR and call.decay is Decay.CHANNEL:
-        if call.K % 8 or not 32 < call.K <= 128 or call.V > 256:
-            return f"of DPLR it has K of 33 to 128, a multiple of 8, and V up to 256, got K = {call.K} and V = {call.V}"
-    elif call.rule not in (Rule.TIED, Rule.LINEAR) or call.decay is Decay.VALUE or call.read_before:
+    rule, decay, K, V = call.rule, call.decay, call.K, call.V
+    if rule is Rule.DPLR and decay is Decay.CHANNEL:
+        if K % 8 or not 32 < K <= 128 or V > 256:
+            return f"of DPLR it has K of 33 to 128, a multiple of 8, and V up to 256, got K = {K} and V = {V}"
+    elif (rule is not Rule.TIED and rule is not Rule.LINEAR) or decay is Decay.VALUE or call.read_before:
         return (
             "it has linear attention and the tied delta rule, read after the write, without a decay on the value axis, "
             "and DPLR with a decay per channel"
         )
-    elif not _has_tiles(call):
+    elif not _has_tiles(K, V, decay):
         held = "its tiles hold head dimensions of 33 to 128, multiples of 8, and 256 of both"
-        if call.decay is Decay.CHANNEL:
+        if decay is Decay.CHANNEL:
             held = "with a decay per channel its tiles hold head dimensions of 65 to 128, multiples of 8"
-        return f"{held}, got K = {call.K} and V = {call.V}"
+        return f"{held}, got K = {K} and V = {V}"
     if call.dtype == torch.float16:
         return "it scales operands by decays, of which float16 has none below 2^-24"
     if call.tokens >= 2**28:
