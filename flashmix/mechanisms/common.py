@@ -105,11 +105,6 @@ def complement(log_forget: Tensor) -> Tensor:
     return torch.where(log_forget < -1, 1 - log_forget.exp(), -torch.expm1(log_forget))
 
 
-def softplus(x: Tensor) -> Tensor:
-    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
-    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))
-
-
 def positive_candidate(c: Tensor) -> Tensor:
     """What minGRU and minLSTM write: `c + 1/2` from 0 on, else `sigmoid(c)`."""
     u = torch.exp(-torch.relu(-c))  # 1 from 0 on: there u / (1 + u) is the half

@@ -11,12 +11,12 @@ from flashmix.mechanisms.common import (
     check_elementwise,
     positive_candidate,
     scan_options,
-    softplus,
     unrounded,
 )
 from flashmix.mechanisms.registry import Mechanism, register
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
+from flashmix.op.softplus import invariant_softplus
 from flashmix.ops.scan.op import scan
 
 
@@ -46,7 +46,7 @@ def minlstm(forget: Tensor, write: Tensor, candidate: Tensor, **options: Unpack[
     """
     options["cu_seqlens"] = check_elementwise(options, forget=forget, write=write, candidate=candidate)
     wide = state_dtype(forget.dtype)
-    ahead = softplus(-forget.to(wide)) - softplus(-write.to(wide))  # log(i / f)
+    ahead = invariant_softplus(-forget.to(wide)) - invariant_softplus(-write.to(wide))  # log(i / f)
     return scan(positive_candidate(candidate.to(wide)).to(forget.dtype), ahead, coupling="logit", **options)
 
 

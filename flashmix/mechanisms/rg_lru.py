@@ -12,15 +12,7 @@ from typing_extensions import Unpack
 from flashmix.layer.cache import RecurrentCache
 from flashmix.layer.mixer import Mixer
 from flashmix.layer.recurrent_state import carried, first_tokens
-from flashmix.mechanisms.common import (
-    Result,
-    StateOptions,
-    check_elementwise,
-    check_per_head,
-    scan_options,
-    softplus,
-    unrounded,
-)
+from flashmix.mechanisms.common import Result, StateOptions, check_elementwise, check_per_head, scan_options, unrounded
 from flashmix.mechanisms.registry import Mechanism, by_heads, register
 from flashmix.modules.decay import DecayWeight
 from flashmix.modules.short_convolution import ShortConvolution
@@ -28,6 +20,7 @@ from flashmix.op.checks import check_dtype, check_like, check_multiple, check_sh
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
+from flashmix.op.softplus import invariant_softplus
 from flashmix.ops.scan.op import scan
 
 STRENGTH = 8.0  # of the decay, c in the paper
@@ -75,7 +68,7 @@ def rg_lru(
         check_dtype("reset", reset, torch.bool)
         check_like("reset", reset, "x", x, dtype=False)
     wide = state_dtype(x.dtype)
-    log_decay = -STRENGTH * softplus(decay.to(wide)) * recurrence_gate.to(wide)
+    log_decay = -STRENGTH * invariant_softplus(decay.to(wide)) * recurrence_gate.to(wide)
     if reset is not None:
         log_decay = log_decay.masked_fill(reset.view(*reset.shape, *(1,) * (x.dim() - 2)), -torch.inf)
     return scan((input_gate * x).to(x.dtype), log_decay, coupling="root", **options)

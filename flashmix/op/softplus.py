@@ -19,3 +19,8 @@ def softplus_backward(grad: Tensor, z: Tensor) -> Tensor:
 def _threshold(z: Tensor) -> float:
     """From where on the rounding of the dtype leaves nothing but `z`."""
     return 40.0 if z.dtype == torch.float64 else 20.0
+
+
+def invariant_softplus(x: Tensor) -> Tensor:
+    """`log(1 + e^x)`, of functions whose result in torch does not depend on a number's place in memory (its softplus and sigmoid do)."""
+    return torch.maximum(x, torch.zeros_like(x)) + torch.log1p(torch.exp(-x.abs()))

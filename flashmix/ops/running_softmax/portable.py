@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmix.op.call import Outputs
-from flashmix.op.softplus import softplus
+from flashmix.op.softplus import invariant_softplus
 from flashmix.ops.running_softmax.call import RunningSoftmaxCall
 from flashmix.ops.scan.op import finite, scan, scan_max
 
@@ -29,7 +29,7 @@ def formula(call: RunningSoftmaxCall, impl: str) -> Outputs:
     assert c is not None and last is not None
     z_before = before + _log(c_before)
     ahead = torch.where(m == -torch.inf, s, s - z_before)  # no token has a weight yet
-    return torch.exp(-softplus(-ahead)).to(call.s.dtype), -softplus(ahead), last + _log(c)
+    return torch.exp(-invariant_softplus(-ahead)).to(call.s.dtype), -invariant_softplus(ahead), last + _log(c)
 
 
 def _log(c: Tensor) -> Tensor:
