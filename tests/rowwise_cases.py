@@ -103,6 +103,20 @@ def assert_rows_do_not_meet(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
     assert_same_bits("again", op(x), y)
 
 
+def assert_laws_on_the_device(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Bits of rows alone and of every run; in a graph; compiled: of an `op` of `x [B, T, ...]` on a GPU."""
+    assert_rows_do_not_meet(op, x.cuda())
+    assert_repeats(lambda x: op(x.cuda()).cpu(), x)
+    leaf = x.cuda().requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        y = op(leaf)
+        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
+
+    assert_captures(step)
+    torch.testing.assert_close(torch.compile(op, fullgraph=True)(leaf), op(leaf))
+
+
 def assert_repeats(op: Op, *inputs: Tensor) -> None:
     """Outputs and gradients have the same bits every time."""
     first = results(op, inputs)

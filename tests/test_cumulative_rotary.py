@@ -10,8 +10,7 @@ import pytest
 import torch
 from budget import assert_within_budget
 from rowwise_cases import (
-    assert_captures,
-    assert_repeats,
+    assert_laws_on_the_device,
     assert_rows_do_not_meet,
     assert_same_bits,
     assert_sound_operator,
@@ -263,19 +262,8 @@ def test_on_the_device(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_laws_on_the_device() -> None:
     """Bits of rows alone, packed and of every run; in a graph; compiled; 100,000 sequences of one token."""
-    x = random(3, 150, 4).bfloat16()
-    assert_rows_do_not_meet(of_one_tensor, x.cuda())
-    assert_repeats(lambda x: of_one_tensor(x.cuda()).cpu(), x)
+    assert_laws_on_the_device(of_one_tensor, random(3, 150, 4).bfloat16())
     assert_packed_is_alone([3, 0, 33, 1, 300], "cuda")
-    leaf = x.cuda().requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        y = of_one_tensor(leaf)
-        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
-
-    assert_captures(step)
-    compiled = torch.compile(of_one_tensor, fullgraph=True)
-    torch.testing.assert_close(compiled(leaf), of_one_tensor(leaf))
     for wrong in ([0, 5, 3], [-7, 2, 9**9], [9, 9, 9]):  # nothing outside the tensors
         call = keyword_call(Case(1, 9, 0, 1, 2, 6, 2, (4, 5)), torch.float32)
         tensors = {n: None if (t := getattr(call, n)) is None else t.detach().cuda() for n in call.names}

@@ -68,7 +68,7 @@ class LaunchSeries:
                 launch(grid, 1, 1, stream, *arguments)
 
     def _first(self, tensors: Sequence[Tensor | None], addresses: tuple[int, ...], make: Callable[[], object]) -> None:
-        """Makes the launches and notes them, at the very first time after their code was compiled side by side."""
+        """Makes the launches and notes them; at the very first time their code is compiled side by side."""
         if self._new:
             compile_ahead(make)
             self._new = False

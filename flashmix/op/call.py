@@ -102,6 +102,17 @@ def triton_refuses_first(call: Call) -> str | None:
     return gpu.refuses(call.device, call.dtype)
 
 
+def native_refuses(
+    call: Call, wide: torch.dtype, given: torch.dtype | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> str | None:
+    """The reason why code in C that computes in `dtypes` cannot run a call that computes in `wide`, `given` this dtype; None if it can."""
+    if call.device.type != "cpu":
+        return f"it needs tensors on a CPU, got {call.device.type}"
+    if wide not in dtypes:
+        return f"it computes in float32, got {str(given or wide).removeprefix('torch.')}"
+    return None
+
+
 def always(call: Call) -> None:
     """The `supports` of plain PyTorch."""
     return None

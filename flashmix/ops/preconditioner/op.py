@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch
-
-from flashmix.op.call import Op, Outputs, always, triton_refuses_first
+from flashmix.op.call import Op, Outputs, always, native_refuses, triton_refuses_first
 from flashmix.op.choose import Implementation, preparing
 from flashmix.ops.preconditioner.call import PreconditionerCall
 from flashmix.ops.preconditioner.native.binding import missing
@@ -18,10 +16,9 @@ LEAST = 1e-30  # eps with which the logarithm in C sees no subnormal number
 
 
 def _native_supports(call: PreconditionerCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.dtype != torch.float32:
-        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
+    reason = native_refuses(call, call.dtype)
+    if reason is not None:
+        return reason
     if abs(math.log(call.bound)) > LARGEST:
         return f"it takes a bound between e^-80 and e^80, got {call.bound}"
     if call.eps < LEAST:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, always, native_refuses
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast, product_dtype, state_dtype
 from flashmix.op.heads import repeat_heads
@@ -56,10 +56,9 @@ def _gluon_supports(call: RecurrenceCall) -> str | None:
 
 
 def _native_supports(call: RecurrenceCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.dtype == torch.float64:
-        return "it computes in float32, got float64"
+    reason = native_refuses(call, call.state_dtype)
+    if reason is not None:
+        return reason
     if call.decay is Decay.VALUE:
         return "it has no decay on the value axis"
     if call.is_step:

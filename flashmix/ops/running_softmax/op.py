@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from flashmix.op.call import Op, always, triton_refuses_first
+from flashmix.op.call import Op, always, native_refuses, triton_refuses_first
 from flashmix.op.choose import Implementation, preparing
 from flashmix.op.packing import Packing
 from flashmix.ops.running_softmax.call import RunningSoftmaxCall
@@ -21,11 +20,7 @@ from flashmix.ops.scan.native.binding import missing
 
 
 def _native_supports(call: RunningSoftmaxCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.z.dtype != torch.float32:
-        return f"it computes in float32, got {str(call.z.dtype).removeprefix('torch.')}"
-    return missing()
+    return native_refuses(call, call.z.dtype) or missing()
 
 
 _PORTABLE = "flashmix.ops.running_softmax.portable"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always
+from flashmix.op.call import Op, always, native_refuses
 from flashmix.op.checks import check_floating, check_tensor
 from flashmix.op.choose import Implementation
 from flashmix.op.packing import Packing
@@ -33,11 +33,7 @@ def _triton_supports(call: ScanCall) -> str | None:
 
 
 def _native_supports(call: ScanCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.state_dtype not in (torch.float32, torch.complex64):
-        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
-    return missing()
+    return native_refuses(call, call.state_dtype, call.dtype, (torch.float32, torch.complex64)) or missing()
 
 
 IMPLEMENTATIONS: tuple[Implementation[ScanCall], ...] = (

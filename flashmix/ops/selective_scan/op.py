@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.op.call import Op, always, refused
+from flashmix.op.call import Op, always, native_refuses, refused
 from flashmix.op.checks import check_dtype, check_like, check_shape, check_tensor
 from flashmix.op.choose import Implementation, chosen
 from flashmix.op.dtypes import state_dtype
@@ -34,11 +34,7 @@ def _triton_supports(call: SelectiveScanCall) -> str | None:
 
 
 def _native_supports(call: SelectiveScanCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.state_dtype != torch.float32:
-        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
-    return missing()
+    return native_refuses(call, call.state_dtype, call.dtype) or missing()
 
 
 MOST_STATES = 16  # of a channel in registers

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from flashmix.op.call import Op, Outputs, always, triton_refuses_first
+from flashmix.op.call import Op, Outputs, always, native_refuses, triton_refuses_first
 from flashmix.op.choose import Implementation
 from flashmix.ops.slstm.call import SlstmCall
 from flashmix.ops.slstm.native.binding import missing
@@ -16,11 +14,7 @@ WIDEST = 512  # channels of a head of the GPU's kernels
 
 
 def _native_supports(call: SlstmCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.dtype != torch.float32:
-        return f"it computes in float32, got {str(call.dtype).removeprefix('torch.')}"
-    return missing()
+    return native_refuses(call, call.dtype) or missing()
 
 
 def _triton_supports(call: SlstmCall) -> str | None:

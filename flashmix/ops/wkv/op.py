@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from flashmix.op.call import Op, Outputs, always, triton_refuses_first
+from flashmix.op.call import Op, Outputs, always, native_refuses, triton_refuses_first
 from flashmix.op.choose import Implementation
 from flashmix.ops.wkv.call import WkvCall
 from flashmix.ops.wkv.native.binding import missing
@@ -14,11 +12,7 @@ from flashmix.ops.wkv.portable import formula
 
 
 def _native_supports(call: WkvCall) -> str | None:
-    if call.device.type != "cpu":
-        return f"it needs tensors on a CPU, got {call.device.type}"
-    if call.a.dtype != torch.float32:
-        return f"it computes in float32, got {str(call.a.dtype).removeprefix('torch.')}"
-    return missing()
+    return native_refuses(call, call.a.dtype) or missing()
 
 
 _PORTABLE = "flashmix.ops.wkv.portable"
