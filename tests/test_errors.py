@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashmix
 from flashmix import KVCache, Packing
 from flashmix.capabilities import capabilities, public_ops, tiny_call
+from flashmix.ops.recurrence import call as recurrence
 
 OPS, FOUND = public_ops(), capabilities()
 
@@ -182,10 +183,28 @@ def assert_names_an_argument(op: str, text: str, pattern: str) -> None:
     assert argument in inspect.signature(OPS[op]).parameters, f"{text!r} names {argument}, which {op} does not have"
 
 
-def test_the_tables_hold_every_public_op() -> None:
-    assert set(OPS) == set(FOUND) and set(OPTIONAL) <= set(OPS)
+@pytest.fixture(scope="module", autouse=True)
+def good_calls() -> None:
+    """Run first: what checks remember of good calls must let no wrong one pass."""
     for op in OPS:
         OPS[op](**full_call(op))
+
+
+def test_the_tables_hold_every_public_op() -> None:
+    assert set(OPS) == set(FOUND) and set(OPTIONAL) <= set(OPS)
+
+
+def test_operands_that_fitted_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(recurrence, "_check_fit", lambda q, *rest: seen.append(q.shape[1]))
+    call = tiny_call("delta_rule")
+    for _ in range(2):
+        flashmix.delta_rule(**call)
+    assert not seen
+    longer = {name: t if name == "initial_state" else torch.cat([t] * 7, 1) for name, t in call.items()}
+    for _ in range(2):
+        flashmix.delta_rule(**longer)
+    assert seen == [7 * T]
 
 
 @each_argument

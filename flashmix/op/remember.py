@@ -103,6 +103,21 @@ def signature(tensors: Tensors) -> Any:
         return None
 
 
+def kinds(*tensors: Any) -> tuple[Any, ...] | None:
+    """What checks depend on that look at sizes, dtypes and devices alone; None where a compiler traces or any is no plain tensor."""
+    if torch.compiler.is_compiling():
+        return None
+    found: list[Any] = []
+    for t in tensors:
+        if t is None:
+            found.append(None)
+        elif type(t) is Tensor and not t.is_nested:
+            found += (t.shape, t.dtype, t.device, t.layout)
+        else:
+            return None
+    return tuple(found)
+
+
 def by_signature(prepare: Callable[[Any], Again | None]) -> Callable[[Any], Again | None]:
     """`prepare` of an implementation, called once for each signature; None for calls that are not on a GPU."""
     found: dict[Any, Again | None] = {}

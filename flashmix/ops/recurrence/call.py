@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,8 +13,10 @@ from flashmix.op.call import Call, Outputs
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
+from flashmix.op.remember import keep, kinds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FITTING: dict[Hashable, bool] = {}  # names of keys and `kinds` of operands that were found to fit
 _OWN_NAMES = {name: name for name in ("q", "v", "k", "beta", "log_decay")}
 
 
@@ -148,6 +151,30 @@ def check_operands(
     `names` are what the caller calls `q`, `v`, `k`, `beta` and `log_decay`, where that differs.
     """
     names = _OWN_NAMES if names is None else _OWN_NAMES | names
+    seen = kinds(q, v, *keys.values(), beta, log_decay, value_log_decay)
+    if seen is None or (*keys, *seen) not in FITTING:
+        _check_fit(q, v, keys, beta, log_decay, value_log_decay, names)
+        if seen is not None:
+            keep(FITTING, (*keys, *seen), True)
+    packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
+    if initial_state is not None:
+        N, HV, K, V = q.shape[0] if packing is None else packing.count, v.shape[2], q.shape[3], v.shape[3]
+        check_shape("initial_state", initial_state, N, HV, K, V)
+        check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        check_like("initial_state", initial_state, names["q"], q, dtype=False)
+    return packing
+
+
+def _check_fit(
+    q: Tensor,
+    v: Tensor,
+    keys: dict[str, Tensor],
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    value_log_decay: Tensor | None,
+    names: dict[str, str],
+) -> None:
+    """Raises unless the tensors of all tokens fit one another, which follows from their `kinds` and the names of the keys alone."""
     q_name, v_name = names["q"], names["v"]
     B, T, H, K = dims(q_name, q, "B T H K")
     check_dtype(q_name, q, *DTYPES)
@@ -175,12 +202,6 @@ def check_operands(
         _check_per_token("value_log_decay", value_log_decay, q_name, q, (B, T, HV, V))
         if log_decay is not None:
             raise ValueError("log_decay and value_log_decay must not both be given: a state decays on one axis")
-    packing = as_packing(cu_seqlens, B, T, q.device)
-    if initial_state is not None:
-        check_shape("initial_state", initial_state, B if packing is None else packing.count, HV, K, V)
-        check_dtype("initial_state", initial_state, torch.float64 if q.dtype == torch.float64 else torch.float32)
-        check_like("initial_state", initial_state, q_name, q, dtype=False)
-    return packing
 
 
 def _check_per_token(name: str, given: Tensor, q_name: str, q: Tensor, *shapes: tuple[int, ...]) -> None:
