@@ -6,8 +6,8 @@ as it is done and printed by rank 0; a failure of a row prints its traceback and
 `--patience` seconds ends the process. `python benchmarks/distributed.py --warm` first fills Triton's cache for two ranks, `--jobs`
 processes at a time: then no row waits for a compiler.
 
-Times are medians of GPU events, the slowest rank's; ranks are aligned before each run, and their hosts are ahead. Efficiency is the
-time on one GPU over (ranks x the time on all of them), for the same row of tokens.
+Times are medians of GPU events, of the slowest rank in each run; ranks are aligned before each run, and their hosts are ahead. Efficiency
+is the time on one GPU over (ranks x the time on all of them), for the same row of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,18 @@ from flashmix.selftest.budget import spend
 
 PARTS = ("check", "collectives", "exchange", "ops", "model", "million", "bits", "fla")
 NODE = (42e9, 35e-6)  # assumed between nodes: bytes a second and GPU, seconds a collective
+
+
+class Runs(NamedTuple):
+    """The times of runs of the slowest rank each, the longest time of a host, and how often memory was asked of the driver."""
+
+    times: list[float]
+    host: float
+    allocations: int
+
+    @property
+    def median(self) -> float:
+        return sorted(self.times)[len(self.times) // 2]
 
 
 class Bench:
@@ -101,31 +113,49 @@ class Bench:
         os.replace(partial, path)
 
     def slowest(self, value: float) -> float:
-        x = torch.tensor(value, device=self.device)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        return float(x)
+        return self.slowest_of([value])[0]
 
-    def milliseconds(self, run: Callable[[], Any], repeats: int = 7, warmup: int = 2) -> float:
-        """The median of the slowest rank."""
-        times = []
+    def slowest_of(self, values: list[float]) -> list[float]:
+        """Each value on the rank where it is largest."""
+        x = torch.tensor(values, device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return x.tolist()
+
+    def milliseconds(self, run: Callable[[], Any], repeats: int = 7, warmup: int = 2) -> Runs:
+        """Runs after which all ranks wait for one another; the device waits at first for as long as the host takes, twice over."""
+        times, hosts, ahead, before = [], [], 8_000_000, 0
+        gc.disable()  # of Python's: it would hold up a host for longer than the device waits
         for turn in range(warmup + repeats):
+            if turn == warmup:
+                before = self._allocations()
             if self.cuda:
-                torch.cuda._sleep(8_000_000)  # the host is ahead
+                torch.cuda._sleep(ahead)
             dist.all_reduce(self.token)  # after which all ranks begin
+            start = time.perf_counter()
             if self.cuda:
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 events[0].record()
                 run()
                 events[1].record()
+                hosts.append((time.perf_counter() - start) * 1e3)
                 torch.cuda.synchronize()
                 spent = events[0].elapsed_time(events[1])
             else:
-                start = time.perf_counter()
                 run()
                 spent = (time.perf_counter() - start) * 1e3
+                hosts.append(spent)
             if turn >= warmup:
                 times.append(spent)
-        return round(self.slowest(sorted(times)[len(times) // 2]), 4)
+            else:
+                ahead = max(8_000_000, min(400_000_000, int(4e6 * hosts[-1])))  # cycles, at up to 2 GHz
+        gc.enable()
+        found = [round(x, 4) for x in self.slowest_of(times)]
+        host, allocations = self.slowest_of([max(hosts[warmup:]), self._allocations() - before])
+        return Runs(found, round(host, 3), int(allocations))
+
+    def _allocations(self) -> int:
+        """How often torch's allocator asked the driver for memory."""
+        return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if self.cuda else 0
 
     def peak(self, run: Callable[[], Any], operands: Operands) -> float:
         """GiB at most allocated by a run, its operands included, on the rank with most."""
@@ -207,7 +237,7 @@ def curve(bench: Bench, name: str) -> dict[str, Any]:
         own = torch.zeros(share * (bench.ranks if name == "all_to_all" else 1), dtype=torch.uint8, device=bench.device)
         got = torch.empty(share * bench.ranks, dtype=torch.uint8, device=bench.device)
         run = dist.all_to_all_single if name == "all_to_all" else dist.all_gather_into_tensor
-        times[size] = bench.milliseconds(lambda run=run, got=got, own=own: run(got, own), repeats=11)
+        times[size] = bench.milliseconds(lambda run=run, got=got, own=own: run(got, own), repeats=11).median
     small, large = sizes[0], sizes[-1]
     rate = (large - small) / max(1e-9, times[large] - times[small]) * 1e3
     return {"ms by bytes": times, "GB/s": round(rate / 1e9, 1), "us at least": round(times[small] * 1e3, 1)}
@@ -232,10 +262,10 @@ def joins(bench: Bench, heads: int, D: int = 128) -> dict[str, Any]:
 
     M = join(shard, own, shapes, fold, True, like)[1]
     D_own = {link: N} if bench.rank > 0 else {}
-    forward = bench.milliseconds(lambda: join(shard, own, shapes, fold, True, like), repeats=21)
+    forward = bench.milliseconds(lambda: join(shard, own, shapes, fold, True, like), repeats=21).median
     backward = bench.milliseconds(
         lambda: join_backward(shard, D_own, M, shapes, lambda m, e: m.mT @ e, like), repeats=21
-    )
+    ).median
     return {"forward us": forward * 1e3, "backward us": backward * 1e3, "bytes of a state": N.numel() * 4}
 
 
@@ -243,7 +273,9 @@ def ops(bench: Bench) -> None:
     """The table: one GPU, its half of the tokens, and all GPUs."""
     T, D = (bench.options.tokens, 128) if bench.cuda else (512, 16)
     for kind, heads in chosen(ROWS, bench.options):
-        bench.row(f"{kind}, {heads} heads", lambda kind=kind, heads=heads: efficiency(bench, kind, heads, T, D))
+        for turn in range(bench.options.times):
+            name = f"{kind}, {heads} heads" + (f", again {turn}" if turn else "")
+            bench.row(name, lambda kind=kind, heads=heads: efficiency(bench, kind, heads, T, D))
 
 
 def efficiency(bench: Bench, kind: str, heads: int, T: int, D: int) -> dict[str, Any]:
@@ -268,13 +300,16 @@ def efficiency(bench: Bench, kind: str, heads: int, T: int, D: int) -> dict[str,
     return found
 
 
-def times(bench: Bench, kind: str, operands: Operands, packing: Any) -> dict[str, float]:
+def times(bench: Bench, kind: str, operands: Operands, packing: Any) -> dict[str, Any]:
     with torch.no_grad():
         flow = torch.randn_like(outputs(kind, operands, packing))
         forward = bench.milliseconds(lambda: outputs(kind, operands, packing))
     both = bench.milliseconds(lambda: with_gradients(kind, operands, packing, flow), repeats=5)
     memory = bench.peak(lambda: with_gradients(kind, operands, packing, flow), operands)
-    return {"forward": forward, "both": both, "GiB": memory}
+    found = {"forward": forward.median, "both": both.median, "GiB": memory}
+    if packing is None:
+        return found
+    return found | {"forward runs": forward, "both runs": both}  # as lists: times, the host's, allocations
 
 
 def predict(rows: dict[str, Any], ranks: int) -> None:
@@ -402,6 +437,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="of a row of the table")
     parser.add_argument("--patience", type=float, default=60, help="seconds for one row")
     parser.add_argument("--rows", nargs="+", help="KIND:HEADS of the table, in place of --kinds")
+    parser.add_argument("--times", type=int, default=1, help="that each row of ops is measured")
     parser.add_argument("--after", help="a file: nothing is measured before it is there")
     parser.add_argument("--warm", action="store_true")
     parser.add_argument("--jobs", type=int, default=32, help="of --warm: processes at a time")

@@ -57,16 +57,16 @@ def beside(bench: Any, kind: str, heads: int) -> dict[str, Any]:
         found: dict[str, Any] = {
             "apart forward": bench.slowest(float((ours - theirs).abs().max() / theirs.abs().max()))
         }
-        found["forward"] = bench.milliseconds(lambda: outputs(kind, own, shard))
-        found["fla forward"] = bench.milliseconds(lambda: peer(kind, own, context))
-    found["both"] = bench.milliseconds(lambda: with_gradients(kind, own, shard, flow), repeats=5)
+        found["forward"] = bench.milliseconds(lambda: outputs(kind, own, shard)).median
+        found["fla forward"] = bench.milliseconds(lambda: peer(kind, own, context)).median
+    found["both"] = bench.milliseconds(lambda: with_gradients(kind, own, shard, flow), repeats=5).median
     try:
         theirs = peer_with_gradients(kind, own, context, flow)
     except RuntimeError as error:  # raised alike on all ranks, as with a Triton that it does not trust
         return found | {"fla refuses both": str(error)[:200], **ratios(found, "forward")}
     pairs = zip(with_gradients(kind, own, shard, flow), theirs, strict=True)
     found["apart"] = bench.slowest(max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs))
-    found["fla both"] = bench.milliseconds(lambda: peer_with_gradients(kind, own, context, flow), repeats=5)
+    found["fla both"] = bench.milliseconds(lambda: peer_with_gradients(kind, own, context, flow), repeats=5).median
     return found | ratios(found, "forward", "both")
 
 
