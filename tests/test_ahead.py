@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashmix
+from flashmix import Packing
 from flashmix.gpu import ahead
 
 pytest.importorskip("triton")
@@ -115,3 +116,33 @@ def test_losses_are_left_out(overwrite: bool, compiled_at_once: None) -> None:
     with recording((9, 0)) as found:
         flashmix.cross_entropy(logits * 1.0, torch.zeros(16, dtype=torch.int64), overwrite_logits=overwrite)
     assert found and not [one.name for one in found if "backward" in one.name]
+
+
+PACKED: dict[str, Callable[[Packing], Any]] = {
+    "attention": lambda packing: flashmix.softmax_attention(*heads(), causal=True, cu_seqlens=packing),
+    "attention by Triton": lambda packing: flashmix.softmax_attention(*heads(), cu_seqlens=packing, impl="triton"),
+    "delta rule": lambda packing: flashmix.delta_rule(*heads(), -gate(), gate(), cu_seqlens=packing),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_tables_of_a_batch_are_written_by_launches(
+    name: str, compiled_at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While launches are gathered none is made, and no table that one of them should have written may be kept."""
+    packing = Packing.from_lengths([120, 0, 80])
+    launched: list[Tensor] = []
+    run = launch.Kernel.__call__
+
+    def seen(self: launch.Kernel, grid: int, *structs: Any) -> Any:
+        if ahead.gathering.wanted is None:
+            launched.extend(t for t in structs if isinstance(t, Tensor))
+        return run(self, grid, *structs)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", seen)
+    with recording((9, 0)) as found:
+        PACKED[name](packing)
+    assert found
+    kept = [t for table in packing._tables.values() for t in (table if isinstance(table, tuple) else (table,))]
+    written = {t.data_ptr() for t in launched} | {packing.cu_seqlens.data_ptr()}
+    assert {t.data_ptr() for t in kept if isinstance(t, Tensor)} <= written

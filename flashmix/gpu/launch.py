@@ -30,7 +30,7 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 
-from flashmix.gpu.ahead import running
+from flashmix.gpu.ahead import gathering, running
 from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -180,15 +180,6 @@ class Noting(threading.local):
 noting = Noting()
 
 
-class Gathering(threading.local):
-    """While launches are gathered on this thread none is made: the kinds of arguments that there is no code for yet."""
-
-    wanted: dict[tuple[Kernel, tuple[Any, ...]], list[Any]] | None = None
-
-
-gathering = Gathering()
-
-
 def compile_ahead(make: Callable[[], object] | None = None) -> None:
     """Begins to compile what the op that runs here would launch, else `make()`, on threads: half of the work is not Python's.
 
@@ -201,7 +192,8 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
         make = again
     if make is None or (device is not None and torch.cuda.is_current_stream_capturing()):
         return
-    wanted = gathering.wanted = {}
+    wanted: dict[tuple[Kernel, tuple[Any, ...]], list[Any]] = {}
+    gathering.wanted = wanted
     noted, noting.launches = noting.launches, []  # so that no series within makes its own
     try:
         with suppress(Exception):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from flashmix.gpu.ahead import gathering
 from flashmix.op.checks import check_dtype, check_tensor, contents_are_checked, dims, is_mapped
 
 if TYPE_CHECKING:
@@ -113,8 +114,10 @@ class Packing:
         """`make()`, a table of the boundaries, made once a batch whichever ops ask for it, forward or backward.
 
         It is made again where the boundaries were overwritten, on another stream, and while a CUDA graph is captured, whose replays
-        must see the boundaries of their own time.
+        must see the boundaries of their own time. Kept is no table that was made while kernels, which may write it, are only gathered.
         """
+        if gathering.wanted is not None:
+            return make()
         cu_seqlens = self.cu_seqlens
         stream = 0
         if cu_seqlens.is_cuda:
