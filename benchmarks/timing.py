@@ -36,22 +36,27 @@ def cuda_medians(
 ) -> dict[str, float]:
     """Median milliseconds of each run on the GPU, between events. The runs take turns; each starts with a cold L2 cache.
 
-    The GPU idles half a millisecond first, so that the host is ahead of it and its own time is not measured. Without
-    `ahead` it does not, as in `triton.testing.do_bench`: where the host needs longer than the GPU, its time is what is found.
+    The GPU idles first, for half a millisecond and half as long again as the host took for the last run of the warm-up, so that the
+    host is ahead of it and its own time is not measured. Without `ahead` it does not, as in `triton.testing.do_bench`: where the host
+    needs longer than the GPU, its time is what is found.
     """
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    cycles = dict.fromkeys(runs, 1_000_000)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for turn in range(warmup + repeats):
         for name, run in runs.items():
             flush.zero_()
             if ahead:
-                torch.cuda._sleep(1_000_000)
+                torch.cuda._sleep(cycles[name])
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+            begun = time.perf_counter()
             run()
             end.record()
             if turn >= warmup:
                 events[name].append((start, end))
+            else:
+                cycles[name] = 1_000_000 + min(100_000_000, int(3e9 * (time.perf_counter() - begun)))  # at up to 2 GHz
     torch.cuda.synchronize()
     times = {name: sorted(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
     return {name: values[len(values) // 2] for name, values in times.items()}
