@@ -209,7 +209,7 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
         return kernel._compile(like)
 
     pool = ThreadPoolExecutor(min(len(wanted), THREADS), "flashmix-compile")
-    for (kernel, key), like in reversed(wanted.items()):  # those of a backward, which take longest, begin first
+    for (kernel, key), like in wanted.items():
         kernel._coming[key] = pool.submit(compiled, kernel, like)
     pool.shutdown(wait=False)
 
