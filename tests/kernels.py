@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,10 +64,10 @@ class Compiled:
     @property
     def advice(self) -> set[str]:
         """Numbers of what ptxas says of `wgmma`: C7510 to C7517 tell that products are awaited where they need not be."""
-        from triton.backends.nvidia.compiler import get_ptxas
+        from triton.backends.nvidia import compiler
 
         with sound_ptxas():
-            tool = get_ptxas(90).path
+            tool = compiler.get_ptxas(90).path
         with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
             file.write(self.ptx)
             file.flush()
@@ -103,6 +104,13 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         ),
     ):
         yield launches
+
+
+def wait_for_compilers() -> None:
+    """What earlier calls had compiled ahead is there, so that codes can be counted."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("flashmix-compile"):
+            thread.join()
 
 
 def _binder(kernel: Any, capability: tuple[int, int]) -> Any:

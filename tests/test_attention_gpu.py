@@ -199,6 +199,8 @@ def test_fault_10_no_gradient_silently() -> None:
 
 
 def test_fault_11_new_lengths_compile_nothing(impl: str) -> None:
+    from kernels import wait_for_compilers
+
     from flashmix.ops.attention.triton_gpu import backward_keys, backward_queries
     from flashmix.ops.attention.triton_gpu.forward import attention_forward_kernel
 
@@ -215,6 +217,7 @@ def test_fault_11_new_lengths_compile_nothing(impl: str) -> None:
         kernels = [hopper_forward_kernel, hopper_backward_kernel, query_gradient_kernel]
 
     def compiled() -> int:
+        wait_for_compilers()
         return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
     run(*qkv(1, 64, 2, 2, 128), cu_seqlens=Packing.from_lengths([60, 4], device="cuda"), impl=impl)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 
@@ -169,6 +170,24 @@ def test_a_ptxas_that_loses_descriptors_is_seen_and_not_taken():
     compile_launch(launch)
     made = code_of(launch)
     assert lost_descriptors(made.asm["ptx"], made.asm["cubin"])
+
+
+def test_threads_that_compile_side_by_side_have_a_ptxas_each():
+    """One for all threads was 12.9 where PTX was written and 12.8 where it was read: "Unsupported .version 8.8"."""
+    from triton.backends.nvidia import compiler
+
+    def seen():
+        return compiler.get_ptxas(90).version, compiler.get_ptxas_version(90)
+
+    if needed() is None:
+        pytest.skip("Triton takes the same for all kernels")
+    before = seen()
+    with ThreadPoolExecutor(1) as other, sound_ptxas():
+        here, there = seen(), other.submit(seen).result()
+        with sound_ptxas():
+            assert seen() == here
+        assert seen() == here == (compiler.get_ptxas(100).version, compiler.get_ptxas_version(100))
+    assert there == before == seen() and here != there
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Kernel = TypeVar("Kernel")
 SOUND = (12, 9)
-_lock = threading.Lock()
-_within: list[Any] = []  # Triton's settings for the whole process, once for each thread that compiles
+BLACKWELL = 100  # the least compute capability, times ten, for which Triton takes its other ptxas
+
+
+class Compiling(threading.local):
+    """How many times this thread is within `sound_ptxas`. Others compile at the same time, with the ptxas that Triton takes."""
+
+    depth = 0
+
+
+_compiling = Compiling()
 
 
 def needed() -> str | None:
@@ -37,28 +45,34 @@ def _version(tool: Any) -> tuple[int, ...]:
 
 @contextmanager
 def sound_ptxas() -> Iterator[None]:
-    """Within it Triton compiles for every card with a ptxas that is not known to lose descriptors, if it has one."""
-    import triton
-    from triton.backends.nvidia import compiler
-
-    with _lock:
-        if not _within:
-            scope, path = triton.knobs.nvidia.scope(), needed()
-            scope.__enter__()
-            if path is not None:
-                triton.knobs.nvidia.ptxas = path
-                compiler.get_ptxas_version.cache_clear()  # the version is part of the name that compiled code is kept under
-        else:
-            scope = _within[0]
-        _within.append(scope)
+    """Within it this thread compiles for every card with a ptxas that is not known to lose descriptors, if Triton has one."""
+    if needed() is None:
+        yield
+        return
+    _ask_this_thread()
+    _compiling.depth += 1
     try:
         yield
     finally:
-        with _lock:
-            _within.pop()
-            if not _within:
-                scope.__exit__(None, None, None)
-                compiler.get_ptxas_version.cache_clear()
+        _compiling.depth -= 1
+
+
+def _ask_this_thread() -> None:
+    """Has Triton's functions that choose a ptxas, and name its version, look at the thread that calls them."""
+    from triton.backends.nvidia import compiler
+
+    for name in ("get_ptxas", "get_ptxas_version"):  # the version is part of the name that compiled code is kept under
+        theirs = getattr(compiler, name)
+        if not hasattr(theirs, "of_triton"):
+            setattr(compiler, name, _as_for_blackwell(theirs))
+
+
+def _as_for_blackwell(theirs: Callable[[int], Any]) -> Callable[[int], Any]:
+    def chosen(arch: int = 80) -> Any:
+        return theirs(max(arch, BLACKWELL) if _compiling.depth else arch)
+
+    chosen.of_triton = theirs  # type: ignore[attr-defined]
+    return chosen
 
 
 def with_sound_ptxas(kernel: Kernel) -> Kernel:
