@@ -30,6 +30,7 @@ from torch import Tensor
 
 Inputs = dict[str, Tensor]
 Run = Callable[..., Any]
+Made = Callable[[str], tuple[Inputs, Run]]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -69,21 +70,19 @@ def hgrn(side: str) -> tuple[Inputs, Run]:
     return x, lambda x, g: chunk_hgrn(x, g)
 
 
-def rwkv4(side: str) -> tuple[Inputs, Run]:
-    x = {
-        "k": normal(8, 2048, 2048),
-        "v": normal(8, 2048, 2048),
-        "w": -torch.rand(2048, device="cuda"),
-        "u": normal(2048, dtype=F32),
-    }
-    if side == "flashmix":
-        from flashmix import rwkv4
+def rwkv4(B: int, T: int, C: int) -> Made:
+    def made(side: str) -> tuple[Inputs, Run]:
+        x = {"k": normal(B, T, C), "v": normal(B, T, C), "w": -torch.rand(C, device="cuda"), "u": normal(C, dtype=F32)}
+        if side == "flashmix":
+            from flashmix import rwkv4
 
-        return x, lambda k, v, w, u: rwkv4(k, v, w, u)
-    from fla.ops.rwkv4 import fused_recurrent_rwkv4
+            return x, lambda k, v, w, u: rwkv4(k, v, w, u)
+        from fla.ops.rwkv4 import fused_recurrent_rwkv4
 
-    state = torch.zeros(8, 3, 1, 2048, device="cuda")
-    return x, lambda k, v, w, u: fused_recurrent_rwkv4(w, u, k, v, state)
+        state = torch.zeros(B, 3, 1, C, device="cuda")
+        return x, lambda k, v, w, u: fused_recurrent_rwkv4(w, u, k, v, state)
+
+    return made
 
 
 def based(side: str) -> tuple[Inputs, Run]:
@@ -226,7 +225,6 @@ def slstm(T: int, H: int, D: int, dtype: torch.dtype) -> Callable[[str], tuple[I
     return made
 
 
-Made = Callable[[str], tuple[Inputs, Run]]
 ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
     "selective_scan 8x2048x4096": (selective, ("flashmix gluon", "flashmix triton", "mamba_ssm")),
     "scan 8x4096x4096": (scan(8, 4096, 4096), ("flashmix",)),
@@ -236,7 +234,10 @@ ROWS: dict[str, tuple[Made, tuple[str, ...]]] = {
     "slstm 8x1024x4x192 bfloat16": (slstm(1024, 4, 192, BF16), ("flashmix",)),
     "slstm 8x1024x4x256 bfloat16": (slstm(1024, 4, 256, BF16), ("flashmix",)),
     "hgrn 8x4096x4096": (hgrn, ("flashmix", "fla", "accelerated_scan")),
-    "rwkv4 8x2048x2048": (rwkv4, ("flashmix", "fla")),
+    "rwkv4 8x2048x2048": (rwkv4(8, 2048, 2048), ("flashmix", "fla")),
+    "rwkv4 32x512x4096": (rwkv4(32, 512, 4096), ("flashmix",)),
+    "rwkv4 1x16384x2048": (rwkv4(1, 16384, 2048), ("flashmix", "fla")),
+    "rwkv4 1x131072x512": (rwkv4(1, 131072, 512), ("flashmix",)),
     "mlstm 8x2048x8 256/512": (mlstm(8, 2048), ("flashmix", "mlstm_kernels 128", "mlstm_kernels 256")),
     "mlstm 1x16384x8 256/512": (mlstm(1, 16384), ("flashmix", "mlstm_kernels 128", "mlstm_kernels 256")),
     "mamba3 4x4096x32 128/64": (mamba3, ("flashmix", "mamba_ssm")),

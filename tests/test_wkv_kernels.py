@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from budget import assert_within_budget
+from compilers.triton_carries import not_carried
 from kernels import compile_launch, recording
 from rowwise_cases import assert_captures, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
 
@@ -26,11 +27,15 @@ CASES: list[
     (1, 27, 4, (17, 0, 1, 9), 0.3),
     (1, 18, 3, (), 40.0),
     (2, 0, 3, (), 1.0),
+    (1, 530, 4, (), 0.01),  # segments
+    (1, 1700, 3, (1300, 0, 400), 0.3),
 ]
 LONG: list[tuple[int, int, int, tuple[int, ...], float]] = [
     (3, 400, 70, (), 0.1),
     (1, 3000, 64, (), 1e-3),
     (1, 1000, 40, (1, 0, 700, 299), 0.05),
+    (1, 40_000, 100, (), 1e-3),
+    (1, 9000, 64, (1, 0, 8700, 299), 0.01),
 ]
 
 
@@ -116,20 +121,22 @@ def test_keys_of_nothing() -> None:
     assert_nothing_is_nothing("cpu")
 
 
-def test_the_kernels_compile_without_spills() -> None:
+@pytest.mark.parametrize("lengths", [(30, 10), (3000,)], ids=["whole", "segments"])
+def test_the_kernels_compile_without_spills(lengths: tuple[int, ...]) -> None:
     with recording((9, 0)) as launches:
-        x = inputs(1, 40, 64, (30, 10), 1.0)
+        x = inputs(1, sum(lengths), 64, lengths, 1.0)
         leaves = {
             n: t.to(torch.bfloat16 if n in "kv" else torch.float32).requires_grad_(n != "m") for n, t in x.items()
         }
         k, v, w, u, a, b, m = leaves.values()
-        packing = Packing.from_lengths([30, 10])
+        packing = Packing.from_lengths(lengths)
         o, _ = rwkv4(k, v, w, u, initial_state=(a, b, m), cu_seqlens=packing, impl="triton")
         torch.autograd.grad(o, (k, v, w, u, a, b), torch.empty_like(o))
-    found = {launch.name: launch for launch in launches}
-    assert set(found) == {"wkv_kernel", "wkv_backward_kernel"}
-    for name, launch in found.items():
-        assert compile_launch(launch).stack == 0, name
+    passes = 1 if len(lengths) > 1 else 2
+    assert [launch.name for launch in launches] == ["wkv_kernel"] * passes + ["wkv_backward_kernel"] * passes
+    for launch in launches:
+        assert compile_launch(launch).stack == 0, launch.name
+        assert not not_carried(launch), launch.name
 
 
 @pytest.mark.gpu

@@ -29,8 +29,8 @@ def scan(
         x, g = torch.sigmoid(g) * x, torch.nn.functional.logsigmoid(-g)
     h = x.new_zeros(x.shape[0], *x.shape[2:]) if initial_state is None else initial_state
     outputs = []
-    for t in range(x.shape[1]):
-        before, h = h, torch.exp(g[:, t]) * h + x[:, t]
+    for g_t, x_t in zip(g.unbind(1), x.unbind(1), strict=True):
+        before, h = h, torch.exp(g_t) * h + x_t
         outputs.append(before if read_before else h)
     return (torch.stack(outputs, 1) if outputs else x + 0), h
 
@@ -42,8 +42,8 @@ def scan_max(
     g = _per_token(x, log_decay)
     m = x.new_full((x.shape[0], *x.shape[2:]), -torch.inf) if initial_state is None else initial_state
     outputs = []
-    for t in range(x.shape[1]):
-        before, m = m, torch.maximum(m + g[:, t], x[:, t])
+    for g_t, x_t in zip(g.unbind(1), x.unbind(1), strict=True):
+        before, m = m, torch.maximum(m + g_t, x_t)
         outputs.append(before if read_before else m)
     return (torch.stack(outputs, 1) if outputs else x + 0), m
 

@@ -25,7 +25,8 @@ from flashmix.ops.scan.triton_gpu.kernels import joined, left_of, put_segment, s
 from flashmix.ops.scan.triton_gpu.numbers import exponential_and_rest
 from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
 from flashmix.ops.scan.triton_gpu.weights import fast_exponential_and_rest
-from flashmix.ops.wkv.triton_gpu.kernels import channels_of, power, sums_of
+from flashmix.ops.wkv.triton_gpu.kernels import channels_of
+from flashmix.ops.wkv.triton_gpu.states import power, sums_of
 
 NONE = tl.constexpr(float("-inf"))  # m of no tokens, and the logit of a token that is not there
 

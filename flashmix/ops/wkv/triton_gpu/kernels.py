@@ -1,4 +1,4 @@
-"""RWKV-4's averages on a GPU: a warp goes through the tokens of 32 channels of a sequence, a thread has one.
+"""RWKV-4's averages on a GPU: a warp goes through the tokens of 32 channels of a sequence or of a segment of it, a thread has one.
 
     d = m_{t-1} - u - k_t;  o_t = (P a_{t-1} + W v_t) / (P b_{t-1} + W),  P = e^{min(d, 0)},  W = e^{min(-d, 0)}
     m_t = max(m_{t-1} + w, k_t);  a_t = f a_{t-1} + e v_t,  b_t = f b_{t-1} + e,  f = e^{m_{t-1} + w - m_t},  e = e^{k_t - m_t}
@@ -10,6 +10,9 @@ computes the states between again. With m a constant and D the denominator:
 
     dn = do / D;  s = -do o / D;  c_t the gradient of a_t, z_t that of b_t;  p = v c_t + z_t,  dk = W (v dn + s) + e p,  dv = W dn + e c_t
     c_{t-1} = f c_t + P dn;  z_{t-1} = f z_t + P s;  du = sum of W (v dn + s);  dw = sum of f (a_{t-1} c_t + b_{t-1} z_t)
+
+Segments as in the scan: a first pass writes what each makes of no past, the state or, backwards, the product of `f` and the flows; the
+second starts from what those before it make of the state that comes in. All but the last of a sequence are full.
 
 Tiles: `c` channels.
 """
@@ -25,10 +28,8 @@ import triton.language as tl
 from flashmix.ops.recurrence.triton_gpu.tiles import append
 from flashmix.ops.scan.triton_gpu.backward import lengthened, prepend
 from flashmix.ops.scan.triton_gpu.kernels import left_of, span_of
-from flashmix.ops.scan.triton_gpu.numbers import exponential
 from flashmix.ops.scan.triton_gpu.places import loaded_once, moved, places
-
-NONE = tl.constexpr(float("-inf"))  # m of no tokens, and the key of a token that is not there
+from flashmix.ops.wkv.triton_gpu.states import NONE, ends_of, first_state, last_flows, put_part, weights
 
 
 class WkvSpec(NamedTuple):
@@ -36,14 +37,17 @@ class WkvSpec(NamedTuple):
     BLOCK: int  # c
     GROUP: int  # tokens that are loaded at a time, of the backward KEEP
     KEEP: int  # tokens from one kept state to the next
+    JOINED: int  # segments that are read at a time
     PACKED: bool
-    SEGMENTS: bool  # none: for `span_of`
+    SEGMENTS: bool
     PRECISE: bool  # exponentials to float32's rounding
 
 
 class WkvInputs(NamedTuple):
     """Keys and values `[T, C]`, decay and bonus `[C]`, the states that come in `[N, C]`; of the backward the gradients of the averages
-    `[T, C]` and of the last sums `[N, C]` or None, and the states `[3, groups, C]` that the forward kept.
+    `[T, C]` and of the last sums `[N, C]` or None, and the states `[3, groups, C]` that the forward kept. `parts` is what the first pass
+    wrote of segments, None where it is to be found: `[4, slots, C]` of the forward, the key that `m` was, the tokens since, `a` and `b`;
+    `[3, slots, C]` of the backward, the product of `f`, `c` and `z`.
     """
 
     k: Any
@@ -57,20 +61,22 @@ class WkvInputs(NamedTuple):
     d_a: Any
     d_b: Any
     kept: Any
+    parts: Any
 
 
 class WkvResults(NamedTuple):
-    """Averages `[T, C]`, the last states `[N, C]`, states before groups `[3, groups, C]` or None."""
+    """Averages `[T, C]`, the last states `[N, C]`, states before groups `[3, groups, C]` or None; of a first pass `parts` alone."""
 
     out: Any
     a: Any
     b: Any
     m: Any
     kept: Any
+    parts: Any
 
 
 class WkvGradients(NamedTuple):
-    """Of keys and values `[T, C]`; of decay, bonus and the sums that came in, `[N, C]`."""
+    """Of keys and values `[T, C]`; of decay and bonus `[slots, C]`, of the sums that came in `[N, C]`; of a first pass `parts` alone."""
 
     k: Any
     v: Any
@@ -78,29 +84,16 @@ class WkvGradients(NamedTuple):
     u: Any
     a: Any
     b: Any
+    parts: Any
 
 
 class WkvNumbers(NamedTuple):
     tokens: Any  # T; packed, of all sequences
+    each: Any  # segments of a sequence
+    segment: Any  # tokens of a segment
+    slots: Any  # segments of all sequences
     groups: Any  # of a dense sequence
     kept: Any  # of all sequences
-
-
-@triton.jit
-def power(x, S: tl.constexpr):
-    """`e^x` of x up to 0."""
-    if S.PRECISE:
-        return exponential(x)
-    else:
-        return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def weights(first, second, S: tl.constexpr):
-    """`e` to each of two numbers less the larger of them."""
-    is_first = first >= second
-    small = power(-tl.abs(first - second), S)
-    return tl.where(is_first, 1.0, small), tl.where(is_first, small, 1.0)
 
 
 @triton.jit
@@ -123,12 +116,13 @@ def number(x):
 
 
 @triton.jit
-def group_at(span, n, slot, S: tl.constexpr):
-    """The first of the kept states of a sequence."""
+def group_at(span, n, S: tl.constexpr):
+    """The first of the kept states of a slot."""
+    before = (span.first - span.start) // S.KEEP
     if S.PACKED:
-        return span.start // S.KEEP + slot
+        return span.start // S.KEEP + span.sequence + before
     else:
-        return slot * n.groups
+        return span.sequence * n.groups + before
 
 
 @triton.jit
@@ -171,16 +165,15 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
     GROUP: tl.constexpr = S.GROUP
     STEP: tl.constexpr = GROUP * S.WIDTH
     STATES: tl.constexpr = GROUP // S.KEEP
+    ALONE: tl.constexpr = y.parts is not None
     slot, column, inside = channels_of(S)
-    span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
+    span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
     w, u = tl.load(x.w + column, mask=inside, other=0.0), tl.load(x.u + column, mask=inside, other=0.0)  # [c]
-    a, b = tl.load(x.a + state, mask=inside, other=0.0), tl.load(x.b + state, mask=inside, other=0.0)  # [c]
-    m = tl.load(x.m + state, mask=inside, other=0.0)  # [c]
-    top = (m, m, tl.zeros_like(m))
+    a, b, top = first_state(x, n, span, w, slot, column, inside, ALONE, S)
     at, left = span.first * S.WIDTH + column, left_of(limit, span.first)
     k_at, v_at, out_at = places(x.k, at, S), places(x.v, at, S), places(y.out, at, S)
-    kept_at = kept_places(y.kept, n, group_at(span, n, slot, S), column, STATES, S)
+    kept_at = kept_places(y.kept, n, group_at(span, n, S), column, STATES, S)
     some = span.first < span.last
     ks, vs = loaded_once(k_at, some, left, NONE), loaded_once(v_at, some, left, 0.0)
     k_at, v_at = moved(k_at, STEP), moved(v_at, STEP)
@@ -190,18 +183,23 @@ def wkv_kernel(x, y, slots, n, S: tl.constexpr):
             if i % S.KEEP == 0:
                 keep(kept_at, i // S.KEEP, (a, b, top[0]), i < left)
             k, v = number(ks[i]), number(vs[i])
-            past, own = weights(top[0] - u, k, S)
-            out = (past * a + own * v) / (past * b + own)
-            tl.store(out_at[i], out.to(y.out.dtype.element_ty), mask=i < left)
+            if not ALONE:
+                past, own = weights(top[0] - u, k, S)
+                out = (past * a + own * v) / (past * b + own)
+                tl.store(out_at[i], out.to(y.out.dtype.element_ty), mask=i < left)
             a, b, top, _f, _e = advanced(a, b, top, w, k, v, i < left, S)
             next_ks = append(next_ks, tl.load(k_at[i], mask=GROUP + i < left, other=NONE))  # [c]
             next_vs = append(next_vs, tl.load(v_at[i], mask=GROUP + i < left, other=0.0))  # [c]
         ks, vs = next_ks, next_vs
         k_at, v_at, out_at = moved(k_at, STEP), moved(v_at, STEP), moved(out_at, STEP)
         kept_at = moved(kept_at, STATES * S.WIDTH)
-    tl.store(y.a + state, a, mask=inside)
-    tl.store(y.b + state, b, mask=inside)
-    tl.store(y.m + state, top[0], mask=inside)
+    if ALONE:
+        put_part(y.parts, n, slot, column, inside, (top[1], top[2], a, b), S)
+    else:
+        state, mine = span.sequence * S.WIDTH + column, ends_of(span, inside, span.last == span.end, S)
+        tl.store(y.a + state, a, mask=mine)
+        tl.store(y.b + state, b, mask=mine)
+        tl.store(y.m + state, top[0], mask=mine)
 
 
 @triton.jit
@@ -224,31 +222,21 @@ def kept_state(ptrs, mask):
     return a, b, tl.load(ptrs[2], mask=mask, other=0.0)  # [c]
 
 
-@triton.jit
-def sums_of(tensor, place, mask, S: tl.constexpr):
-    """Numbers [c] of a state, zeros if there are none."""
-    if tensor is None:
-        return tl.full([S.BLOCK], 0.0, tl.float32)
-    else:
-        return tl.load(tensor + place, mask=mask, other=0.0)
-
-
 @triton.jit(do_not_specialize=["n"])
 def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
     GROUP: tl.constexpr = S.GROUP
     STEP: tl.constexpr = -GROUP * S.WIDTH  # to the tokens before
+    ALONE: tl.constexpr = d.parts is not None
     slot, column, inside = channels_of(S)
-    span, state = span_of(slots, n, slot, S), slot * S.WIDTH + column
+    span = span_of(slots, n, slot, S)
     limit = tl.where(inside, span.last, span.first)  # [c]
     w, u = tl.load(x.w + column, mask=inside, other=0.0), tl.load(x.u + column, mask=inside, other=0.0)  # [c]
     d_w, d_w_lost = tl.full([S.BLOCK], 0.0, tl.float32), tl.full([S.BLOCK], 0.0, tl.float32)
     d_u, d_u_lost = d_w, d_w
-    c, z = sums_of(x.d_a, state, inside, S), sums_of(x.d_b, state, inside, S)
+    total = d_w + 1.0
+    c, z = last_flows(x, n, span, slot, column, inside, ALONE, S)
     groups = (tl.maximum(span.last - span.first, 0) + GROUP - 1) // GROUP
-    token, group = (
-        span.first + tl.maximum(groups - 1, 0) * GROUP,
-        group_at(span, n, slot, S) + tl.maximum(groups - 1, 0),
-    )
+    token, group = (span.first + tl.maximum(groups - 1, 0) * GROUP, group_at(span, n, S) + tl.maximum(groups - 1, 0))
     left, at = left_of(limit, token), token * S.WIDTH + column
     k_at, v_at, d_at = places(x.k, at, S), places(x.v, at, S), places(x.d_out, at, S)
     dk_at, dv_at, kept_at = places(d.k, at, S), places(d.v, at, S), kept_places(x.kept, n, group, column, 1, S)
@@ -279,17 +267,25 @@ def wkv_backward_kernel(x, d, slots, n, S: tl.constexpr):
             d_k, d_v, own, more, c, z = token_gradients(
                 (sums[j], counts[j]), v, (fs[j], es[j]), (pasts[j], owns[j]), number(ds[j]), (c, z), exists
             )
-            tl.store(dk_at[j], d_k.to(d.k.dtype.element_ty), mask=exists)
-            tl.store(dv_at[j], d_v.to(d.v.dtype.element_ty), mask=exists)
-            d_u, d_u_lost = lengthened(d_u, d_u_lost, own)
-            d_w, d_w_lost = lengthened(d_w, d_w_lost, tl.where(exists, more, 0.0))
+            if ALONE:
+                total *= fs[j]
+            else:
+                tl.store(dk_at[j], d_k.to(d.k.dtype.element_ty), mask=exists)
+                tl.store(dv_at[j], d_v.to(d.v.dtype.element_ty), mask=exists)
+                d_u, d_u_lost = lengthened(d_u, d_u_lost, own)
+                d_w, d_w_lost = lengthened(d_w, d_w_lost, tl.where(exists, more, 0.0))
             next_ks = prepend(tl.load(k_at[j], mask=j < next_left, other=NONE), next_ks)  # [c]
             next_vs = prepend(tl.load(v_at[j], mask=j < next_left, other=0.0), next_vs)  # [c]
             next_ds = prepend(tl.load(d_at[j], mask=j < next_left, other=0.0), next_ds)  # [c]
         ks, vs, ds, left, token = next_ks, next_vs, next_ds, next_left, token - GROUP
         k_at, v_at, d_at, kept_at = moved(k_at, STEP), moved(v_at, STEP), moved(d_at, STEP), moved(kept_at, -S.WIDTH)
         dk_at, dv_at = moved(dk_at, STEP), moved(dv_at, STEP)
-    tl.store(d.w + state, d_w, mask=inside)
-    tl.store(d.u + state, d_u, mask=inside)
-    tl.store(d.a + state, c, mask=inside)
-    tl.store(d.b + state, z, mask=inside)
+    if ALONE:
+        put_part(d.parts, n, slot, column, inside, (total, c, z), S)
+    else:
+        own, state = slot * S.WIDTH + column, span.sequence * S.WIDTH + column
+        tl.store(d.w + own, d_w, mask=inside)
+        tl.store(d.u + own, d_u, mask=inside)
+        mine = ends_of(span, inside, span.first == span.start, S)
+        tl.store(d.a + state, c, mask=mine)
+        tl.store(d.b + state, z, mask=mine)
