@@ -261,21 +261,6 @@ def on_h100(*measured: Json) -> Figure:
     return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
 
 
-def beside_flash_qla(measured: Json) -> Figure:
-    """The rows of one run that FlashQLA has, and the bound of its card."""
-    rows = [row for row in measured["rows"] if "flashqla" in row]
-    figure, axes = panels(2, 9.0, 4.0)
-    for index, (panel, part) in enumerate(zip(axes, ("forward", "both"), strict=True)):
-        values = [
-            (GLUON, [row["flashmix"][f"{part}_ms"] for row in rows]),
-            (FLASH_QLA, [row["flashqla"][f"{part}_ms"] for row in rows]),
-            (BOUND, [row["bound_ms"][index] for row in rows]),
-        ]
-        bars(panel, [size_of(row) for row in rows], values, 2)
-    title = f"Gated DeltaNet, 128 channels a head, bfloat16, {card(measured)} (less is faster)"
-    return finish(figure, axes, title, "milliseconds", ("forward", "forward + backward"))
-
-
 def memory(*measured: Json) -> Figure:
     found = by_rule(measured, (8, 4096, 16, 16, 128, 128))
     figure, axes = panels(1, 8.0, 5.4)
@@ -433,10 +418,7 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER = (
-    "2026-11-22_recurrence_hopper_all_h200.json",
-    *(f"2026-11-23_recurrence_{kind}_h200.json" for kind in ("peers", "pairs_made")),
-)
+HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_h200.json")
 ATTENTION = ("2026-11-27_attention_fa4_h100.json",)
 IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
 GLUON_FILES = tuple(
@@ -454,15 +436,9 @@ PLOTS = {
     "gated_deltanet": Plot(
         gated_deltanet,
         (*HOPPER, RULES[2]),
-        "Medians with a cold L2 cache, the host's time hidden. Gluon and FlashQLA 0.1.3: two runs of 2026-11-23 (Gluon's second row in "
-        "turns with FlashQLA, before A_qb was made in the state passes); Triton: 2026-11-22; flash-linear-attention 0.6.0 (with tilelang, "
-        "the host's time included) and the bound, the larger of necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s: 2026-11-21.",
-    ),
-    "gated_deltanet_h100": Plot(
-        beside_flash_qla,
-        ("2026-11-26_recurrence_flashqla_h100.json",),
-        "2026-11-26, FlashQLA 0.1.3 in turns with ours in one run, cold L2 cache, the host's time hidden. The bound is the larger of "
-        "necessary bytes / 3.0 TB/s and operations / 790 TFLOP/s.",
+        "Medians with a cold L2 cache, the host's time hidden. Gluon and FlashQLA 0.1.3: in turns in one run of 2026-11-27; Triton: "
+        "2026-11-22; flash-linear-attention 0.6.0 (with tilelang, the host's time included): 2026-11-21. The bound is the larger of "
+        "necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s.",
     ),
     "attention": Plot(
         attention,
