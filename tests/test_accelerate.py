@@ -18,8 +18,8 @@ from flashmix.hf.families import KNOWN
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAME, SAME_GRADIENTS = (
     5e-6,
-    2e-5,
-)  # of the largest element: two float32 evaluations of one model, two layers of recurrence
+    4e-5,
+)  # of the largest element: two float32 evaluations of one model, two layers of recurrence; up to 2.9e-5 on an EPYC
 LENGTHS = (20, 1, 30, 19)
 FORGETFUL = {
     "mamba",

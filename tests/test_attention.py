@@ -68,7 +68,10 @@ def test_torch_attention_is_within_budget(case: Case, dtype: torch.dtype) -> Non
         name: max((b[name] for b in baselines), key=lambda x, wanted=wanted: relative_errors(x, wanted))
         for name, wanted in reference.items()
     }
-    check(case, dtype, call.op("sdpa", return_lse=False), reference, larger)
+    steps = (
+        3 if case.tokens == 1 else 1
+    )  # torch has another way for one query, which rounds more on some processors (an EPYC)
+    check(case, dtype, call.op("sdpa", return_lse=False), reference, larger, steps)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.plain], ids=str)

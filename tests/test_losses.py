@@ -52,7 +52,8 @@ def test_kl_divergence_is_its_definition(temperature: float, reduction: str, rev
         values = definitions.kl_divergence(h @ w.T + b, th @ tw.T + tb, temperature, reverse)
         return reduced(values, mask, reduction)
 
-    assert_matches(op, definition, *(random(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)))
+    inputs = [random(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)]
+    assert_matches(op, definition, *inputs, steps=2)  # a product with each of two heads
 
 
 def kl_call(student: Sequence[Tensor], teacher: Sequence[Tensor], **options: Any) -> KLDivergenceCall:

@@ -166,7 +166,8 @@ def test_a_compiled_run_with_checkpointed_activations_takes_the_same_steps(
     config = replace(small, steps=2, optimizer="adamw")
     plain = train_in_parts(config, tmp_path / "plain", [])
     other = train_in_parts(replace(config, compile=True, checkpoint_activations=True), tmp_path / "compiled", [])
-    assert losses(other) == losses(plain) and compiled
+    rounding = 4 * torch.finfo(torch.float32).eps  # MKL's products depend on where operands lie, on an EPYC
+    assert losses(other) == pytest.approx(losses(plain), rel=rounding) and compiled
 
 
 def test_a_log_needs_its_package(small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,8 +223,11 @@ def _held(g: Tensor) -> Tensor:
 
 def _by_row(x: Tensor, matrix: Tensor) -> Tensor:
     """`[B, T, H, N]` from `[B, T, H, M]` and `[H, N, M]`, a product for each row of the batch: a product of all rows at once may have other
-    bits for each number of rows, as was seen on a Xeon with torch 2.13."""
-    return (x.transpose(1, 2) @ matrix.mT).transpose(1, 2)
+    bits for each number of rows, as was seen on a Xeon with torch 2.13; on an EPYC as many products at once do too."""
+    rows = x.transpose(1, 2)
+    if x.is_cpu and x.shape[0] > 1 and not torch.compiler.is_compiling():
+        return torch.stack([row @ matrix.mT for row in rows]).transpose(1, 2)
+    return (rows @ matrix.mT).transpose(1, 2)
 
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
