@@ -33,7 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0))
-WORKERS = 14  # of tests: of 26 on one card ten tests failed, for want of its memory it seems
+WORKERS = 14  # of tests on one card
 GRACE = 15  # seconds that a job has to end when it is asked to
 PASSED = re.compile(r"(?:PASSED|SKIPPED|XFAIL) (tests/\S.*?)(?: <- .*)?\s*$", re.MULTILINE)
 

@@ -93,6 +93,7 @@ class Bench:
         except Exception:
             found, failed = {}, traceback.format_exc(limit=-6)
             print(f"FAILED {name} on rank {self.rank}\n{failed}", flush=True)  # at once: the other ranks may be waiting
+        gc.enable()  # after a failure in the middle of `milliseconds`
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()

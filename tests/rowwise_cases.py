@@ -108,13 +108,18 @@ def assert_laws_on_the_device(op: Callable[[Tensor], Tensor], x: Tensor) -> None
     assert_rows_do_not_meet(op, x.cuda())
     assert_repeats(lambda x: op(x.cuda()).cpu(), x)
     leaf = x.cuda().requires_grad_()
+    assert_captures_both_ways(op, leaf)
+    torch.testing.assert_close(torch.compile(op, fullgraph=True)(leaf), op(leaf))
+
+
+def assert_captures_both_ways(op: Callable[[Tensor], Tensor], leaf: Tensor) -> None:
+    """Forward and backward of a `leaf` have the same bits in a CUDA graph."""
 
     def step() -> tuple[Tensor, ...]:
         y = op(leaf)
         return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
 
     assert_captures(step)
-    torch.testing.assert_close(torch.compile(op, fullgraph=True)(leaf), op(leaf))
 
 
 def assert_repeats(op: Op, *inputs: Tensor) -> None:

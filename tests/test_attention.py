@@ -68,9 +68,9 @@ def test_torch_attention_is_within_budget(case: Case, dtype: torch.dtype) -> Non
         name: max((b[name] for b in baselines), key=lambda x, wanted=wanted: relative_errors(x, wanted))
         for name, wanted in reference.items()
     }
-    steps = (
-        3 if case.tokens == 1 else 1
-    )  # torch has another way for one query, which rounds more on some processors (an EPYC)
+    steps = 1
+    if case.tokens == 1 and dtype == torch.float32:
+        steps += 2  # torch has another way for one query, which rounds more on some processors (an EPYC)
     check(case, dtype, call.op("sdpa", return_lse=False), reference, larger, steps)
 
 

@@ -53,7 +53,8 @@ def test_kl_divergence_is_its_definition(temperature: float, reduction: str, rev
         return reduced(values, mask, reduction)
 
     inputs = [random(*s, dtype=dtype, seed=i) for i, s in enumerate(shapes)]
-    assert_matches(op, definition, *inputs, steps=2)  # a product with each of two heads
+    steps = 2 if dtype == torch.float32 else 1  # a product with each of two heads
+    assert_matches(op, definition, *inputs, steps=steps)
 
 
 def kl_call(student: Sequence[Tensor], teacher: Sequence[Tensor], **options: Any) -> KLDivergenceCall:

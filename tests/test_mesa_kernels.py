@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from budget import assert_within_budget
 from compilers.gluon_emulator import hopper_card
 from kernels import compile_launch, recording
-from rowwise_cases import assert_captures, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import assert_captures_both_ways, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -172,13 +172,7 @@ def test_laws_on_the_device() -> None:
     x = random(2, 150, 2, 64).bfloat16()
     assert_rows_do_not_meet(op, x.cuda())
     assert_repeats(lambda x: op(x.cuda()).cpu(), x)
-    leaf = x.cuda().requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        y = op(leaf)
-        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
-
-    assert_captures(step)
+    assert_captures_both_ways(op, x.cuda().requires_grad_())
     tokens = normalize(random(1, 100_000, 2, 64).cuda(), dim=-1).bfloat16()
     one = torch.full((1, 100_000, 2), 0.5, device="cuda")
     y, _ = mesa_net(tokens, tokens, tokens, one, -one, ridge, cu_seqlens=Packing.from_lengths([1] * 100_000, "cuda"))

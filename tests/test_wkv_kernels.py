@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from budget import assert_within_budget
 from compilers.triton_carries import not_carried
 from kernels import compile_launch, recording
-from rowwise_cases import assert_captures, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
+from rowwise_cases import assert_captures_both_ways, assert_repeats, assert_rows_do_not_meet, assert_same_bits, random
 
 from flashmix import Packing, rwkv4
 from flashmix.ops.scan.native.binding import missing
@@ -162,13 +162,7 @@ def test_laws_on_the_device() -> None:
     x = random(3, 150, 40).bfloat16()
     assert_rows_do_not_meet(op, x.cuda())
     assert_repeats(lambda x: op(x.cuda()).cpu(), x)
-    leaf = x.cuda().requires_grad_()
-
-    def step() -> tuple[Tensor, ...]:
-        y = op(leaf)
-        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
-
-    assert_captures(step)
+    assert_captures_both_ways(op, x.cuda().requires_grad_())
     short = random(1, 100_000, 40).cuda()
     packing = Packing.from_lengths([1] * 100_000, "cuda")
     y, _ = rwkv4(short, short, w, u, cu_seqlens=packing, impl="triton")

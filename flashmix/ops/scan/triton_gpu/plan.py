@@ -54,14 +54,15 @@ class Segments(NamedTuple):
     tokens: int
 
 
-def segments_of(packed: bool, sequences: int, tokens: int, blocks: int) -> Segments:
-    """How `sequences` of `tokens` tokens (packed: all together) are cut where they have few `blocks` of channels."""
+def segments_of(packed: bool, sequences: int, tokens: int, blocks: int, multiple: int = 1) -> Segments:
+    """How `sequences` of `tokens` tokens (packed: all together) are cut where they have few `blocks`, into a multiple of tokens."""
     length = tokens if not packed else cdiv(tokens, max(sequences, 1))
     programs = sequences * blocks
     each = min(PROGRAMS // max(programs, 1), length // SEGMENT) if programs <= FEW else 1
     segment = cdiv(length, max(each, 1))
     if each <= 1:
         return Segments(sequences, 1, segment, length)
+    segment = cdiv(segment, multiple) * multiple
     each = cdiv(length, max(segment, 1))
     return Segments(tokens // segment + sequences if packed and each > 1 else sequences * each, each, segment, length)
 

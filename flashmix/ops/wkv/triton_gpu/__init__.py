@@ -93,11 +93,7 @@ def _plan(call: WkvCall, group: int) -> WkvPlan:
     """Segments are full groups, of kept states too."""
     width, packed, precise = call.log_decay.numel(), call.packing is not None, call.k.dtype.itemsize == 4
     tokens = call.k.shape[1]
-    slots, each, segment, length = segments_of(packed, call.sequences, tokens, cdiv(width, BLOCK))
-    if each > 1:
-        segment = cdiv(segment, GROUP) * GROUP
-        each = cdiv(length, segment)
-        slots = tokens // segment + call.sequences if packed else call.sequences * each
+    slots, each, segment, _ = segments_of(packed, call.sequences, tokens, cdiv(width, BLOCK), GROUP)
     joined = min(power_of_two(each), JOINED)
     return WkvPlan(WkvSpec(width, BLOCK, group, KEEP, joined, packed, each > 1, precise), slots, each, segment)
 
