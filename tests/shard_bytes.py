@@ -124,6 +124,9 @@ def bytes_are_those_of_the_formulas(group: Any) -> list[str]:
         scans = (N + through) * D * K * b, D_states * D * K * b
         measure(f"{order} selective scan", flashmix.selective_scan, [x, decay, rates, *weights], *scans, **packed)
         measure(f"{order} conv", flashmix.short_conv, [x, weight], *halo, **packed)
+        narrow = x.detach().bfloat16().requires_grad_()
+        quarter = [n // 4 for n in halo]  # gradients go back in the dtype of the inputs too
+        measure(f"{order} conv, bfloat16", flashmix.short_conv, [narrow, weight.bfloat16()], *quarter, **packed)
         measure(f"{order} shift", flashmix.token_shift, [x], heads * row, tails * row, **packed)
         window = heads * 5 * key, (heads + tails) * 5 * key
         measure(f"{order} window", flashmix.softmax_attention, [q, k, v], *window, **attend, window=(5, 0))

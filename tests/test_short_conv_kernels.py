@@ -100,6 +100,38 @@ def test_interpreted(width: int, mode: str) -> None:
             )
 
 
+def check_skips(mode: str, device: str, dtype: torch.dtype) -> None:
+    """The first W - 1 outputs of sequences that are skipped stay what they were, the others are what they are without."""
+    lengths = [2, 0, 5, 9] if mode == "packed" else None
+    packing = Packing.from_lengths(lengths, device=device) if lengths else None
+    batch, tokens = (1, sum(lengths)) if lengths else (4, 9)
+    x, weight = (random(*shape, dtype=dtype).to(device) for shape in ((batch, tokens, 24), (24, 4)))
+    call = ShortConvCall(x, weight, None, x, None, packing, "silu", True)
+    skips = torch.tensor([True, True, False, True], device=device)
+    with mock.patch.object(short_conv_triton, "SHORT", 4 if mode == "long" else 64):
+        (y, state), _ = SHORT_CONV.forward(call, False, "triton")
+        results = torch.full_like(y, 7.0), torch.full_like(state, 7.0)
+        with mock.patch.object(ShortConvCall, "results", lambda _: results):
+            (found, end), _ = SHORT_CONV.forward(call.but(skips=skips), False, "triton")
+    parts = zip(skips.tolist(), *((t.split(lengths, 1) if lengths else t.split(1)) for t in (y, found)), strict=True)
+    for skipped, wanted, got in parts:
+        first = 3 if skipped else 0
+        assert torch.equal(got[:, first:], wanted[:, first:]) and (got[:, :first] == 7.0).all()
+    assert torch.equal(end, state)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("mode", ["long", "folded", "packed"])
+def test_skips_interpreted(mode: str) -> None:
+    check_skips(mode, "cpu", torch.float32)
+
+
+@GPU
+@pytest.mark.parametrize("mode", ["long", "folded", "packed"])
+def test_skips_on_the_device(mode: str) -> None:
+    check_skips(mode, "cuda", torch.bfloat16)
+
+
 @pytest.mark.interpreted
 def test_a_batch_of_0_interpreted() -> None:
     """Of long rows, for which the tile is chosen by the number of sequences."""

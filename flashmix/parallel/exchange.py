@@ -289,12 +289,14 @@ def halo(
     return state, list(own)
 
 
-def halo_moved(shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None) -> Moved:
-    """What `halo` moves, with a gradient."""
+def halo_moved(
+    shard: Shard, inputs: Sequence[Tensor], count: int, initial_state: Tensor | None, narrow: bool = False
+) -> Moved:
+    """What `halo` moves, with a gradient; `narrow` if that goes back in the dtype of the inputs."""
     wants = halo_wants(shard, count, initial_state is not None) if count and shard.chains else []
     forward, backward = rows_moved(shard, wants)
     row, wide = (sum(x.shape[2] * of(x.dtype).itemsize for x in inputs) for of in (lambda dtype: dtype, state_dtype))
-    return Moved(f"{count} rows before each piece", forward * row, backward * wide)
+    return Moved(f"{count} rows before each piece", forward * row, backward * (row if narrow else wide))
 
 
 def rows_moved(shard: Shard, wants: Wants) -> tuple[int, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -101,6 +102,19 @@ class Transfer:
             self.end = None
         return self.found
 
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is launched within it follows the exchange on its stream, and `arrived` waits for that too."""
+        if self.end is None:
+            yield
+            return
+        beside = lane(self.found.device)
+        with torch.cuda.stream(beside):
+            try:
+                yield
+            finally:
+                self.end = beside.record_event()
+
     def __del__(self) -> None:
         self.arrived()  # where an error came between
 
@@ -164,13 +178,15 @@ class KeyRows:
             return None
         shapes = self.shapes(heads)
         width = sum(h * channels for h, channels in shapes)
-        flat = self.like.new_empty(sum(self.sent) * width)
-        for spans, message in zip(self.plan.route.sent, messages(flat, self.sent, shapes), strict=True):
-            for x, part in zip(self.tensors, message, strict=True):
-                row = 0
-                for start, stop in spans:
-                    part[row : row + stop - start].copy_(x[0, start:stop, heads])
-                    row += stop - start
+        parts = [
+            x[0, start:stop, heads] for spans in self.plan.route.sent for x in self.tensors for start, stop in spans
+        ]
+        if len(parts) == 1 and parts[0].is_contiguous():  # not copied
+            flat = parts[0].view(-1)
+        else:
+            flat = self.like.new_empty(sum(self.sent) * width)
+            for place, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True):
+                place.view(part.shape).copy_(part)
         return begun(flat, [n * width for n in self.sent], [n * width for n in self.plan.route.received], self.shard)
 
     def own(self, heads: slice) -> list[Tensor]:
@@ -201,17 +217,25 @@ class KeyRows:
                     result[0, start:stop].copy_(found[source.rank][place][source.row : source.row + stop - start])
         return own
 
-    def give_back(self, grads: Sequence[Tensor], heads: slice) -> Transfer | None:
-        """Sends the gradients of other ranks' rows back, in float32 or float64, and receives those of this rank's."""
+    def give_back(self, grads: Sequence[Tensor], heads: slice, narrow: bool = False) -> Transfer | None:
+        """Sends the gradients of other ranks' rows back, and receives those of this rank's: in float32 or float64, but `narrow`, where no
+        rank wants a row twice, in their own dtype.
+        """
         route = self.plan.route
         if route.silent:
             return None
-        shapes, wide = self.shapes(heads), state_dtype(grads[0].dtype)
+        shapes, dtype = self.shapes(heads), grads[0].dtype
         width = sum(h * channels for h, channels in shapes)
-        flat = torch.empty(sum(route.received) * width, dtype=wide, device=grads[0].device)
-        for its, message in zip(self.plan.returned, messages(flat, route.received, shapes), strict=True):
-            for part, grad in zip(message, grads, strict=True):
-                summed(part, its, grad[0])
+        parts = [(grad[0], i) for its in self.plan.returned for grad in grads for i in its]
+        if narrow and len(parts) == 1 and parts[0][0].is_contiguous():  # not copied
+            ((grad, (start, stop, ((_, row),))),) = parts
+            flat = grad[row : row + stop - start].view(-1)
+        else:
+            size = sum(route.received) * width
+            flat = torch.empty(size, dtype=dtype if narrow else state_dtype(dtype), device=grads[0].device)
+            for its, message in zip(self.plan.returned, messages(flat, route.received, shapes), strict=True):
+                for part, grad in zip(message, grads, strict=True):
+                    summed(part, its, grad[0])
         return begun(flat, [n * width for n in route.received], [n * width for n in self.sent], self.shard)
 
     def add(self, given: Transfer | None, grads: Sequence[Tensor], heads: slice, results: Sequence[Tensor]) -> None:

@@ -24,6 +24,7 @@ class Convolutions(Call):
     packing: Packing | None
     activation: str | None
     return_state: bool
+    skips: Tensor | None  # [N] bool: sequences whose first W - 1 outputs another call makes; they may stay unwritten
 
     NAMES: ClassVar[tuple[tuple[str, str, str], ...]]
 
@@ -90,6 +91,7 @@ class ShortConvCall(Convolutions):
     packing: Packing | None
     activation: str | None
     return_state: bool
+    skips: Tensor | None = None
 
     NAMES: ClassVar[tuple[tuple[str, str, str], ...]] = (("x", "weight", "bias"),)
 
@@ -123,6 +125,7 @@ class ShortConvQKVCall(Convolutions):
     packing: Packing | None
     activation: str | None
     return_state: bool
+    skips: Tensor | None = None
 
     NAMES: ClassVar[tuple[tuple[str, str, str], ...]] = tuple([(x, f"{x}_weight", f"{x}_bias") for x in "qkv"])
 

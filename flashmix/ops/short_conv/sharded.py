@@ -1,11 +1,12 @@
 """Convolutions over a shard: the inputs before each piece come from the ranks that have them.
 
-Only the first `W - 1` outputs of a piece read them. All outputs are computed while they are on their way, and those few again; in the
-backward the gradients of those inputs are computed first and go back meanwhile.
+Only the first `W - 1` outputs of a piece read them. All others are computed while they are on their way, and those few as soon as they
+are there, beside the others; in the backward the gradients of those inputs are computed first and go back meanwhile.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from flashmix.op.run import plainly
 from flashmix.ops.short_conv import op
 from flashmix.ops.short_conv.call import Convolutions, ShortConvCall
 from flashmix.parallel.exchange import Moved, halo, halo_moved, halo_wants, reaches_before, together
-from flashmix.parallel.heads import KeyRows, RowPlan, plan_of
+from flashmix.parallel.heads import KeyRows, RowPlan, Transfer, plan_of
 from flashmix.parallel.shard import Shard
 
 ALL = slice(0, 1)  # inputs are exchanged as rows of one head
@@ -29,7 +30,8 @@ EXCHANGE = 4  # multiprocessors that a collective of few rows takes
 def exchange(call: Convolutions) -> Moved:
     """What the ranks exchange."""
     shard: Any = call.packing
-    return halo_moved(shard, call.inputs, call.width - 1, call.initial_state)
+    narrow = reads_few(shard, call.width - 1, call.initial_state is not None)
+    return halo_moved(shard, call.inputs, call.width - 1, call.initial_state, narrow)
 
 
 def run(call: Convolutions, impl: str, asked: str) -> Outputs:
@@ -58,10 +60,12 @@ def reads_few(shard: Shard, count: int, given: bool) -> bool:
 class Continued(NamedTuple):
     """This rank's pieces that go on from another: their indices, the rows of their first tokens, and what is known before them.
 
-    `places`: the rows of `[pieces * count]` rows before them that lie in their sequences; None if all do.
+    `skips` marks them among all pieces. `places`: the rows of `[pieces * count]` rows before them that lie in their sequences; None if all
+    do.
     """
 
     pieces: Tensor
+    skips: Tensor
     first: list[int]
     places: Tensor | None
 
@@ -72,7 +76,8 @@ def continued(shard: Shard, count: int) -> Continued:
     places = [row for j, n in enumerate(known) for row in range((j + 1) * count - n, (j + 1) * count)]
     whole = len(places) == count * len(its)
     indices = shard.tensor([i for i, _ in its], torch.int64)
-    return Continued(indices, [p.first for _, p in its], None if whole else shard.tensor(places, torch.int64))
+    skips = shard.tensor([not p.begins for p in shard.pieces[shard.rank]], torch.bool)
+    return Continued(indices, skips, [p.first for _, p in its], None if whole else shard.tensor(places, torch.int64))
 
 
 class Meanwhile(torch.autograd.Function):
@@ -93,16 +98,14 @@ class Meanwhile(torch.autograd.Function):
         pieces = shard.made(("continued", count), lambda: continued(shard, count))
         rows = KeyRows(shard, plan, *(x.unsqueeze(2) for x in call.inputs))
         asked = rows.ask(ALL)
-        outputs, _ = its.forward(call, False, chosen)
+        outputs, _ = its.forward(call.but(skips=pieces.skips) if pieces.first else call, False, chosen)
         before = None
         if pieces.first:
-            found = [x[0, :, 0] for x in rows.wanted(asked, rows.own(ALL), ALL)]
-            before = state_of(pieces, count, together(found, found[0], 1))
-            some, _ = its.forward(firsts(call, pieces, before), False, chosen)
-            for y, few in zip(outputs[: len(call.NAMES)], some, strict=True):
-                for j, first in enumerate(pieces.first):
-                    y[0, first : first + count].copy_(few[j])
-        elif asked is not None:
+            with nullcontext() if asked is None else asked.behind():
+                before = Meanwhile.first_outputs(call, its, chosen, pieces, rows, asked, outputs)
+            if before.is_cuda:
+                before.record_stream(torch.cuda.current_stream(before.device))
+        if asked is not None:
             asked.arrived()
         if gradient:
             kept = call.for_backward(outputs)
@@ -114,6 +117,26 @@ class Meanwhile(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*(getattr(kept, n) for n in ctx.saved), *(() if before is None else (before,)))
         return outputs
+
+    @staticmethod
+    def first_outputs(
+        call: Convolutions,
+        its: Op,
+        chosen: str,
+        pieces: Continued,
+        rows: KeyRows,
+        asked: Transfer | None,
+        outputs: Outputs,
+    ) -> Tensor:
+        """Writes the first outputs of the pieces that go on; returns the rows before these."""
+        count = call.width - 1
+        found = [x[0, :, 0] for x in rows.wanted(asked, rows.own(ALL), ALL)]
+        before = state_of(pieces, count, together(found, found[0], 1))
+        some, _ = its.forward(firsts(call, pieces, before), False, chosen)
+        for y, few in zip(outputs[: len(call.NAMES)], some, strict=True):
+            for j, first in enumerate(pieces.first):
+                y[0, first : first + count].copy_(few[j])
+        return before
 
     @staticmethod
     @once_differentiable
@@ -147,7 +170,7 @@ class Meanwhile(torch.autograd.Function):
             if state is not before:
                 state = state.index_copy(0, pieces.pieces, before.to(state.dtype))
         back = back or [x.new_zeros(1, rows.rows, 1, x.shape[2]) for x in call.inputs]
-        returned = rows.give_back(back, ALL)
+        returned = rows.give_back(back, ALL, narrow=True)  # that no rank wants a row twice `reads_few` says
         asked = [name for name in wanted if name not in its.passes]
         found: dict[str, Tensor | None] = {}
         if any(y is not None for y in grads):

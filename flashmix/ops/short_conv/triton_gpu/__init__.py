@@ -151,6 +151,7 @@ def operands_of(call: Convolutions) -> ConvOperands:
         None if state is None else state.contiguous(),
         sequence,
         starts,
+        None if call.skips is None else call.skips.view(torch.uint8),
     )
 
 

@@ -72,6 +72,7 @@ class ConvOperands(NamedTuple):
     state: Any  # [N, W - 1, D]
     sequence: Any  # [B T], packed: the sequence of each row
     starts: Any  # [N + 1], packed
+    skips: Any  # [N] uint8: sequences whose first W - 1 outputs are not written
 
 
 class ConvBlock(NamedTuple):
@@ -292,6 +293,15 @@ def convolved(past, x, taps, S: tl.constexpr):
 
 
 @triton.jit
+def unskipped(mask, seq, position, c, S: tl.constexpr):
+    """`mask` without a row whose output another launch writes."""
+    if c.skips is not None:
+        first = (position < S.WIDTH - 1) & (seq >= 0)
+        mask = mask & (tl.load(c.skips + seq, mask=first, other=0) == 0)  # []
+    return mask
+
+
+@triton.jit
 def head_sums(x, S: tl.constexpr):
     """`[d]`: the sum over a channel's head of UNIT channels."""
     HEADS: tl.constexpr = S.BLOCK // S.UNIT
@@ -360,7 +370,7 @@ def short_conv_forward_kernel(x, residual, c, y, final, n, S: tl.constexpr):
                     u = activation(u, ACTIVATION, PRECISE)
                 if S.UNIT > 0:
                     u = of_unit_length(u, block, S)
-                mask = block.inside & (row < span.limit)
+                mask = unskipped(block.inside & (row < span.limit), seq, position, c, S)
                 if residual is not None:
                     added = tape_of(residual, 0, S)
                     where = offset_of(added, row, seq, position, S)
