@@ -25,6 +25,16 @@ from flashmix.ops.decay.op import softplus_decay
 from flashmix.ops.gated_product.op import swiglu
 
 
+def by_groups(t: Tensor) -> Tensor:
+    """`B` or `C` with an axis of groups."""
+    return t if t.dim() == 4 else t.unsqueeze(2)
+
+
+def finite_rates(A: Tensor) -> Tensor:
+    """`A` without -inf, which a step of 0 would make nan; the kernels for GPUs do so themselves."""
+    return A.clamp(min=torch.finfo(A.dtype).min)
+
+
 class Extras(NamedTuple):
     """The options of `selective_scan` that are not the scan itself, by its names."""
 
@@ -70,11 +80,6 @@ class Extras(NamedTuple):
         least = float(dt.detach().min()) if dt.numel() and not self.softplus else 0.0
         if least < 0:
             raise ValueError(f"dt must be at least 0 (a step size), got {least:g}")
-
-    def shaped(self, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Finite rates (0 times -inf is none), and `B`, `C` by groups."""
-        B, C = (t if t.dim() == 4 else t.unsqueeze(2) for t in (B, C))
-        return A.clamp(min=torch.finfo(A.dtype).min), B, C
 
     def step(self, dt: Tensor) -> Tensor:
         """Step sizes, with `softplus` in float32 or float64."""

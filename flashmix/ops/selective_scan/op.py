@@ -13,7 +13,7 @@ from flashmix.op.dtypes import state_dtype
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.selective_scan.call import SelectiveScanCall
-from flashmix.ops.selective_scan.extras import Extras
+from flashmix.ops.selective_scan.extras import Extras, by_groups, finite_rates
 from flashmix.ops.selective_scan.native.binding import missing
 
 
@@ -114,10 +114,10 @@ def selective_scan(
         check_dtype("initial_state", initial_state, state_dtype(u.dtype))
         check_like("initial_state", initial_state, "u", u, dtype=False)
     extras.check_contents(A, dt)
-    A, B, C = extras.shaped(A, B, C)
+    B, C = by_groups(B), by_groups(C)
     call = SelectiveScanCall(u, dt, A, B, C, initial_state, packing, *extras)
     apart = chosen(IMPLEMENTATIONS, call, impl) not in (None, *WITH_EXTRAS)
     if apart:
-        call = SelectiveScanCall(u, extras.step(dt), A, B, C, initial_state, packing)
+        call = SelectiveScanCall(u, extras.step(dt), finite_rates(A), B, C, initial_state, packing)
     y, state = SELECTIVE_SCAN(call, impl, "selective_scan")
     return extras.after(y, u) if apart else y, state if return_state else None

@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from flashmix.op.call import Outputs
 from flashmix.ops.selective_scan import op
 from flashmix.ops.selective_scan.call import SelectiveScanCall
+from flashmix.ops.selective_scan.extras import finite_rates
 from flashmix.parallel import joined
 from flashmix.parallel.exchange import Moved
 from flashmix.parallel.joined import CallHalves, StateMap, summed
@@ -37,7 +38,7 @@ def products(halves: CallHalves, pieces: Sequence[int]) -> list[Tensor]:
     step = call.dt
     if call.softplus:
         step = softplus(step.to(call.state_dtype) + (0.0 if call.dt_bias is None else call.dt_bias))
-    return [(summed(step, own[i]).unsqueeze(-1) * call.A).exp().to(call.state_dtype) for i in pieces]
+    return [(summed(step, own[i]).unsqueeze(-1) * finite_rates(call.A)).exp().to(call.state_dtype) for i in pieces]
 
 
 ACTS = StateMap(op.SELECTIVE_SCAN, shapes, lambda M, S, N: M * S + N, torch.mul, products)

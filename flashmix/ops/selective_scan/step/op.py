@@ -10,7 +10,7 @@ from flashmix.op.checks import check_dtype, check_like, check_range, check_shape
 from flashmix.op.dtypes import state_dtype
 from flashmix.op.public import public
 from flashmix.ops.recurrence.step.call import MOST_TOKENS, check_indices
-from flashmix.ops.selective_scan.extras import Extras
+from flashmix.ops.selective_scan.extras import Extras, by_groups, finite_rates
 from flashmix.ops.selective_scan.step.call import SelectiveStepCall
 
 MOST_STATES = 256
@@ -92,11 +92,11 @@ def selective_scan_step(
             "selective_scan_step has no gradient, it writes its state in place: call it under torch.no_grad()"
         )
     extras.check_contents(A, dt)
-    A, B, C = extras.shaped(A, B, C)
+    B, C = by_groups(B), by_groups(C)
     call = SelectiveStepCall(u, dt, A, B, C, state, state_indices, *extras)
     if impl in ("auto", "triton") and _triton_supports(call) is None:
         return SELECTIVE_STEP(call, impl, "selective_scan_step")[0]
-    call = SelectiveStepCall(u, extras.step(dt), A, B, C, state, state_indices)
+    call = SelectiveStepCall(u, extras.step(dt), finite_rates(A), B, C, state, state_indices)
     y = SELECTIVE_STEP(call, impl, "selective_scan_step")[0]
     idle = None if D is None or state_indices is None else (state_indices < 0) | (state_indices >= slots)
     return extras.after(y, u if idle is None else u.masked_fill(idle[:, None, None], 0))
