@@ -378,6 +378,7 @@ def test_emulated_states_that_are_kept_change_no_bit(
 ) -> None:
     """`FLASHMIX_KEEP_STATES=1`: the forward writes what the backward would have made again."""
     case = Case("kept", rule, "token", B=1, T=134, H=1, HV=2, K=K, V=V)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_VALUES", False)
     wanted, launched = emulated(case)
     assert launched.count("state_forward_kernel") == 2
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
@@ -385,6 +386,29 @@ def test_emulated_states_that_are_kept_change_no_bit(
     assert launched.count("state_forward_kernel") == 1
     for name, t in wanted.items():
         same_bits(found[name], t, name)
+
+
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("segments", [1, pytest.param(2, marks=pytest.mark.whole)])
+def test_emulated_nu_that_is_kept(
+    walk: bool, segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With value heads that share a key head the forward keeps nu: its bits are the same, and gradients are but for rounding."""
+    cut_into(segments, monkeypatch)
+    case = Case("nu", "delta", "token", B=1, T=210 + segments, H=1, HV=2, K=128, V=128, decay="-0.02")
+    fused_backward(walk)
+    found, launched = emulated(case)
+    assert launched.count("state_forward_kernel") == segments + (not walk)
+    with hopper_card(), torch.no_grad():  # and nothing without a gradient
+        o, _ = run_op(case, make_inputs(case, torch.bfloat16), "gluon")
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_VALUES", False)
+    fused_backward(walk)
+    wanted, _ = emulated(case)
+    same_bits(o, wanted["o"], "o")
+    for name, t in wanted.items():
+        error = (found[name].double() - t.double()).square().mean().sqrt()
+        assert error <= (0.0 if name in ("o", "state") else 0.005) * t.double().square().mean().sqrt(), name
+    assert any(not torch.equal(found[name], t) for name, t in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -409,6 +433,20 @@ def test_emulated_parts_of_a_batch_change_no_bit(gate: str) -> None:
     """With 256 channels the backward of linear attention is made in parts that cost no round of programs, in the same memory."""
     case = Case("parts", "linear", gate, B=4, T=70, H=1, HV=2, K=256, V=256)
     (wanted, once), (found, launched) = emulated(case, 132), emulated(case, 8)  # 16 programs: of one round, of two
+    assert once.count("wide_output_backward_kernel") == 1 and launched.count("wide_output_backward_kernel") == 2
+    for name, t in wanted.items():
+        same_bits(found[name], t, name)
+
+
+@pytest.mark.parametrize("states", [True, pytest.param(False, marks=pytest.mark.whole)])
+def test_emulated_stretches_of_a_sequence_change_no_bit(monkeypatch: pytest.MonkeyPatch, states: bool) -> None:
+    """With 256 channels the backward of one long sequence is made in two stretches, the later first, in the same memory."""
+    from flashmix.ops.recurrence.gluon_hopper import memory
+
+    case = Case("stretches", "linear", "token", B=1, T=134, H=1, HV=2, K=256, V=256, states=states)
+    wanted, once = emulated(case, 132)
+    monkeypatch.setattr(memory, "STRETCHED", 3)  # chunks: two and one
+    found, launched = emulated(case, 132)
     assert once.count("wide_output_backward_kernel") == 1 and launched.count("wide_output_backward_kernel") == 2
     for name, t in wanted.items():
         same_bits(found[name], t, name)

@@ -258,6 +258,21 @@ def test_the_fused_backward_of_value_heads_that_share_a_key_head_adds_in_one_ord
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("T", (4096, 4200))
+def test_a_backward_in_two_stretches_has_the_bits_of_one(T, monkeypatch):
+    """That of linear attention with 256 channels, of one sequence of many chunks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    case = Case("stretches", "linear", "token", B=1, T=T, H=2, HV=4, K=256, V=256)
+    inputs = {n: t.to(DEVICE) for n, t in make_inputs(case, torch.bfloat16).items()}
+    found = evaluate(run_op, case, inputs, "gluon")
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.STRETCHED", math.inf)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.BACKWARD", {})
+    for name, wanted in evaluate(run_op, case, inputs, "gluon").items():
+        same_bits(found[name], wanted, name)
+
+
+@pytest.mark.gpu
 @named(DPLR_CASES)
 def test_the_pairs_of_dplr_on_hopper_are_within_budget(case):
     if torch.cuda.get_device_capability() != (9, 0):

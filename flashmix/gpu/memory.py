@@ -22,9 +22,9 @@ class MemoryPart(NamedTuple):
         return -(-math.prod(self.shape) * self.dtype.itemsize // 16) * 16
 
     def of(self, parts: int) -> MemoryPart:
-        """The same for one of so many parts of its first axis."""
+        """The same for the largest of so many parts of its first axis."""
         first, *rest = self.shape
-        return self if parts == 1 else MemoryPart(self.dtype, (first // parts, *rest))
+        return self if parts == 1 else MemoryPart(self.dtype, (-(-first // parts), *rest))
 
 
 def allocate(size: int, device: torch.device) -> Tensor | None:

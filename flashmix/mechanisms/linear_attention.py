@@ -69,8 +69,8 @@ def normalised_linear_attention(
     check_states(initial_state, q, (N, v.shape[2], q.shape[3], v.shape[3]), (N, *q.shape[2:]))
     S, z = (None, None) if initial_state is None else initial_state
     given: dict[str, Any] = {"scale": 1.0, "return_state": return_state, "cu_seqlens": packing, "impl": impl}
+    weight, z = normaliser(q, k, initial_state=z, **given)  # first, as in `mlstm`
     o, S = linear_attention(q, k, v, initial_state=S, **given)
-    weight, z = normaliser(q, k, initial_state=z, **given)
     if eps:
         weight = weight + eps
     o = o / weight.repeat_interleave(v.shape[2] // q.shape[2], 2)

@@ -87,8 +87,9 @@ def mlstm(
     write, decay, m_t, m = stabilised(log_write.to(wide), log_forget.to(wide), m, packing, impl)
     k = scaled(k, write, impl)
     given: dict[str, Any] = {"return_state": return_state, "cu_seqlens": packing, "impl": impl}
-    o, C = large_values(q, k, v, decay, initial_state=C, scale=scale, **given)
+    # First the normaliser, whose backward is then the later: its gradients of q and k are not there at the peak of the other's.
     weight, n = normaliser(q, k, decay, initial_state=n, scale=scale, **given)
+    o, C = large_values(q, k, v, decay, initial_state=C, scale=scale, **given)
     divisor = torch.maximum(weight.abs(), torch.exp(-m_t).unsqueeze(-1)) + eps
     divisor = divisor.repeat_interleave(v.shape[2] // H, 2)
     o = scaled(o, 1 / divisor.squeeze(-1), impl)

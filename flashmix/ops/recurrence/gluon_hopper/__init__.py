@@ -8,15 +8,16 @@ channel the state passes read decayed keys, `output`'s backward is `channel_outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
-from flashmix.gpu.memory import allocate, views
+from flashmix.gpu.memory import MemoryPart, allocate, views
 from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients, Outputs
@@ -26,9 +27,10 @@ from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.gluon_hopper import descriptors, dplr
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
 from flashmix.ops.recurrence.gluon_hopper.memory import (
+    Saved,
     aligned,
     backward_parts,
-    keeps_states,
+    kept_parts,
     kind_of,
     ready,
     results,
@@ -47,7 +49,7 @@ from flashmix.parallel.halves import Halves
 __all__ = ["backward", "forward", "halves", "keeps"]
 
 FORWARD: dict[Hashable, LaunchSeries] = {}
-SAVING: dict[Hashable, LaunchSeries] = {}  # a forward that keeps states
+SAVING: dict[Hashable, LaunchSeries] = {}  # a forward that keeps nu or states
 BACKWARD: dict[Hashable, LaunchSeries] = {}  # by the kind of a call
 
 
@@ -146,7 +148,7 @@ def launch(
 
 
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
-    """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts."""
+    """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts; and nu, states or both."""
     if is_step(call):
         return step(call), ()
     if call.tokens == 0 or call.batch == 0:
@@ -158,7 +160,8 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     sizes = sizes_of(call, kind)
     o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
     kept, decayed = allocate(sizes.kept_bytes, device), allocate(sizes.decayed_bytes, device)
-    states = allocate(sizes.states_bytes, device) if save and keeps_states(call) else None
+    parts = kept_parts(call, sizes) if save else ()
+    more = allocate(sum(part.bytes for part in parts), device)
     if call.packed:
         o.zero_()  # tokens past the last sequence
 
@@ -170,11 +173,11 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
             write_maps(run, reads, maps)
             base = run.base
             base.plan.join_forward(base.join_programs(), maps, call.initial_state, starts, None, None, base.segmented)
-        state_output(run, reads, joined, o, state, views(states, sizes.states) if states is not None else [])
+        state_output(run, reads, joined, o, state, Saved.of(call, views(more, parts)))
 
-    known = FORWARD if states is None else SAVING
-    launch(known, device, kind, (*operands, o, state, kept, decayed, states), make)
-    return (o, state), tuple(t for t in (kept, states) if t is not None) if save else ()
+    known = FORWARD if more is None else SAVING
+    launch(known, device, kind, (*operands, o, state, kept, decayed, more), make)
+    return (o, state), tuple(t for t in (kept, more) if t is not None) if save else ()
 
 
 def empty(call: RecurrenceCall) -> Outputs:
@@ -190,8 +193,8 @@ def keeps(call: RecurrenceCall) -> Outputs:
     sizes = symbolic_sizes_of(call)
     if is_step(call) or not sizes.kept or call.tokens == 0 or call.batch == 0:
         return ()
-    found = (sizes.kept_bytes, sizes.states_bytes) if keeps_states(call) else (sizes.kept_bytes,)
-    return tuple(torch.empty(size, dtype=torch.uint8, device=call.device) for size in found)
+    more = [sum(part.bytes for part in parts)] if (parts := kept_parts(call, sizes)) else []
+    return tuple(torch.empty(size, dtype=torch.uint8, device=call.device) for size in (sizes.kept_bytes, *more))
 
 
 def backward(call: RecurrenceCall, kept: Outputs, grads: Sequence[Tensor | None], wanted: frozenset[str]) -> Gradients:
@@ -215,10 +218,12 @@ def launch_backward(
     do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
-    decayed, saved, parts = allocate(sizes.decayed_bytes, device), len(kept) > 1, backward_parts(call, sizes)
-    stated = not saved and not walks(call, sizes)  # there is memory for states
-    more = () if saved else sizes.states if stated else sizes.counters
-    worked = [part.of(parts) for part in sizes.work + more]
+    decayed, (parts, stretches) = allocate(sizes.decayed_bytes, device), backward_parts(call, sizes)
+    saved = Saved.of(call, views(kept[1], kept_parts(call, sizes))) if len(kept) > 1 else Saved()
+    walked = saved.states is None and walks(call, sizes)
+    missing = tuple(part for part, there in zip(sizes.states, saved, strict=False) if there is None)
+    worked = [part.of(parts * stretches) for part in sizes.work + (sizes.counters if walked else missing)]
+    worked += [MemoryPart(torch.float32, (stretches - 1, *sizes.state))] if stretches > 1 else []
     work = allocate(sum(part.bytes for part in worked), device)
     found = results(call)
 
@@ -227,8 +232,10 @@ def launch_backward(
         own = views(memory, sizes.kept), views(decayed, sizes.decayed)
         scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
         room = views(work, worked)
-        states = views(kept[1], sizes.states) if saved else room[len(sizes.work) :] if stated else []
-        counters = None if saved or stated or not more else room[-1]
+        between = room.pop() if stretches > 1 else None
+        more = iter(room[len(sizes.work) :])
+        counters = next(more, None) if walked else None
+        made = saved if walked else Saved(*(next(more, None) if t is None else t for t in saved))
         starts = None
         if scored[1]:
             ends, starts = room[1:3]
@@ -238,10 +245,15 @@ def launch_backward(
                 base.join_programs(), scored[1][0], ends, dstate, starts, None, None, base.segmented
             )
         whole = run, scored, (do, dstate, starts), found
-        for one, read, given, made in [whole] if parts == 1 else sequences(whole, own[0], parts):
-            if stated:
-                save_states(one, read, states)
-            gradients(one, read, given, (room[0], *states), made, counters)
+        each: Iterable[BackwardParts] = [whole]
+        if between is not None:
+            each = stretches_of(whole, own[0], between)
+        elif parts > 1:
+            each = sequences(whole, own[0], parts)
+        for one, read, given, its in each:
+            if made.states is not saved.states:
+                save_states(one, read, made, saved.nu is not None)
+            gradients(one, read, given, room[0], made, its, counters)
 
     own = memory, *kept[1:], decayed, work
     launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
@@ -260,44 +272,72 @@ def sequences(whole: BackwardParts, kept: Sequence[Tensor], parts: int) -> Itera
         yield one, (reads, [], None), given, {name: t[first:stop] for name, t in found.items()}
 
 
-def saved_tiles(run: HopperRun, states: Sequence[Tensor]) -> tuple[Tiles, Tiles | None]:
-    """The states that chunks start from and nu, as the state pass writes them."""
-    return descriptors.states(states[0], 64, run.plan.BK), run.tokens(
-        states[1], 64
-    ) if run.call.rule.corrected else None
+def stretches_of(whole: BackwardParts, kept: Sequence[Tensor], between: Tensor) -> Iterator[BackwardParts]:
+    """The same for each stretch of the chunks of one sequence, from the last.
+
+    `between` `[stretches - 1, 1, HV, K, V]` has the states that stretches leave to the next, then the gradients of these.
+    """
+    run, _, (do, dstate, _), found = whole
+    chunks, state, gradient = run.base.n.chunks, run.call.initial_state, found.get("initial_state")
+    size = cdiv(chunks, len(between) + 1)
+    spans = [(first, min(first + size, chunks)) for first in range(0, chunks, size)]
+    runs = [HopperRun(run.base.stretch(*span, s)) for span, s in zip(spans, (state, *between), strict=True)]
+    reads = [reads_of(one, *(t[first:stop] for t in kept[:2])) for one, (first, stop) in zip(runs, spans, strict=True)]
+    for one, read, left in zip(runs, reads, between, strict=False):
+        write_last_state(one, read, one.call.initial_state, left)
+    ends, starts = (*between, dstate), (gradient, *between)
+    for one, read, span, end, start in reversed(list(zip(runs, reads, spans, ends, starts, strict=True))):
+        made = {name: run.base.of_stretch(t, *span) for name, t in found.items() if name != "initial_state"}
+        made |= {} if start is None else {"initial_state": start}
+        yield one, (read, [], None), (run.base.of_stretch(do, *span), end, None), made
 
 
-def save_states(run: HopperRun, scored: tuple[ChunkReads, Sequence[Tensor], Any], states: Sequence[Tensor]) -> None:
-    """The state pass for the states that chunks start from, and nu with corrections."""
+def saved_tiles(run: HopperRun, saved: Saved) -> tuple[Tiles | None, Tiles | None]:
+    """The states that chunks start from and nu, as a state pass writes them."""
+    states = None if saved.states is None else descriptors.states(saved.states, 64, run.plan.BK)
+    return states, None if saved.nu is None else run.tokens(saved.nu, 64)
+
+
+def save_states(
+    run: HopperRun, scored: tuple[ChunkReads, Sequence[Tensor], Any], saved: Saved, given: bool = False
+) -> None:
+    """The state pass for the states that chunks start from, and nu with corrections unless that is `given`."""
     reads, joined, _ = scored
     x = run.memory(run.call.initial_state, joined[1] if joined else None, None, None)
-    tiles = *reads.without(run.tokens(run.call.v, 64)), None, *saved_tiles(run, states)
-    run.plan.state_save(run.programs(run.plan.state_save), *tiles, x, run.segmented if joined else run.n)
+    states, nu = saved_tiles(run, saved)
+    if given:
+        assert nu is not None
+        kernel, tiles, nu = run.plan.state_save_given, reads._replace(T=None).without(nu), None
+    else:
+        kernel, tiles = run.plan.state_save, reads.without(run.tokens(run.call.v, 64))
+    kernel(run.programs(kernel), *tiles, None, states, nu, x, run.segmented if joined else run.n)
 
 
 def gradients(
     run: HopperRun,
     scored: tuple[ChunkReads, Sequence[Tensor], Any],
     grads: tuple[Tensor, Tensor | None, Tensor | None],
-    work: Sequence[Tensor],
+    dstates: Tensor,
+    saved: Saved,
     found: Gradients,
     counters: Tensor | None = None,
 ) -> None:
     """Launches what makes the gradients `found`, of what `scores` returns, of those of the output, of final states and of what segments
-    leave, and of the states; `work` is memory for the gradients of states, the states and nu with corrections; without that for the last
-    two they are made again, and value heads that share a key head take their turns by `counters`.
+    leave, and of what is `saved`; `dstates` is memory for the gradients of states. States that are not saved are made again, and nu with
+    them, and value heads that share a key head take their turns by `counters`.
     """
     call, (reads, joined, decayed) = run.call, scored
-    (do, dstate, starts), (dstates, *states) = grads, work
+    do, dstate, starts = grads
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None, counters)
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
     run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
-    if not states:
-        read = reads.q, reads.k, run.tokens(call.v, 64), reads.T, reads.vectors
-        walk_backward(run.base, run.plan, n, read, (do, dstates, joined[1] if joined else None, counters), found)
+    if saved.states is None:
+        kernel, nu, T = (run.plan.walk, call.v, reads.T) if saved.nu is None else (run.plan.walk_given, saved.nu, None)
+        read = reads.q, reads.k, run.tokens(nu, 64), T, reads.vectors
+        walk_backward(run.base, kernel, n, read, (do, dstates, joined[1] if joined else None, counters), found)
         return
-    values = do, found["v"], states[1] if call.rule.corrected else call.v, states[0], dstates
+    values = do, found["v"], call.v if saved.nu is None else saved.nu, saved.states, dstates
     if decayed is None:
         output_backward(run, values, reads, found)
     else:
@@ -347,6 +387,12 @@ def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
     kernel(run.programs(kernel, channels), *tiles, None, None, None, x, run.segmented)
 
 
+def write_last_state(run: HopperRun, reads: ChunkReads, initial_state: Tensor | None, state: Tensor) -> None:
+    """Writes the final states of sequences, and nothing else."""
+    tiles, x = reads.without(run.tokens(run.call.v, 64)), run.memory(initial_state, None, state, None)
+    run.plan.state_maps(run.programs(run.plan.state_maps), *tiles, None, None, None, x, run.n)
+
+
 def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:
     """Writes what each segment sends back from nothing."""
     tiles, x = reads.with_queries(run.tokens(do, 64)), run.memory(None, None, None, ends)
@@ -354,17 +400,21 @@ def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> N
 
 
 def state_output(
-    run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o: Tensor, state: Tensor, states: Sequence[Tensor] = ()
+    run: HopperRun,
+    reads: ChunkReads,
+    joined: Sequence[Tensor],
+    o: Tensor,
+    state: Tensor,
+    saved: Saved = Saved(),  # noqa: B008
 ) -> None:
-    """The state pass forward with the output, and the states that chunks start from if there is memory for them."""
+    """The state pass forward with the output, and with nu and the states that chunks start from if there is memory for them."""
     call = run.call
     x = run.memory(call.initial_state, joined[1] if joined else None, state, None)
     tiles = reads.with_queries(run.tokens(call.v, 64))
     n = run.segmented if joined else run.n
-    kernel = run.plan.state_output_save if states else run.plan.state_output
-    kernel(
-        run.programs(kernel), *tiles, run.tokens(o, 64), *(saved_tiles(run, states) if states else (None, None)), x, n
-    )
+    kernel = run.plan.state_output if saved.nu is None else run.plan.state_output_keep
+    kernel = kernel if saved.states is None else run.plan.state_output_save
+    kernel(run.programs(kernel), *tiles, run.tokens(o, 64), *saved_tiles(run, saved), x, n)
 
 
 def output_backward(run: HopperRun, values: tuple[Tensor, ...], reads: ChunkReads, found: Gradients) -> None:

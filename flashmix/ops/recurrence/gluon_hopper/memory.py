@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,12 +23,17 @@ TILED = ("q", "k", "v")  # operands that TMA reads
 OPERANDS = (*TILED, "beta", "log_decay", "initial_state")
 # The states that chunks start from are kept from forward to backward in place of being made again, as far as kernels can.
 KEEP_STATES = os.environ.get("FLASHMIX_KEEP_STATES") == "1"
+# What they are written with, nu, a third of these bytes, is kept where value heads share a key head, unless it says no: there the
+# backward has fewer bytes than time to make it again.
+KEEP_VALUES = os.environ.get("FLASHMIX_KEEP_VALUES") != "0"
 
 # The backward of the output in the walk of the states (`walk.py`) takes about as long for few programs as for one on each multiprocessor.
 # So it serves where its programs fill more than this part of the rounds that they take, and adds to dq and dk in 16 bits with at most so
 # many value heads a key head.
 FILLED = 0.65
 GROUPED = 8
+
+STRETCHED = 64  # chunks of a sequence from which on its backward is made in two stretches
 
 
 class CallMemory(NamedTuple):
@@ -104,15 +109,19 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
     return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts[:-1]])
 
 
-def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> int:
-    """In how many parts of its sequences the backward of a call is made, one after the other in the same memory.
+def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> tuple[int, int]:
+    """In how many parts of its sequences the backward of a call is made, or in how many stretches of the chunks of its only one; one after
+    the other in the same memory.
 
-    With 256 channels S and dS' take 256 KiB a chunk and value head. Linear attention takes as many parts as cost no time.
+    With 256 channels S and dS' take 256 KiB a chunk and value head. Linear attention takes as many parts as cost no time; two stretches
+    of many chunks cost a pass over the states of the first.
     """
     segmented = len(sizes.work) > 1
     if call.rule.corrected or call.packed or min(call.K, call.V) <= 128 or segmented:
-        return 1
-    return parts_of_rounds(call.batch, 2 * call.value_heads, gpu.target(call.device).multiprocessors)
+        return 1, 1
+    if call.batch == 1:
+        return 1, 2 if cdiv(call.tokens, 64) >= STRETCHED else 1
+    return parts_of_rounds(call.batch, 2 * call.value_heads, gpu.target(call.device).multiprocessors), 1
 
 
 @lru_cache(maxsize=1024)
@@ -128,8 +137,33 @@ def keeps_states(call: RecurrenceCall) -> bool:
     return KEEP_STATES and call.decay is not Decay.CHANNEL and max(call.K, call.V) <= 128
 
 
+def keeps_values(call: RecurrenceCall) -> bool:
+    """Whether the forward keeps nu, beside the states or alone."""
+    alone = KEEP_VALUES and call.value_heads > call.heads and call.decay is not Decay.CHANNEL
+    return call.rule.corrected and (keeps_states(call) or (alone and max(call.K, call.V) <= 128))
+
+
+class Saved(NamedTuple):
+    """What the backward of the output reads of the forward's way through the states, as far as it is there."""
+
+    states: Tensor | None = None  # that chunks start from, [chunks, HV, V, K]
+    nu: Tensor | None = None  # with corrections, [B, T, HV, V]
+
+    @staticmethod
+    def of(call: RecurrenceCall, kept: Sequence[Tensor]) -> Saved:
+        """The tensors of `kept_parts`."""
+        rest = iter(kept)
+        return Saved(*(next(rest, None) if keeps(call) else None for keeps in (keeps_states, keeps_values)))
+
+
+def kept_parts(call: RecurrenceCall, sizes: CallMemory) -> tuple[MemoryPart, ...]:
+    """What the forward keeps beside `sizes.kept`, in an allocation of its own: states and nu, or either."""
+    states, *values = sizes.states
+    return (*([states] if keeps_states(call) else []), *(values if keeps_values(call) else []))
+
+
 def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
-    """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that they have no memory.
+    """Whether one kernel makes the states that chunks start from again and the gradients of keys with them, so that states have no memory.
 
     That is with tiles of 128 channels and at most one decay per token, where its programs fill most of a card. The gradients have the same
     bits either way with one value head a key head.

@@ -35,13 +35,16 @@ class HopperPlan(NamedTuple):
     BV: int
     scores: Kernel
     state_output: Kernel
+    state_output_keep: Kernel
     state_output_save: Kernel
     state_save: Kernel
+    state_save_given: Kernel
     state_maps: Kernel
     state_backward: Kernel
     state_ends: Kernel
     output: Kernel
     walk: Kernel
+    walk_given: Kernel
     channel_scores: Kernel
     channel_scores_save: Kernel
     channel_far_rows: Kernel
@@ -99,13 +102,16 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         BV=basic.BV,
         scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         state_output=_state(state_forward_kernel, output, True),
+        state_output_keep=_state(state_forward_kernel, output._replace(KEEP=basic.CORRECTED), True),
         state_output_save=_state(state_forward_kernel, output._replace(SAVE=True, VALUES=2, PAIRS=2), True),
         state_save=_state(state_forward_kernel, state._replace(SAVE=True), False),
+        state_save_given=_state(state_forward_kernel, state._replace(SAVE=True, GIVEN=True, CORRECTED=False), False),
         state_maps=_state(state_forward_kernel, maps, False),
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=_output(decayed),
         walk=Kernel(walk_backward_kernel, decayed._replace(STAGES=stages, NUS=stages), num_warps=4, maxnreg=128),
+        walk_given=Kernel(walk_backward_kernel, decayed._replace(GIVEN=True, NUS=2), num_warps=4, maxnreg=128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),

@@ -22,9 +22,10 @@ from flashmix.ops.recurrence.gluon_hopper import (
     scores,
     state_output,
     write_ends,
+    write_last_state,
     write_maps,
 )
-from flashmix.ops.recurrence.gluon_hopper.memory import aligned, results, symbolic_sizes_of, walks
+from flashmix.ops.recurrence.gluon_hopper.memory import Saved, aligned, results, symbolic_sizes_of, walks
 from flashmix.ops.recurrence.triton_gpu import empty_maps
 from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
@@ -94,9 +95,7 @@ class HopperForward:
         for first, stop in uncut(pieces.begun):
             run, reads = self.scored.part(first, stop)
             state = run.base.states()
-            memory = run.memory(run.call.initial_state, None, state, None)
-            tiles = reads.without(run.tokens(run.call.v, 64))
-            run.plan.state_maps(run.programs(run.plan.state_maps), *tiles, None, None, None, memory, run.n)
+            write_last_state(run, reads, run.call.initial_state, state)
             N |= each(state, first)
         for first, stop in uncut(pieces.through):
             found = from_maps(state_maps(*self.scored.part(first, stop))[:, :, 0], shape)
@@ -153,13 +152,14 @@ class HopperBackward:
         walked = walks(run.call, sizes)
         parts = (sizes.work[0], *(sizes.counters if walked else sizes.states))
         dstates, *others = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
-        states, counters = ((), others[0] if others else None) if walked else (others, None)
+        saved = Saved() if walked else Saved(*others)
+        counters = others[0] if walked and others else None
         dstate = dstate.contiguous()
         starts = None if self.joined is None else self.joined.enter(run.base.plan.enter_backward, dstate)
         scored = self.scored.reads, self.segments, self.scored.triton
         if not walked:
-            save_states(run, scored, states)
-        gradients(run, scored, (self.do, dstate, starts), (dstates, *states), found, counters)
+            save_states(run, scored, saved)
+        gradients(run, scored, (self.do, dstate, starts), dstates, saved, found, counters)
         return finished(run.call, found, wanted)
 
 

@@ -8,7 +8,8 @@ and nu are left operands in registers, and factors of tokens multiply columns. A
 values with the vectors of the chunk and of T filled, and a warpgroup more makes A_qb a chunk ahead (`state_parts.py`). Letters of tiles:
 `C` = 64 tokens, `K` = BK channels of keys, `v` = 64 channels of values. With tiles of 128 channels registers are SCARCE beside A_qb.
 
-Without corrections (linear attention) nu is V and beta 1: two products a chunk are left, or of a pass that only saves states one.
+Without corrections (linear attention) nu is V and beta 1: two products a chunk are left, or of a pass that only saves states one. So
+it is where nu is GIVEN, which the forward's pass KEEPs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
     """The rows 64 w ... of S^T."""
     o_d, s_d, nu_d = d
     DT: gl.constexpr = tiles.k.dtype
-    BEFORE: gl.constexpr = S.OUTPUT + 2 * S.SAVE - 1  # other copies that are begun between two of one kind
+    BEFORE: gl.constexpr = S.OUTPUT + S.KEEP + 2 * S.SAVE - 1  # other copies that are begun between two of one kind
     SCARCE: gl.constexpr = S.MAKES and S.BK == 128
     at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
@@ -128,7 +129,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             if S.MAKES:
                 wait_full(bars.made.full, n)
             o = warpgroup_mma(nu_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
-            if S.SAVE:
+            if S.SAVE or S.KEEP:
                 put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(S.WARPGROUPS + w), BEFORE, S)
             state, written = products_done(1, deps=[state, written])
             release(bars.k.empty, n)
@@ -193,6 +194,8 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
         else:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
+            if S.GIVEN:
+                column *= vector(tiles.vectors, stage + BETA, COLUMNS_64)
             written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         release(bars.v.empty, n)
@@ -235,9 +238,9 @@ def state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constex
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.constexpr):
-    """OUTPUT writes o; SAVE writes nu and the state that each chunk starts from; neither, the maps of segments `x.ends`."""
+    """OUTPUT writes o, and with KEEP nu; SAVE writes nu and the state that each chunk starts from; neither, maps of segments, `x.ends`."""
     MAPS: gl.constexpr = x.ends is not None
-    tiles, bars = state_tiles(False, S.OUTPUT + (S.SAVE and S.CORRECTED), k_d.dtype, S)
+    tiles, bars = state_tiles(False, S.OUTPUT + S.KEEP + (S.SAVE and S.CORRECTED), k_d.dtype, S)
     inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
     if S.WARPGROUPS == 2 and S.MAKES:

@@ -19,6 +19,8 @@ class HopperSpec(NamedTuple):
     SAVE: bool = (
         False  # the state pass writes what the backward reads, or the backward's what the output's backward reads
     )
+    KEEP: bool = False  # the state pass that writes o writes nu
+    GIVEN: bool = False  # nu comes from memory, in the place of values
     DECAY: bool = True  # there is a decay
     PER_HEAD: bool = False  # the same for all tokens
     CORRECTED: bool = True  # values are corrected by what the state holds; else nu is V, and there is no T
@@ -268,11 +270,11 @@ class WalkTiles(NamedTuple):
     k: Any  # [KEYS, 64, BK]
     tokens: Any  # [2, 64, 64]: V, 64 channels for each walker
     T: Any  # [1, 64, 64]
-    dO: Any  # [1, 64, BV]
+    dO: Any  # [STAGES, 64, BV]
     dR: Any  # [1, 64, BV]
     dstate: Any  # [2, BV, 64]: dS', 64 channels of keys for each walker
     state: Any  # [1, BV, BK]: S in 16 bits
-    nu: Any  # [1, 64, BV]
+    nu: Any  # [NUS, 64, BV]
     pairs: Any  # [2, 64, 64]: N_q and N_a
     vectors: Any  # [4 VALUES, 64]
     sums: Any  # [24, 64] float32: see `finisher`

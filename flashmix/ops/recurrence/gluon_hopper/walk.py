@@ -1,7 +1,7 @@
 """The backward of `output` in the walk of the states: one program a (sequence, value head, segment).
 
-The reverse state pass needs neither S nor nu, so it comes first; then this kernel makes S and nu again as `state.py` does, chunk after
-chunk, and with them the gradients of the chunk as `output.py` does (equations there). S and nu never go to memory.
+The reverse state pass needs neither S nor nu, so it comes first; then this kernel makes S again as `state.py` does, chunk after chunk, and
+with it the gradients of the chunk as `output.py` does (equations there). S never goes to memory. nu is GIVEN, or made again too.
 
 Roles: two `walkers`, warpgroups that hold 64 rows of S^T each in accumulators, and make dq and dk of 64 channels of keys each; `pairs`, a
 warpgroup for dA and <S, dS'>; a producer of one warp; a `finisher` of one warp, which makes dg and dbeta of the sums that the others leave,
@@ -81,7 +81,7 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
         bar = expect_bytes(bars.keys.full, n, 2 * 64 * S.BK * 2)
         fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(n % S.KEYS), S)
         fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(n % S.KEYS), S)
-        if S.CORRECTED:
+        if S.CORRECTED and not S.GIVEN:
             wait_empty(bars.tokens.empty, n)
             bar = expect_bytes(bars.tokens.full, n, 64 * S.BV * 2)
             for w in gl.static_range(2):
@@ -109,9 +109,9 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
 
 @gluon.jit
 def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr):
-    """nu of a chunk, [v, C], which it leaves in its place; without corrections V, which lies there."""
+    """nu of a chunk, [v, C], which it leaves in its place; where it is GIVEN it lies there, and without corrections V."""
     DT: gl.constexpr = tiles.q.dtype
-    if S.CORRECTED:
+    if S.CORRECTED and not S.GIVEN:
         left = gl.convert_layout(s16, LEFT_64)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         wait_full(bars.tokens.full, n)

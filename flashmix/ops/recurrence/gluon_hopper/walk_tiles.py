@@ -11,14 +11,16 @@ from flashmix.ops.recurrence.gluon_hopper.structs import WalkBarriers, WalkTiles
 
 @gluon.jit
 def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
-    """Both; without corrections there are no V, T, dR and N_a of their own."""
+    """Both; without corrections there are no V, T, dR and N_a of their own, and where nu is GIVEN no V and T."""
+    MADE: gl.constexpr = S.CORRECTED and not S.GIVEN  # nu
     nu = gl.allocate_shared_memory(DT, [S.NUS, 64, S.BV], TILE)
     tokens = nu
     T = nu
     dR = nu
-    if S.CORRECTED:
+    if MADE:
         tokens = gl.allocate_shared_memory(DT, [2, 64, 64], TILE)
         T = gl.allocate_shared_memory(DT, [1, 64, 64], TILE)
+    if S.CORRECTED:
         dR = gl.allocate_shared_memory(DT, [1, 64, S.BV], TILE)
     tiles = WalkTiles(
         q=gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE),
@@ -39,13 +41,13 @@ def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
     bars = WalkBarriers(
         keys=ring(S.KEYS, 1, 1),
         v=v,
-        tokens=ring(1, 1, 2) if S.CORRECTED else v,
-        T=ring(1, 1, 2) if S.CORRECTED else v,
+        tokens=ring(1, 1, 2) if MADE else v,
+        T=ring(1, 1, 2) if MADE else v,
         dO=ring(S.STAGES, 1, 3),
         dR=ring(1, 1, 3) if S.CORRECTED else v,
         dstate=ring(2, 1, 1 + TRACE),
         state=ring(1, 2, 2 + TRACE),
-        nu=ring(S.NUS, 2 if S.CORRECTED else 1, 3),
+        nu=ring(S.NUS, 2 if MADE else 1, 3),
         pairs_q=ring(1, 1, 2),
         pairs_a=ring(1, 1, 2) if S.CORRECTED else v,
         sums=ring(2, 3, 1),

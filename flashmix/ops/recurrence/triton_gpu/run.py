@@ -67,6 +67,20 @@ class Run:
         call = c.but(**{name: getattr(c, name)[first:stop] for name in names}, initial_state=state)
         return replace(self, call=call, chunks=(stop - first) * self.n.chunks)
 
+    def stretch(self, first: int, stop: int, initial_state: Tensor | None) -> Run:
+        """The chunks `first` to `stop` of the only sequence of a dense call as a run of their own, of what `of_stretch` gives."""
+        c = self.call
+        names = [name for name in PER_TOKEN if (t := getattr(c, name)) is not None and t.dim() > 1]
+        its = {name: self.of_stretch(getattr(c, name), first, stop) for name in names}
+        call = c.but(**its, initial_state=initial_state)
+        n = self.n._replace(tokens=call.tokens, chunks=stop - first)
+        return replace(self, call=call, chunks=stop - first, n=n)
+
+    def of_stretch(self, t: Tensor, first: int, stop: int) -> Tensor:
+        """Of a tensor `[1, T, ...]` the tokens of the chunks `first` to `stop`."""
+        C = self.plan.tiles.C
+        return t[:, first * C : stop * C]
+
     def of_tokens(self, t: Tensor, first: int, stop: int) -> Tensor:
         """Of a tensor `[B, T, ...]` the part for the run of the sequences `first` to `stop`."""
         return t if self.call.packed else t[first:stop]
