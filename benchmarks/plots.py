@@ -418,7 +418,7 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_h200.json")
+HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_nu_h200.json")
 ATTENTION = ("2026-11-27_attention_fa4_h100.json",)
 IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
 GLUON_FILES = tuple(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flashmix.hf.accelerate import accelerate
     from flashmix.mechanisms import *  # noqa: F403
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 globals().update(functions())  # every mechanism under its paper's name
 

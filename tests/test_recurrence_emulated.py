@@ -130,6 +130,7 @@ def test_emulated_value_heads_that_share_a_key_head_take_turns(
     role comes first.
     """
     cut_into(2, monkeypatch)
+    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_VALUES", False)  # a head alone keeps no nu
     case = Case("turns", "delta", "token", B=1, T=203, H=1, HV=3, K=128, V=128, decay="-0.02")
     fused_backward(True)
     x = make_inputs(case, torch.bfloat16)

@@ -152,10 +152,11 @@ def check_operands(
     """
     names = _OWN_NAMES if names is None else _OWN_NAMES | names
     seen = kinds(q, v, *keys.values(), beta, log_decay, value_log_decay)
-    if seen is None or (*keys, *seen) not in FITTING:
+    key = None if seen is None else (*keys, *seen)
+    if key not in FITTING:
         _check_fit(q, v, keys, beta, log_decay, value_log_decay, names)
-        if seen is not None:
-            keep(FITTING, (*keys, *seen), True)
+        if key is not None:
+            keep(FITTING, key, True)
     packing = as_packing(cu_seqlens, q.shape[0], q.shape[1], q.device)
     if initial_state is not None:
         N, HV, K, V = q.shape[0] if packing is None else packing.count, v.shape[2], q.shape[3], v.shape[3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -136,10 +134,10 @@ def linear_attention(
     )
     q, k, v = autocast(q, k, v)
     decay, scale = log_decay if value_log_decay is None else value_log_decay, _scale(scale, q)
-    options: dict[str, Any] = {"read_before": read_before, "value_decay": value_log_decay is not None}
-    call = RecurrenceCall(
-        q, k, v, log_decay=decay, initial_state=initial_state, packing=packing, scale=scale, **options
-    )
+    operands = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": decay}
+    options = {"packing": packing, "scale": scale, "read_before": read_before}
+    options["value_decay"] = value_log_decay is not None
+    call = RecurrenceCall.make({**operands, "initial_state": initial_state, **options})
     o, state = RECURRENCE(call, impl, "linear_attention")
     return o, state if return_state else None
 
@@ -226,9 +224,9 @@ def delta_rule(
     q, k, v, a, b = autocast(q, k, v, a, b)
     scale = _scale(scale, q)
     key, strength = (k, beta) if a is None else (None, None)
-    call = RecurrenceCall(
-        q, key, v, a, b, strength, log_decay, initial_state, packing, scale=scale, read_before=read_before
-    )
+    operands = {"q": q, "k": key, "v": v, "a": a, "b": b, "beta": strength, "log_decay": log_decay}
+    options = {"packing": packing, "scale": scale, "read_before": read_before, "value_decay": False}
+    call = RecurrenceCall.make({**operands, "initial_state": initial_state, **options})
     o, state = RECURRENCE(call, impl, "delta_rule")
     return o if exact == dtype else o.to(dtype), state if return_state else None
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from flashmix.gpu.memory import allocate, views
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
-from flashmix.ops.recurrence.gluon_hopper import (
+from flashmix.ops.recurrence.gluon_hopper import finished
+from flashmix.ops.recurrence.gluon_hopper.memory import Saved, aligned, results, symbolic_sizes_of, walks
+from flashmix.ops.recurrence.gluon_hopper.phases import (
     ChunkReads,
     HopperRun,
     channel_reads,
-    finished,
     gradients,
     reads_of,
     save_states,
@@ -25,7 +26,6 @@ from flashmix.ops.recurrence.gluon_hopper import (
     write_last_state,
     write_maps,
 )
-from flashmix.ops.recurrence.gluon_hopper.memory import Saved, aligned, results, symbolic_sizes_of, walks
 from flashmix.ops.recurrence.triton_gpu import empty_maps
 from flashmix.ops.recurrence.triton_gpu.ranks import JoinedPieces, from_maps
 from flashmix.parallel.halves import Halves, Pieces, Shape, each, uncut
