@@ -9,17 +9,15 @@ import pytest
 
 TESTS = Path(__file__).parent
 FILES = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.interpreted" in path.read_text()]
-LONGEST = TESTS / "test_recurrence_gpu.py"
+GROUPS = 3  # of about the same time, so that workers share them
 
 
-@pytest.mark.parametrize(
-    "files", [[LONGEST], [path for path in FILES if path != LONGEST]], ids=["recurrence", "others"]
-)
-def test_kernels_in_the_interpreter(files: list[Path]) -> None:
-    """In a process of its own, since triton decides by the environment when it is imported; two tests, so that two workers share them."""
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_kernels_in_the_interpreter(group: int) -> None:
+    """In a process of its own, since triton decides by the environment when it is imported."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "interpreted", *map(str, files)],
+        [sys.executable, "-m", "pytest", "-m", "interpreted", *map(str, FILES[group::GROUPS])],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=TESTS.parent,
         capture_output=True,

@@ -54,12 +54,13 @@ CASES = [
     Case(1, 20, (33,), (3, 17)),
     Case(2, 12, (3,), masked=True),
     Case(2, 12, (3,), state=True, masked=True),
-    Case(1, 700, (4,), state=True),  # segments
-    Case(1, 1100, (3,), (500, 0, 1, 599)),
     Case(2, 0, (4,), state=True),
     Case(1, 0, (4,), (0, 0), state=True),
 ]
+SEGMENTED = [Case(1, 50, (4,), state=True), Case(1, 85, (3,), (40, 0, 1, 44))]  # by segments of at least eight tokens
 LONG = [
+    Case(1, 700, (4,), state=True),
+    Case(1, 1100, (3,), (500, 0, 1, 599)),
     Case(4, 300, (16, 128), state=True),
     Case(1, 9000, (2, 128), (1, 0, 8700, 299), state=True),
     Case(1, 40_000, (100,)),
@@ -130,6 +131,15 @@ def test_gradients_by_scans_are_those_of_differences(state: bool) -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_are_the_definition(case: Case) -> None:
+    assert_matches(case, torch.float32, "triton")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_the_kernels_with_segments(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = pytest.importorskip("flashmix.ops.scan.triton_gpu.plan")
+    monkeypatch.setattr(plans, "SEGMENT", 8)
+    assert plans.segments_of(bool(case.lengths), len(case.lengths) or case.batch, case.tokens, 1).each > 1
     assert_matches(case, torch.float32, "triton")
 
 

@@ -17,6 +17,7 @@ from rowwise_cases import assert_captures_both_ways, assert_repeats, assert_rows
 
 from flashmix import Packing, rwkv4
 from flashmix.ops.scan.native.binding import missing
+from flashmix.ops.scan.triton_gpu import plan as plans
 
 NAMES = ("o", "a", "b", "m", "dk", "dv", "dw", "du", "da", "db")
 CASES: list[
@@ -27,11 +28,15 @@ CASES: list[
     (1, 27, 4, (17, 0, 1, 9), 0.3),
     (1, 18, 3, (), 40.0),
     (2, 0, 3, (), 1.0),
-    (1, 530, 4, (), 0.01),  # segments
-    (1, 1700, 3, (1300, 0, 400), 0.3),
+]
+SEGMENTED: list[tuple[int, int, int, tuple[int, ...], float]] = [  # by segments of at least eight tokens
+    (1, 50, 4, (), 0.01),
+    (1, 85, 3, (65, 0, 20), 0.3),
 ]
 LONG: list[tuple[int, int, int, tuple[int, ...], float]] = [
     (3, 400, 70, (), 0.1),
+    (1, 530, 4, (), 0.01),
+    (1, 1700, 3, (1300, 0, 400), 0.3),
     (1, 3000, 64, (), 1e-3),
     (1, 1000, 40, (1, 0, 700, 299), 0.05),
     (1, 40_000, 100, (), 1e-3),
@@ -80,6 +85,16 @@ def assert_averages(
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_are_plain_pytorch(case: tuple[int, int, int, tuple[int, ...], float]) -> None:
+    assert_averages(case, torch.float32)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_the_kernels_with_segments(
+    case: tuple[int, int, int, tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "SEGMENT", 8)
+    assert plans.segments_of(bool(case[3]), len(case[3]) or case[0], case[1], 1, 16).each > 1
     assert_averages(case, torch.float32)
 
 
