@@ -52,8 +52,6 @@ class CallMemory(NamedTuple):
     counters: tuple[MemoryPart, ...]
     kept_bytes: int
     decayed_bytes: int
-    work_bytes: int
-    states_bytes: int
 
 
 KNOWN: dict[Hashable, CallMemory] = {}  # of calls that are not packed
@@ -106,7 +104,7 @@ def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
         kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
         work += [starts, starts]
     parts = tuple(kept), tuple(decayed), tuple(work), tuple(states), tuple(counters)
-    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts[:-1]])
+    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts[:2]])
 
 
 def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> tuple[int, int]:

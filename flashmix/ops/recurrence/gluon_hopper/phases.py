@@ -123,12 +123,7 @@ def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> N
 
 
 def state_output(
-    run: HopperRun,
-    reads: ChunkReads,
-    joined: Sequence[Tensor],
-    o: Tensor,
-    state: Tensor,
-    saved: Saved = Saved(),  # noqa: B008
+    run: HopperRun, reads: ChunkReads, joined: Sequence[Tensor], o: Tensor, state: Tensor, saved: Saved
 ) -> None:
     """The state pass forward with the output, and with nu and the states that chunks start from if there is memory for them."""
     call = run.call

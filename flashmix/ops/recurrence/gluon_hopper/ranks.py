@@ -114,7 +114,7 @@ class HopperForward:
         o, state = run.base.tokens_like(call.V), run.base.states()
         if call.packed:
             o.zero_()  # tokens past the last sequence
-        state_output(run, self.scored.reads, joined, o, state)
+        state_output(run, self.scored.reads, joined, o, state, Saved())
         return (o, state), (*self.scored.kept, *joined) if save else ()
 
 
