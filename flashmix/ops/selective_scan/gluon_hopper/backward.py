@@ -135,6 +135,7 @@ def forward_quad(GATED: gl.constexpr, own, rates, memory, carried, start, quad, 
 
     `carried`: the states before, and the numbers of the first two tokens; returns also those of the next QUAD. Numbers are read a pair
     ahead, because the compiler takes no read of shared memory above a write to it, and so to be here while the states before are worked on.
+    The order of all else was chosen by time: ptxas makes as many instructions of any, 2 % less to 16 % more in time (docs/lab_notes.md).
     """
     h, pair, slope = carried
     next_slope = slope
@@ -146,8 +147,8 @@ def forward_quad(GATED: gl.constexpr, own, rates, memory, carried, start, quad, 
         later = pair_numbers(memory, 2 * quad + 1)
     keep_tile(memory.states, 2 * quad, h)
     h, d_C, y = forward_pair(pair, rates, h, no_sums(), columns_of(0))
-    pair = pair_numbers(memory, gl.minimum(2 * quad + 2, S.CHUNK // 2 - 1))
     keep_tile(memory.states, 2 * quad + 1, h)
+    pair = pair_numbers(memory, gl.minimum(2 * quad + 2, S.CHUNK // 2 - 1))  # before the write 2 % slower
     h, d_C, later_y = forward_pair(later, rates, h, d_C, columns_of(2))
     at = start + QUAD * quad
     put_shared(own.d.C, d_C, at, own, S)
