@@ -159,7 +159,7 @@ def weights(x: Tensor, impl: str = "triton") -> Tensor:
 @pytest.mark.interpreted
 def test_laws_of_the_kernels() -> None:
     """A token's bits do not depend on rows beside it and tokens after it, nor on what it is packed with."""
-    assert_rows_do_not_meet(weights, random(3, 35, 4, dtype=torch.float16))
+    assert_rows_do_not_meet(weights, random(3, 19, 4, dtype=torch.float16), (2, 17))
     assert_packed_is_alone([3, 0, 33, 1], "cpu")
 
 
