@@ -44,8 +44,8 @@ MORE = {"phimoe": ("PhimoeConfig", "PhimoeForCausalLM", TWO | {"sliding_window":
 PREFIXED = ["paged|llama"] if "paged|sdpa" in transformers.AttentionInterface() else []
 
 
-# A plain one, one with a sink and a window, one with a softcap; what the others have is among these.
-CHOSEN = ("llama", "gpt_oss", "gemma2")
+# A plain one and one with a sink and a window.
+CHOSEN = ("llama", "gpt_oss")
 EVERY = (*FAMILIES, *MORE, *PREFIXED)
 
 

@@ -131,6 +131,7 @@ def test_every_mechanism_has_a_loop() -> None:
     assert set(functions()) == set(MECHANISMS)
 
 
+DTYPES_OF_MODELS = (torch.float32, torch.bfloat16)
 WITHOUT_STATE = ("abc", "deltaproduct", "gla", "kda", "lru", "mamba2", "rwkv4", "slstm")
 EACH = [(name, state) for name in NAMES for state in (True, False)]
 
@@ -156,7 +157,7 @@ def test_more_heads_of_values_than_of_keys(name: str) -> None:
     assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), DTYPES_OF_MODELS), ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_narrow_dtypes_are_within_budget(name: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(name, dtype, B=1)
