@@ -2,7 +2,8 @@
 nothing unwritten is read.
 
 Tests marked `gpu` run where there is a CUDA device. Tests marked `interpreted` run their kernels in Triton's interpreter;
-that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py).
+that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py). Tests marked `whole` run with
+`-m whole` alone: the rest of long products, of which a sample runs by default (tests/samples.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,8 +46,24 @@ def mend_splat() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
+def patch_language_once() -> None:
+    """Triton's interpreter patches its language again for each call of a device function, 2 ms and more: here once for a module."""
+    from triton.runtime import interpreter
+
+    theirs, patched = interpreter._patch_lang, set()
+
+    def patch(fn):
+        if fn.__module__ not in patched:
+            patched.add(fn.__module__)
+            theirs(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch
+
+
 if INTERPRETED:
     mend_splat()
+    patch_language_once()
 
 
 def pytest_collection_modifyitems(items):

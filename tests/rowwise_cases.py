@@ -81,9 +81,11 @@ def assert_sound_operator(op: Any, call: Any, *wanted: str, impl: str = "portabl
         torch.library.opcheck(op.backward_operator, (*flat, grads, kept, names, impl))
 
 
-def assert_rows_do_not_meet(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def assert_rows_do_not_meet(
+    op: Callable[[Tensor], Tensor], x: Tensor, lengths: Sequence[int] = (0, 1, 2, 3, 17)
+) -> None:
     """Batch and prefix invariance, bit for bit: `op` of some rows and first tokens of `x [B, T, ...]`, of `op(x)` a
-    part.
+    part. All tokens are one of the `lengths`.
 
     The same of the gradient, when nothing comes back from the other rows and tokens. Odd sizes on purpose: on the CPU
     the end of a tensor takes another path through torch than its middle.
@@ -91,7 +93,7 @@ def assert_rows_do_not_meet(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
     whole = x.clone().requires_grad_()
     y = op(whole)
     for rows in (slice(0, 1), slice(1, 3)):
-        for tokens in (0, 1, 2, 3, 17, x.shape[1]):
+        for tokens in (*lengths, x.shape[1]):
             part = x[rows, :tokens].clone().requires_grad_()
             y_part = op(part)
             grad = torch.zeros_like(y)

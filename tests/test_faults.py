@@ -22,6 +22,7 @@ import pytest
 import torch
 from model_cases import LAYERS, WIDTH, assert_same, left_padded, make_layer, make_model, numbers, some_tokens
 from rowwise_cases import nothing_waits
+from samples import sample
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -235,7 +236,14 @@ def test_fault_10_no_gradient_in_eval_mode(name: str) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("op", [op for op in PACKED if op not in HOST_LENGTHS])
+# Others of their kinds with `-m whole`: what a mechanism adds to its op is row by row.
+COMPILED_PACKED = (
+    *("delta_rule", "dplr", "gated_deltanet", "gla", "linear_attention", "mamba2", "rotary", "scan", "selective_scan"),
+    *("short_conv", "softmax_attention", "token_shift"),
+)
+
+
+@pytest.mark.parametrize("op", sample([op for op in PACKED if op not in HOST_LENGTHS], COMPILED_PACKED))
 def test_fault_11_13_and_23_packing_recompiles_reads_boundaries_or_leaves_tokens_uninitialised(op: str) -> None:
     """One graph without a break (a break is what reading a boundary gives), the same for any boundaries, those that end too soon too."""
     torch._dynamo.reset()

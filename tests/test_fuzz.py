@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_random_calls_have_no_defect(capfd: pytest.CaptureFixture[str]) -> None:
-    status = run(Space(seed=14), seconds=None, calls=400, start=0, workers=1)
+    status = run(Space(seed=14), seconds=None, calls=100, start=0, workers=1)
     assert status == 0, capfd.readouterr().out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import error, tokens, transformers
+from samples import sample
 from test_hf_attention import FAMILIES, SAME, TWO, tiny
 from torch import Tensor
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -43,13 +44,12 @@ MORE = {"phimoe": ("PhimoeConfig", "PhimoeForCausalLM", TWO | {"sliding_window":
 PREFIXED = ["paged|llama"] if "paged|sdpa" in transformers.AttentionInterface() else []
 
 
-LIKE_LLAMA = {"qwen3"}  # to the attention
+# A plain one and one with a sink and a window.
+CHOSEN = ("llama", "gpt_oss")
+EVERY = (*FAMILIES, *MORE, *PREFIXED)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=pytest.mark.whole) if f in LIKE_LLAMA else f for f in (*FAMILIES, *MORE, *PREFIXED)],
-)
+@pytest.mark.parametrize("family", sample(EVERY, CHOSEN))
 def test_continuous_batching_agrees_with_generation_alone(family: str) -> None:
     prefix, _, family = family.rpartition("|")
     name = f"{prefix}|{ATTENTION}" if prefix else ATTENTION

@@ -8,6 +8,7 @@ from budget import assert_within_budget
 from definitions import l2_norm
 from layer_math import convolve, delta_inputs, heads, rms
 from model_cases import LAYERS, WIDTH, assert_same, left_padded, make_layer, numbers
+from samples import sample
 from torch import Tensor
 from torch.nn.functional import layer_norm, logsigmoid, silu, softplus
 
@@ -186,7 +187,11 @@ def test_the_same_bits_again(name: str) -> None:
     assert all(torch.equal(once, again) for once, again in zip(run(), run(), strict=True))
 
 
-@every_layer
+# Of the others those of no default kind: attention, one decay per token and per channel, with low rank, of the value axis, a scan.
+COMPILED = ("attention", "deltaproduct_without_decay", "gated_deltanet", "hgrn2", "kda", "mamba2", "rg_lru", "rwkv7")
+
+
+@pytest.mark.parametrize("name", sample(LAYERS, COMPILED))
 def test_compiles_without_a_break(name: str) -> None:
     torch.compiler.reset()
     layer, x = make_layer(name), numbers(2, 5, WIDTH)

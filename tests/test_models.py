@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
+from samples import sample, sample_of_rows
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
@@ -147,18 +148,7 @@ def test_state_dict_round_trip_and_plain_configuration(name: str) -> None:
     assert torch.equal(other(tokens), model(tokens))
 
 
-MIXED = (
-    "rwkv7",
-    "transformer",
-    "hybrid",
-    "qwen3_next_like",
-    "kimi_linear_like",
-)  # of others each layer compiles in test_layers.py
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in MIXED else pytest.param(name, marks=pytest.mark.whole) for name in MODELS]
-)
+@pytest.mark.parametrize("name", sample(MODELS, ("hybrid", "rwkv7")))  # of others each layer compiles in test_layers.py
 def test_compiles_without_a_break(name: str) -> None:
     """One block of each kind: a second one is the same code."""
     torch.compiler.reset()
@@ -193,7 +183,7 @@ def test_exports_with_a_dynamic_length() -> None:
             assert_same(program(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", sample(PRESETS, MODELS))
 def test_shapes_without_data(name: str) -> None:
     """All tensors are on "meta": logits and the loss, and a gradient of every parameter."""
     model = Decoder(preset(f"{name}_nano", vocab_size=50), device="meta")
@@ -204,10 +194,19 @@ def test_shapes_without_data(name: str) -> None:
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
-LATER = ("gla", "rg_lru", "mlstm", "rwkv4")  # the whole suite trains them too
+TRAINED = (
+    "gated_deltanet",
+    "hybrid",
+    "kimi_linear_like",
+    "mamba2",
+    "recurrent_gemma_like",
+    "retnet",
+    "rwkv7",
+    "transformer",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.whole) if p in LATER else p for p in PRESETS])
+@pytest.mark.parametrize("name", sample(PRESETS, TRAINED))
 def test_learns(name: str) -> None:
     model, tokens = make_model(name, torch.float32), some_tokens(2, 17)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-2)
@@ -221,7 +220,13 @@ def test_learns(name: str) -> None:
     assert losses[-1] < 0.5 * losses[0], losses
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in MODELS])
+@pytest.mark.parametrize(
+    "name",
+    sample(
+        [name for name in PRESETS if name not in MODELS],
+        ("falcon_mamba_like", "hgrn2", "jamba_like", "mlstm", "recurrent_gemma_like", "rwkv4", "rwkv6"),
+    ),
+)
 def test_the_other_presets(name: str) -> None:
     """Gradients reach every parameter; packed is one by one; a cache gives the full forward, also rolled back."""
     model, tokens = make_model(name), some_tokens(1, sum(LENGTHS))
@@ -241,8 +246,13 @@ def test_the_other_presets(name: str) -> None:
         assert_same(torch.cat([model(part, cache=cache) for part in tokens[:, 5:].split(1, 1)], 1), full[:, 5:])
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("size", SIZES)
+OF_EVERY_SIZE = [(size, name) for size in SIZES for name in PRESETS]
+
+
+@pytest.mark.parametrize(
+    "size, name",
+    sample_of_rows(OF_EVERY_SIZE, [(size, name) for size, name in OF_EVERY_SIZE if size == "tiny" or name in MODELS]),
+)
 def test_presets_of_every_size(name: str, size: str) -> None:
     config = preset(f"{name}_{size}", vocab_size=1000)
     assert config.vocab_size == 1000 and len(config.layers) == SIZES[size].depth

@@ -11,6 +11,7 @@ import torch
 from budget import assert_within_budget, relative_errors, spend
 from paper_cases import WIDE, kind_of, kind_of_state
 from paper_loops import MECHANISMS, run_loop, state_names
+from samples import sample, sample_of_rows
 from torch import Tensor
 
 import flashmix
@@ -130,8 +131,16 @@ def test_every_mechanism_has_a_loop() -> None:
     assert set(functions()) == set(MECHANISMS)
 
 
-@pytest.mark.parametrize("state", [True, False], ids=["state", "no state"])
-@pytest.mark.parametrize("name", NAMES)
+DTYPES_OF_MODELS = (torch.float32, torch.bfloat16)
+WITHOUT_STATE = ("abc", "deltaproduct", "gla", "kda", "lru", "mamba2", "rwkv4", "slstm")
+EACH = [(name, state) for name in NAMES for state in (True, False)]
+
+
+@pytest.mark.parametrize(
+    "name, state",
+    sample_of_rows(EACH, [(name, state) for name, state in EACH if state or name in WITHOUT_STATE]),
+    ids=[f"{name}-{'state' if state else 'no state'}" for name, state in EACH],
+)
 def test_float64_is_the_papers_loop(name: str, state: bool) -> None:
     """With an initial state; without one also without the optional arguments."""
     inputs = make_inputs(name, torch.float64, optional=state)
@@ -148,7 +157,7 @@ def test_more_heads_of_values_than_of_keys(name: str) -> None:
     assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), DTYPES_OF_MODELS), ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_narrow_dtypes_are_within_budget(name: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(name, dtype, B=1)
@@ -322,9 +331,7 @@ def test_packed_is_one_by_one_to_the_bit(name: str) -> None:
         assert all(torch.equal(state, whole[n : n + 1]) for state, whole in zip(alone, states, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.whole) if MECHANISMS[name].rare else name for name in NAMES]
-)
+@pytest.mark.parametrize("name", sample(NAMES, ("comba", "gla", "lru", "mamba", "mamba3", "rwkv6", "s5", "simple_gla")))
 def test_compiles_as_one_graph(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=5)
     torch._dynamo.reset()

@@ -42,9 +42,7 @@ def test_pairs_of_dplr_that_hopper_kernels_leave(K, V, dtype):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=name, marks=[pytest.mark.whole] * (name not in ("two value heads", "64 channels, packed"))
-        )
+        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name != "two value heads"))
         for name, case in DPLR.items()
     ],
 )
@@ -73,11 +71,7 @@ REGISTERS = {"dplr_output_kernel": 128, "dplr_state_forward_kernel": 168, "dplr_
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("two value heads", "many heads")))
-        for name in OUTPUT
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "many heads")) for name in OUTPUT]
 )
 def test_state_passes_and_the_backward_of_the_output_of_dplr_on_hopper_compile(name, monkeypatch):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""

@@ -15,6 +15,7 @@ import threads_as_ranks
 import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
+from samples import sample, sample_of_rows
 from test_recurrence import evaluate, same_bits
 from test_recurrence_gpu import DPLR_CASES, FUSED_CASES, GROUPED_CASES, HOPPER_CASES, MIXED, fused_backward
 
@@ -25,6 +26,7 @@ from flashmix.parallel.shard import Shard
 pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
+from kernels import MULTIPROCESSORS, recording
 
 __all__ = ["fused_backward"]  # a fixture
 
@@ -63,8 +65,14 @@ def apart(fused_backward: Any) -> None:
     fused_backward(False)
 
 
+# Those of 256 channels take most of the time: of each rule the one with few chunks, and the packed one without a decay.
+OF_256_LATER = ("256-token", "256-packed", "256-linear-grouped-token", "256-linear-none-packed")
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(c, marks=pytest.mark.whole) for c in HOPPER_CASES)], ids=lambda case: case.name
+    "case",
+    sample([*CASES, *HOPPER_CASES], [case for case in CASES if case.name not in OF_256_LATER]),
+    ids=lambda case: case.name,
 )
 def test_emulated_kernels_are_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
@@ -89,7 +97,10 @@ FUSED = [
 
 @pytest.mark.parametrize(
     "case",
-    [*FUSED, *(pytest.param(c, marks=pytest.mark.whole) for c in [*FUSED_CASES, *GROUPED_CASES] if c.T < 8192)],
+    sample(
+        [*FUSED, *(c for c in [*FUSED_CASES, *GROUPED_CASES] if c.T < 8192)],
+        [case for case in FUSED if case.name not in ("fused-token", "fused-grouped-linear-packed")],
+    ),
     ids=lambda case: case.name,
 )
 def test_emulated_fused_backward_is_within_budget(
@@ -103,14 +114,17 @@ def test_emulated_fused_backward_is_within_budget(
     assert launched.count("state_forward_kernel") == 1 and "output_backward_kernel" not in launched, launched
 
 
-@pytest.mark.parametrize("rule, segments", [("delta", 1), ("delta", 2), ("linear", 1), ("linear", 2)])
+@pytest.mark.parametrize(
+    "rule, segments",
+    sample_of_rows([("delta", 1), ("delta", 2), ("linear", 1), ("linear", 2)], [("delta", 2), ("linear", 1)]),
+)
 def test_emulated_fused_backward_has_the_bits_of_the_kernels_that_it_joins(
     rule: str, segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever of its roles comes first; so the size of a batch may choose between them."""
     cut_into(segments, monkeypatch)
-    T = 200 + segments  # sizes of calls are remembered by shape
-    case = Case("fused", rule, "token", B=2, T=T, H=1, HV=1, K=128, V=128, decay="-0.02")
+    T = 140 + segments  # sizes of calls are remembered by shape
+    case = Case("fused", rule, "token", B=1, T=T, H=1, HV=1, K=128, V=128, decay="-0.02")
     fused_backward(False)
     wanted, launched = emulated(case)
     assert {"output_backward_kernel"} <= set(launched) and "walk_backward_kernel" not in launched
@@ -131,7 +145,7 @@ def test_emulated_value_heads_that_share_a_key_head_take_turns(
     """
     cut_into(2, monkeypatch)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_VALUES", False)  # a head alone keeps no nu
-    case = Case("turns", "delta", "token", B=1, T=203, H=1, HV=3, K=128, V=128, decay="-0.02")
+    case = Case("turns", "delta", "token", B=1, T=143, H=1, HV=3, K=128, V=128, decay="-0.02")
     fused_backward(True)
     x = make_inputs(case, torch.bfloat16)
     alone = []
@@ -166,7 +180,10 @@ def test_the_fused_backward_is_for_calls_that_fill_a_card(fused_backward: Any, m
         case = Case(
             "fused", **({"rule": "delta", "gate": "none", "B": 1, "T": 5, "H": H, "HV": H, "K": 72, "V": 72} | changed)
         )
-        return emulated(case, multiprocessors)[1]
+        monkeypatch.setitem(MULTIPROCESSORS, (9, 0), multiprocessors)
+        with recording((9, 0)) as found:
+            evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon")
+        return [launch.name for launch in found]
 
     fused_backward(True)
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0.7)
@@ -220,7 +237,9 @@ def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "case", [*DPLR, *(pytest.param(c, marks=pytest.mark.whole) for c in DPLR_CASES)], ids=lambda case: case.name
+    "case",
+    sample([*DPLR, *DPLR_CASES], [case for case in DPLR if case.name != "dplr-output-resets"]),
+    ids=lambda case: case.name,
 )
 def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Triton's kernels, which make everything else, with other than 72 to 128 channels the state passes and the backward of
@@ -239,7 +258,7 @@ def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytes
 
 def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None:
     """Nor on the dtype of a decay that holds the same numbers, nor on which program makes a chunk and which of its roles comes first."""
-    case = Case("dplr", "dplr", "channel", B=1, T=134, H=1, HV=2, K=72, V=72)
+    case = Case("dplr", "dplr", "channel", B=1, T=70, H=1, HV=2, K=72, V=72)
     x = make_inputs(case, torch.bfloat16)
     x["log_decay"] = x["log_decay"].to(torch.bfloat16).float()
     found = []
@@ -290,7 +309,7 @@ def test_emulated_dplr_without_tokens_launches_nothing() -> None:
         )
 
 
-@pytest.mark.parametrize("rule", ["delta", "linear"])
+@pytest.mark.parametrize("rule", sample(("delta", "linear"), ("delta",)))
 def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
     """Nor of gradients. A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range."""
     x = make_inputs(Case("", rule, "channel", B=1, T=64, H=3, HV=3, K=128, V=72, states=False), torch.bfloat16)
@@ -396,7 +415,7 @@ def test_emulated_nu_that_is_kept(
 ) -> None:
     """With value heads that share a key head the forward keeps nu: its bits are the same, and gradients are but for rounding."""
     cut_into(segments, monkeypatch)
-    case = Case("nu", "delta", "token", B=1, T=210 + segments, H=1, HV=2, K=128, V=128, decay="-0.02")
+    case = Case("nu", "delta", "token", B=1, T=150 + segments, H=1, HV=2, K=128, V=128, decay="-0.02")
     fused_backward(walk)
     found, launched = emulated(case)
     assert launched.count("state_forward_kernel") == segments + (not walk)
@@ -435,7 +454,7 @@ def test_emulated_halves_of_the_values_change_no_bit(rule: str, K: int) -> None:
 @pytest.mark.parametrize("gate", ["head", pytest.param("token", marks=pytest.mark.whole)])
 def test_emulated_parts_of_a_batch_change_no_bit(gate: str) -> None:
     """With 256 channels the backward of linear attention is made in parts that cost no round of programs, in the same memory."""
-    case = Case("parts", "linear", gate, B=4, T=70, H=1, HV=2, K=256, V=256)
+    case = Case("parts", "linear", gate, B=4, T=40, H=1, HV=2, K=256, V=256)
     (wanted, once), (found, launched) = emulated(case, 132), emulated(case, 8)  # 16 programs: of one round, of two
     assert once.count("wide_output_backward_kernel") == 1 and launched.count("wide_output_backward_kernel") == 2
     for name, t in wanted.items():
@@ -447,7 +466,7 @@ def test_emulated_stretches_of_a_sequence_change_no_bit(monkeypatch: pytest.Monk
     """With 256 channels the backward of one long sequence is made in two stretches, the later first, in the same memory."""
     from flashmix.ops.recurrence.gluon_hopper import memory
 
-    case = Case("stretches", "linear", "token", B=1, T=134, H=1, HV=2, K=256, V=256, states=states)
+    case = Case("stretches", "linear", "token", B=1, T=134, H=1, HV=1, K=256, V=256, states=states)
     wanted, once = emulated(case, 132)
     monkeypatch.setattr(memory, "STRETCHED", 3)  # chunks: two and one
     found, launched = emulated(case, 132)
@@ -520,11 +539,12 @@ def test_emulated_ranks_walk_to_the_same_bits(
     "job",
     [
         ("tied", "token", 2, "zigzag", 264, 2),
-        ("tied", "channel", 2, "zigzag", 264, 1),
+        ("tied", "channel", 2, "contiguous", 140, 1),
         ("dplr", "channel", 2, "contiguous", 140, 1),
         *(
             pytest.param(job, marks=pytest.mark.whole)
             for job in (
+                ("tied", "channel", 2, "zigzag", 264, 1),
                 ("dplr", "channel", 2, "zigzag", 264, 2),
                 ("dplr", "channel", 3, "uneven", 300, 1),
                 ("dplr", "channel", 2, "zigzag", 264, 1, 64),

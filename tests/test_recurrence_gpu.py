@@ -13,6 +13,7 @@ import torch
 from budget import assert_within_budget
 from cases import CASES, Case, make_inputs, run_op
 from chunk_form import run_chunks
+from samples import sample, sample_of_rows
 from test_recurrence import BASE, CORRELATED, STAGES, evaluate, named, references, same_bits
 
 YARDSTICK_STEPS = 1024  # of float64: reflections forget no rounding
@@ -135,6 +136,8 @@ INTERPRETED = (
     "delta-none-nearly_parallel-betauniform",
     *("linear-value-grouped", "read_before-value-decayresets"),
 )
+INTERPRETED_LATER = ("linear-channel", "linear-value-grouped")
+INTERPRETED_CASES = [case for case in CASES if case.name in INTERPRETED]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -343,7 +346,7 @@ def test_segments_are_within_budget(rule, gate, K, V, dtype):
 
 
 @pytest.mark.interpreted
-@named([case for case in CASES if case.name in INTERPRETED])
+@named(sample(INTERPRETED_CASES, [case for case in INTERPRETED_CASES if case.name not in INTERPRETED_LATER]))
 def test_kernels_in_the_interpreter(case):
     """One sequence, since the interpreter runs program after program; two with one decay per token."""
     B = case.B if case.name == "delta-token" else 1
@@ -377,20 +380,13 @@ ONE_PASS = [
         ("linear", "value"),
     )
 ]
+BOTH_KINDS = (("linear", "value", "-0.2"), ("dplr", "channel", "-0.2"))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "rule, gate, decay",
-    [  # all numbers of passes by one rule and by the value axis; of other rules those with both kinds of rows
-        pytest.param(
-            *case,
-            marks=[]
-            if case[2] == "-0.2" or case[:2] in (("delta", "channel"), ("linear", "value"))
-            else pytest.mark.whole,
-        )
-        for case in ONE_PASS
-    ],
+    "rule, gate, decay",  # all numbers of passes by one rule; with both kinds of rows by the value axis and with low rank
+    sample_of_rows(ONE_PASS, [one for one in ONE_PASS if one[:2] == ("delta", "channel") or one in BOTH_KINDS]),
 )
 def test_one_pass_over_pairs_in_the_interpreter(rule, gate, decay, room_for_factors):
     """For all rows, or for the first ones, the others in more. It serves bfloat16, which the interpreter does not have."""

@@ -19,31 +19,19 @@ pytest.importorskip("triton")
 from compilers.late_reads import late_reads
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
+from samples import sample, sample_of_rows
 
 EVERYTHING = os.environ.get("FLASHMIX_ALL_KERNELS") == "1"
 RULES = ("linear", "delta", "untied", "dplr", "read_before") if EVERYTHING else ("delta",)
 GATES = ("token", "channel", "none") if EVERYTHING else ("token", "channel")
 # A decay of the value axis shares most of its code with a per-channel decay: a target of each table, unless all are asked for.
 VALUE_TARGETS = TARGETS if EVERYTHING else ((8, 6), (9, 0), (10, 0))
-# Of the two gates every card once, Hopper twice, and of each kernel the target with most spills (of channel pairs: 472 of 488 bytes);
-# the rest with `-m whole`.
-# (8, 9) takes the tiles of (8, 6) and came to the same shared memory and stack in all of 32 launches (2026-11-23).
-LATER = {
-    *(("delta", gate, (8, 9)) for gate in ("token", "channel")),
-    ("delta", "token", (8, 6)),
-    ("delta", "channel", (8, 0)),
-    ("delta", "channel", (10, 0)),
-}
-KINDS = (
-    *(
-        pytest.param(*kind, marks=pytest.mark.whole if kind in LATER and not EVERYTHING else [])
-        for kind in product(RULES, GATES, TARGETS)
-    ),
-    *(
-        pytest.param("linear", "value", target, marks=[] if target == (9, 0) else pytest.mark.whole)
-        for target in VALUE_TARGETS
-    ),
-)
+ALL_KINDS = [*product(RULES, GATES, TARGETS), *(("linear", "value", target) for target in VALUE_TARGETS)]
+ALL_KINDS = [(*kind, segments) for kind in ALL_KINDS for segments in (False, True)]
+# Of each gate the target that matters most: Hopper, and of channel pairs the one with most spills (472 of 488 bytes);
+# the rest with `-m whole`. (8, 9) takes the tiles of (8, 6) and came to the same shared memory and stack in 32 launches (2026-11-23).
+SAMPLE = (("delta", "token", (9, 0), False), ("delta", "channel", (8, 6), False), ("linear", "value", (9, 0), False))
+KINDS = ALL_KINDS if EVERYTHING else sample_of_rows(ALL_KINDS, SAMPLE)
 SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING else ((128, 128),)
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
 # Bytes of stack a thread, spills included, of the worst target; a kernel that is not here has none.
@@ -90,9 +78,9 @@ def gluon_kernels(case: Case) -> set[str]:
 
 # Code that the dense bfloat16 cases do not have: tables of packed batches, no decay, pairs of float32.
 OTHER_CODE = (
-    (Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16),
-    (Case("", "linear", "token", B=1, T=130, K=64, V=64, lengths=(60, 0, 70)), torch.bfloat16),
-    (Case("", "dplr", "channel", T=130, K=32, V=32), torch.float32),
+    pytest.param(Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16, marks=pytest.mark.whole),
+    (Case("", "linear", "token", B=1, T=130, K=32, V=32, lengths=(60, 0, 70)), torch.bfloat16),
+    (Case("", "dplr", "channel", T=130, K=16, V=16), torch.float32),
     pytest.param(Case("", "delta", "token", T=130, K=32, V=32), torch.float32, marks=pytest.mark.whole),
 )
 
@@ -128,18 +116,21 @@ def test_the_state_pass_of_float32_knows_the_long_rows(gate, tokens):
         assert all((launch.args[0].long is None) == (dtype == torch.bfloat16) for launch in found)
 
 
-@pytest.mark.parametrize("rule, gate, capability", KINDS, ids=str)
-def test_kernels_compile_for_every_target(rule, gate, capability):
+@pytest.mark.parametrize("rule, gate, capability, segments", KINDS, ids=str)
+def test_kernels_compile_for_every_target(rule, gate, capability, segments):
     for K, V in SIZES:
         for dtype in DTYPES:
             case = Case("", rule, gate, B=1, T=64, H=1, HV=2, K=K, V=V)
             found = launches(case, dtype, capability)
             assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
-            long = launches(replace(case, T=8192, HV=1, states=False), dtype, capability)  # in segments
-            known = {launch.key for launch in found}
-            if capability != (9, 0) and not EVERYTHING:  # the others differ in the size of a group of heads alone
-                long = [launch for launch in long if launch.name.startswith(("state_", "segments_"))]
-            for launch in [*found, *(launch for launch in long if launch.key not in known)]:
+            if segments:
+                known = {launch.key for launch in found}
+                found = launches(replace(case, T=8192, HV=1, states=False), dtype, capability)
+                found = [launch for launch in found if launch.key not in known]
+                if not EVERYTHING:  # the others differ in the size of a group of heads alone
+                    found = [launch for launch in found if launch.name.startswith(("state_", "segments_"))]
+                assert {"segments_forward_kernel", "segments_backward_kernel"} <= {launch.name for launch in found}
+            for launch in found:
                 made = compile_launch(launch)
                 assert made.shared <= SHARED_MEMORY_KIB[capability] * 1024, (launch.key, made.shared)
                 name = launch.name if launch.args[-1].LONG < 2 else f"long_{launch.name}"
@@ -283,7 +274,7 @@ HEADS_OF_64 = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name not in ("two value heads", "linear")))
+        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name != "two value heads"))
         for name, case in HEADS_OF_64.items()
     ],
 )
@@ -317,16 +308,9 @@ def test_widths_without_tiles_are_refused(rule, K, V):
     assert not gluon_kernels(case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=name, marks=[pytest.mark.whole] * (name not in ("128/64, linear", "64/128, two value heads"))
-        )
-        for name, case in MIXED.items()
-    ],
-)
-@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.whole)])
+@pytest.mark.whole  # the kernels are those of 64 and of 128 channels, and run in the emulator by default
+@pytest.mark.parametrize("case", MIXED.values(), ids=list(MIXED))
+@pytest.mark.parametrize("keep", [False, True])
 def test_hopper_kernels_of_mixed_widths_compile(case, keep, monkeypatch):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early; with states kept too."""
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", keep)
@@ -408,11 +392,7 @@ def test_linear_attention_with_256_channels_is_taken_but_with_a_decay_per_channe
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("two value heads", "many heads")))
-        for name in LINEAR_OF_256
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "many heads")) for name in LINEAR_OF_256]
 )
 def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
@@ -435,12 +415,9 @@ FUSED = (
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.whole] * (name not in ("one value head", "segments", "linear")))
-        for name in FUSED
-    ],
+    [pytest.param(name, marks=[pytest.mark.whole] * (name not in ("one value head", "linear"))) for name in FUSED],
 )
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("group", sample((1, 4), (4,)))
 def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
     """Within shared memory, with few spills (descriptors, the finisher's), no lost descriptor, and no product awaited early."""
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.FILLED", 0)
@@ -452,17 +429,11 @@ def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
     )
 
 
-# Whatever a launch of these has, a size, a flag or an operand, a launch of the same kernel in another case has too.
-LATER_ON_HOPPER = ("no decay", "linear", "linear, many heads", "linear, no decay, packed")
+# Of the kernels for both kinds of a decay those with most registers; other sizes, flags and operands with `-m whole`.
+SAMPLE_ON_HOPPER = ("token", "linear, a decay per channel")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name in LATER_ON_HOPPER))
-        for name, case in HOPPER.items()
-    ],
-)
+@pytest.mark.parametrize("case", sample(HOPPER.values(), [HOPPER[name] for name in SAMPLE_ON_HOPPER]), ids=list(HOPPER))
 def test_hopper_kernels_compile(case):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
@@ -470,7 +441,11 @@ def test_hopper_kernels_compile(case):
     assert_compile_on_hopper(found, HOPPER_STACK, HOPPER_REGISTERS)
 
 
-@pytest.mark.parametrize("case", [HOPPER["many heads"], WIDE, HOPPER["linear, many heads"]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    sample([HOPPER["many heads"], WIDE, HOPPER["linear, many heads"]], [WIDE]),
+    ids=("many heads", "token", "linear"),
+)
 def test_hopper_kernels_that_keep_states_compile(case, monkeypatch):
     monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.memory.KEEP_STATES", True)
     found = [

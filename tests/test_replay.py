@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
 from recorded_graph import recorded
+from samples import sample
 from torch import Tensor
 
 from flashmix.models import Decoder, DecoderConfig, LayerConfig, generate, stream
@@ -42,12 +43,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[FixedStep]:
     return found
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+@pytest.mark.parametrize("name", sample([*MODELS, *OTHERS], [*MODELS, "mamba", "mlstm", "rg_lru", "rwkv4", "rwkv6"]))
 def test_the_same_tokens(name: str, graphs: list[FixedStep]) -> None:
     model, prompt = make_model(name), some_tokens(2, 7)
-    plain = generate(model, prompt, 40, cuda_graph=False)
+    plain = generate(model, prompt, 34, cuda_graph=False)
     assert not graphs
-    assert torch.equal(generate(model, prompt, 40, cuda_graph=True), plain)
+    assert torch.equal(generate(model, prompt, 34, cuda_graph=True), plain)
     counts = any(c.lengths is not None for c in graphs[0].cache.layers)
     assert len(graphs) == (3 if counts else 1), "a layer that counts tokens is captured anew where its room doubles"
 

@@ -152,6 +152,7 @@ def test_measurements_go_to_weights_and_biases(
     assert begun == {"name": "run", "dir": str(tmp_path / "run"), "id": "run", "resume": "allow"}
 
 
+@pytest.mark.whole
 def test_a_compiled_run_with_checkpointed_activations_takes_the_same_steps(
     small: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

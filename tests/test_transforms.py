@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from budget import assert_within_budget
+from samples import sample_of_rows
 from test_errors import OPS, full_call
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -265,8 +266,18 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
-@pytest.mark.parametrize("transform", CHECKS)
-@pytest.mark.parametrize("op", OPS)
+# To trace takes a second: by default of each kind of op one or two; every mechanism is compiled by its layer, or in test_named.py.
+TRACED = (
+    *("delta_rule", "gated_deltanet", "linear_attention_step", "linear_cross_entropy", "mamba2", "rms_norm", "rotary"),
+    *("scan", "selective_scan", "short_conv", "softmax_attention", "ttt_linear"),
+)
+EACH = [(op, transform) for op in OPS for transform in CHECKS]
+
+
+@pytest.mark.parametrize(
+    "op, transform",
+    sample_of_rows(EACH, [(op, how) for op, how in EACH if op in TRACED or how not in ("compile", "export")]),
+)
 def test_every_op_under_every_transform(op: str, transform: str) -> None:
     said = TABLE[transform][group(op)]
     if said == WORKS:
