@@ -120,6 +120,13 @@ def queries_of(q, S: gl.constexpr):
 
 
 @gluon.constexpr_function
+def of_three(rows):
+    """Whether three groups share a tile: each passes its turn on before its own product `p v`, and makes a quarter of its exponentials before
+    that is waited for, not half of them."""
+    return rows == 192
+
+
+@gluon.constexpr_function
 def late(channels):
     """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials are too short."""
     return channels > 128
@@ -147,18 +154,23 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
             acc = times_rows(acc, pin(shrink), V)
         wait_full(rings.v.full, use - 1)
+        if of_three(S.BM):
+            pass_turn(group, S)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
-        pass_turn(group, S)
+        if not of_three(S.BM):
+            pass_turn(group, S)
         s = products_done(PV, [s])
         let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
         first, second = halves(y)
+        if of_three(S.BM):
+            first, rest = halves(first)
         shrink = pin(ex2(m - top))
         m = top
         first = ex2(first)
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(first))
-        # a branch, over which ptxas does not raise the wait for `p v`; what is left to do runs beside the second half of the exponentials
+        # a branch, over which ptxas does not raise the wait for `p v`; what is left to do runs beside the other exponentials
         wait_full(rings.k.full, use + 1, i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
@@ -169,6 +181,10 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
         let_go(V_READ, rings.v, use - 1, S)
+        if of_three(S.BM):
+            rest = ex2(rest)
+            l += row_sums(rest)
+            first = joined(first, rest)
         second = ex2(second)
         l += row_sums(second)
         if not LATE:  # a = a 2^(m - m')
