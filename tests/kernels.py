@@ -6,12 +6,13 @@ launch replaced; their results are uninitialised and must not be looked at.
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,25 @@ class Compiled:
     stack: int
     registers: int
     ptx: str
+    said: str  # by ptxas; nothing where the code was compiled before
 
     @property
     def advice(self) -> set[str]:
         """Numbers of what ptxas says of `wgmma`: C7510 to C7517 tell that products are awaited where they need not be."""
-        from triton.backends.nvidia import compiler
+        return set(re.findall(r"C75\d\d", self.said or said_again(self.ptx)))
 
-        with sound_ptxas():
-            tool = compiler.get_ptxas(90).path
-        with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
-            file.write(self.ptx)
-            file.flush()
-            command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        return set(re.findall(r"C75\d\d", said))
+
+def said_again(ptx: str) -> str:
+    """What ptxas says of code for Hopper."""
+    from triton.backends.nvidia import compiler
+
+    with sound_ptxas():
+        tool = compiler.get_ptxas(90).path
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(ptx)
+        file.flush()
+        command = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 @contextmanager
@@ -124,7 +130,11 @@ def _binder(kernel: Any, capability: tuple[int, int]) -> Any:
 
 def compile_launch(launch: Launch) -> Compiled:
     """What a recorded launch comes to on the target it was recorded for; needs no GPU. No product may have lost a descriptor."""
-    with sound_ptxas():
+    from triton import knobs
+
+    said = io.StringIO()
+    with sound_ptxas(), knobs.nvidia.scope(), redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
         made = code_of(launch)
     chosen = "_do_compile" in vars(launch.kernel)  # with_sound_ptxas puts it there
     assert chosen or "wgmma" not in made.asm["ptx"], f"{launch.name} has products, but not with_sound_ptxas"
@@ -136,7 +146,9 @@ def compile_launch(launch: Launch) -> Compiled:
         short = short_barriers(made.asm["ttgir"], launch.capability)
         assert not short, f"{launch.key}: the memory of barriers {short} is used for something else"
     registers, stack = _resources(made.asm["cubin"])
-    return Compiled(made.metadata.shared, stack if RELEASE == COUNTED else 0, registers, made.asm["ptx"])
+    return Compiled(
+        made.metadata.shared, stack if RELEASE == COUNTED else 0, registers, made.asm["ptx"], said.getvalue()
+    )
 
 
 def code_of(launch: Launch) -> Any:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from samples import sample
 from step_cases import StepCase, make_history, make_inputs, run_op
 from test_delta_net_step import Case, options
 from test_delta_net_step import make_inputs as make_layer_inputs
@@ -35,7 +36,7 @@ def assert_fits(found: list, count: int) -> None:
         assert made.shared <= 48 * 1024 and made.stack <= STACK, (launch.key, made.shared, made.stack)
 
 
-@pytest.mark.parametrize("capability", TARGETS, ids=str)
+@pytest.mark.parametrize("capability", sample(TARGETS, [(9, 0)]), ids=str)
 def test_a_step_compiles_for_every_target(capability: tuple[int, int]) -> None:
     for K, V in SIZES:
         assert_fits(launches(StepCase("", "delta", "channel", B=1, K=K, V=V), capability), 1)
@@ -79,7 +80,7 @@ def layer_launches(case: Case, capability: tuple[int, int]) -> list:
     return found
 
 
-@pytest.mark.parametrize("capability", TARGETS, ids=str)
+@pytest.mark.parametrize("capability", sample(TARGETS, [(9, 0)]), ids=str)
 def test_the_step_of_a_layer_compiles_for_every_target(capability: tuple[int, int]) -> None:
     for K, V in SIZES:
         assert_fits(layer_launches(Case("", "channel", "sigmoid", B=1, HV=4, K=K, V=V), capability), 2)
