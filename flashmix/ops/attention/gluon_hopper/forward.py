@@ -121,8 +121,8 @@ def queries_of(q, S: gl.constexpr):
 
 @gluon.constexpr_function
 def of_three(rows):
-    """Whether three groups share a tile: each passes its turn on before its own product `p v`, and makes a quarter of its exponentials before
-    that is waited for, not half of them."""
+    """Whether three groups share a tile: each passes its turn on before its own product `p v`, and makes a quarter of its exponentials, not
+    half of them, before that is waited for."""
     return rows == 192
 
 
