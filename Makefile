@@ -10,7 +10,7 @@
 #   make docs      builds the documentation site into build/site, plots and all; a warning is an error
 #   make fuzz      runs random calls of every op: MINUTES=10, SEED=1, DEVICE=cuda, WORKERS=2; INDEX=4711 runs one case again
 # For another torch: make train TORCH="torch==2.9.1"; make test TORCH="torch==2.15.0" TRITON="triton==3.9.0"
-# Triton is for the tests: they compile every kernel, with -m whole for every kind of GPU, and run some in its interpreter, on the CPU.
+# Triton is for the tests: they compile the kernels, with -m whole for every kind of GPU, and run some in its interpreter, on the CPU.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
