@@ -223,6 +223,22 @@ def pin(x):
 
 
 @gluon.jit
+def word_of(a, b):
+    """Two numbers of 16 bits as a word of 32, the first in its low half."""
+    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def halves_of(word):
+    """Both numbers of a `word_of`, as integers."""
+    low: gl.constexpr = "{ .reg .b16 t; mov.b32 {$0, t}, $1; }"
+    high: gl.constexpr = "{ .reg .b16 t; mov.b32 {t, $0}, $1; }"
+    a = gl.inline_asm_elementwise(low, "=h,r", [word], dtype=gl.int16, is_pure=True, pack=1)
+    b = gl.inline_asm_elementwise(high, "=h,r", [word], dtype=gl.int16, is_pure=True, pack=1)
+    return a, b
+
+
+@gluon.jit
 def await_count(counter, count):
     """Waits until a counter in memory has come to `count` or past it, and sees what was written or added by TMA before."""
     gl.inline_asm_elementwise(

@@ -190,6 +190,15 @@ def language() -> Any:
     )
 
 
+def word_of(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([a, b], -1).view(torch.int32).squeeze(-1)
+
+
+def halves_of(word: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = word.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+    return a, b
+
+
 REPLACED: dict[str, Any] = {
     "copy_to_shared": copy_to_shared,
     "copy_to_global": copy_to_global,
@@ -205,6 +214,8 @@ REPLACED: dict[str, Any] = {
     "expect": Mbarrier.expect,
     "reinterpret": Shared.reinterpret,
     "ex2": ex2,
+    "word_of": word_of,
+    "halves_of": halves_of,
     "opaque_zero": lambda: 0,
     "pin": lambda x: x,
     "thread_barrier": lambda: None,

@@ -50,8 +50,10 @@ from flashmix.ops.attention.gluon_hopper.backward_walk import (
     backward_copies,
     find_keys,
     key_probabilities,
-    next_step,
+    way_of,
+    whole_steps,
 )
+from flashmix.ops.attention.gluon_hopper.scores import EITHER, WHOLE
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -103,9 +105,16 @@ def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
     return d_q
 
 
+@gluon.constexpr_function
+def apart(first, second, causal):
+    """Whether steps that all queries see whole have a loop of their own, without the masks: of 128 channels, and causal ones of 64. (The
+    registers that masks take are spilled in one loop for both; where queries are not causal or a head has two parts, two loops spill.)"""
+    return first == 128 or (causal and second == 0)
+
+
 @gluon.jit
-def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.constexpr):
-    """A role's keys of the program's `turn`-th block, whose queries are the uses of their rings from `base` on."""
+def walk_steps(group: gl.constexpr, state, span, at, steps, base, rings, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Takes the `span` of steps into `state`: `(dK, dV, scores of the next block if they have begun, number of the next block)`."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
@@ -114,25 +123,13 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
     AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
     KEYS: gl.constexpr = 128 // ROLES
     L: gl.constexpr = accumulator(S.BM, KEYS)
-    first_key = at.first + group * KEYS
-    key = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, L))
+    key = at.first + group * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L))
     k = tile_of(rings.k.tiles, group)
     v = tile_of(rings.v.tiles, group)
     dtype: gl.constexpr = rings.d_s.dtype
-    d_k = zero_sums(QK, KEYS)
-    d_v = zero_sums(V, KEYS)
-    for tile in gl.static_range(ROLES):  # a piece of dQ takes all keys
-        wait_full(rings.k.full, turn * ROLES + tile)
-        if S.STAYS:
-            wait_full(rings.v.full, turn * ROLES + tile)
-        elif steps.all > 0:
-            wait_full(rings.v.full, tile)
-    following = gl.full([KEYS, S.BM], 0.0, gl.float32, L)
-    if AHEAD:
-        wait_full(rings.q.full, base, steps.all > 0)
-        following = products_done(0, [scores(k, tile_of(rings.q.tiles, base % S.STAGES), QK)])
-    head, block = at.head, steps.first
-    for i in range(steps.all):
+    d_k, d_v, following, block = state
+    begin, end = span
+    for i in range(begin, end):
         use = base + i
         stage = use % S.STAGES
         q = tile_of(rings.q.tiles, stage)
@@ -148,7 +145,7 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
             s = products_done(V_PARTS, [s])
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
-        p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, None, n, S)
+        p, squashed = key_probabilities(s, level, key, (at, at.head, block * S.BM), steps, None, n, KIND, S)
         p_t = as_operand(p, dtype, V)
         d_p = products_done(0, [d_p])
         # dS = P (dP - delta)
@@ -178,12 +175,50 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
         else:
             d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
         leave(Q_READ, use, GROUPS_AND_COPIES)
-        head, block = next_step(head, block, steps, S)
+        block += way_of(at.head, S)
+    return d_k, d_v, following, block
+
+
+@gluon.jit
+def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.constexpr):
+    """A role's keys of the program's `turn`-th block, whose queries are the uses of their rings from `base` on."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    ROLES: gl.constexpr = pieces_of(QK.FIRST)
+    AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
+    KEYS: gl.constexpr = 128 // ROLES
+    L: gl.constexpr = accumulator(S.BM, KEYS)
+    first_key = at.first + group * KEYS
+    k = tile_of(rings.k.tiles, group)
+    v = tile_of(rings.v.tiles, group)
+    d_k = zero_sums(QK, KEYS)
+    d_v = zero_sums(V, KEYS)
+    for tile in gl.static_range(ROLES):  # a piece of dQ takes all keys
+        wait_full(rings.k.full, turn * ROLES + tile)
+        if S.STAYS:
+            wait_full(rings.v.full, turn * ROLES + tile)
+        elif steps.all > 0:
+            wait_full(rings.v.full, tile)
+    following = gl.full([KEYS, S.BM], 0.0, gl.float32, L)
+    if AHEAD:
+        wait_full(rings.q.full, base, steps.all > 0)
+        following = products_done(0, [scores(k, tile_of(rings.q.tiles, base % S.STAGES), QK)])
+    state = (d_k, d_v, following, steps.first)
+    if apart(QK.FIRST, QK.SECOND, S.CAUSAL):
+        begin, whole, end = whole_steps(at.head, steps, S)
+        while begin < steps.all:  # masked ones, whole ones, and once more masked ones
+            state = walk_steps(group, state, (begin, whole), at, steps, base, rings, n, EITHER, S)
+            state = walk_steps(group, state, (whole, end), at, steps, base, rings, n, WHOLE, S)
+            begin, whole, end = end, steps.all, steps.all
+    else:
+        state = walk_steps(group, state, (0, steps.all), at, steps, base, rings, n, EITHER, S)
+    d_k, d_v, _, _ = state
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
     if S.STAYS and ROLES == 1:  # dK and dV leave through the memory of dS, and the next keys come meanwhile
         release(rings.k.empty, turn)
         release(rings.v.empty, turn)
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+        dtype: gl.constexpr = rings.d_s.dtype
         x = reinterpret(rings.d_s, dtype, [S.BN, QK.FIRST], LAYOUT)
         y = reinterpret(rings.d_s, dtype, [S.BN, V.FIRST], LAYOUT)
         k, v = (x, x), (y, y)

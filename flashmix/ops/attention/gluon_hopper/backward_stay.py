@@ -44,7 +44,7 @@ def staying_copies(work, descriptors, rings, queue, n, S: gl.constexpr):
     numbers = n.blocks * n.batches * n.heads_q
     drawn, turn, base = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     number = gl.atomic_add(queue.counter, 1)
-    tell(queue, drawn, number)
+    tell(queue, drawn, (number,))
     while number < numbers:
         at, steps = find_keys(number, work, n, S)
         if at.first >= 0:
@@ -53,7 +53,7 @@ def staying_copies(work, descriptors, rings, queue, n, S: gl.constexpr):
             turn += 1
         number = gl.atomic_add(queue.counter, 1)
         drawn += 1
-        tell(queue, drawn, number)
+        tell(queue, drawn, (number,))
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, wait_empty
-from flashmix.ops.attention.gluon_hopper.scores import EITHER, masked, scaled
+from flashmix.ops.attention.gluon_hopper.scores import masked, scaled
 from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS
 from flashmix.ops.attention.gluon_hopper.tiles import fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
@@ -154,6 +154,20 @@ def at_edge(start, steps):
 
 
 @gluon.jit
+def whole_steps(head, steps, S: gl.constexpr):
+    """`(0, begin, end)`: from `begin` to `end`, as a program with dQ walks, all queries of its steps see all its keys."""
+    low = steps.first
+    if S.TWO_WAYS:
+        low -= gl.where(way_of(head, S) > 0, 0, steps.each - 1)
+    begin = gl.minimum(gl.maximum(steps.inner // S.BM - low, 0), steps.all)
+    end = gl.minimum(gl.maximum(steps.outer // S.BM - low, begin), steps.all)
+    if S.TWO_WAYS:
+        back = way_of(head, S) < 0
+        begin, end = gl.where(back, steps.all - end, begin), gl.where(back, steps.all - begin, end)
+    return begin * 0, begin, end
+
+
+@gluon.jit
 def head_bias(work, at, head, n, S: gl.constexpr):
     """The `HeadBias` of a query head."""
     slope, gates, decay_ref = 0.0, (0, 0), (0.0, 0.0)
@@ -250,7 +264,7 @@ def backward_copies(work, at, steps, turn, base, descriptors, rings, n, S: gl.co
 
 
 @gluon.jit
-def key_probabilities(s, level, key, block, steps, biases, n, S: gl.constexpr):
+def key_probabilities(s, level, key, block, steps, biases, n, KIND: gl.constexpr, S: gl.constexpr):
     """P of `k q^T`, `[keys, BM]`, and tanh(scores / softcap), of a block of queries: `(at, query head, first query)`.
 
     `biases`: with gates or slopes the `BackwardWork` and what `bias_to_last` found for the head.
@@ -276,7 +290,7 @@ def key_probabilities(s, level, key, block, steps, biases, n, S: gl.constexpr):
         work, bias = biases
         slope = in_units(gl.load(work.alibi_slopes + head), S)
         y = biased(y, position, keys, slope, (0.0, 0.0), (0.0, 0.0), S)
-    y = masked(y - level[None, :], position, keys, at.tokens_k, edge, n, EITHER, S)
+    y = masked(y - level[None, :], position, keys, at.tokens_k, edge, n, KIND, S)
     return ex2(y), squashed
 
 

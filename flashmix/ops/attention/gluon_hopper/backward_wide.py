@@ -37,7 +37,7 @@ from flashmix.ops.attention.gluon_hopper.backward_walk import (
     next_step,
     store_sums,
 )
-from flashmix.ops.attention.gluon_hopper.scores import row_sums
+from flashmix.ops.attention.gluon_hopper.scores import EITHER, row_sums
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -97,7 +97,7 @@ def value_group(work, at, steps, rings, n, S: gl.constexpr):
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         s = products_done(0, [s])
         leave(Q_READ, i, GROUPS_AND_COPIES)
-        p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, (work, bias), n, S)
+        p, squashed = key_probabilities(s, level, key, (at, head, block * S.BM), steps, (work, bias), n, EITHER, S)
         if i > 1:
             take_turn(P_TAKEN, i, 256, True)
         rings.p.index(i % 2).store(p)

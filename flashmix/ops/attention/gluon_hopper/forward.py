@@ -17,14 +17,11 @@ from typing import Any, NamedTuple
 
 from flashmix.gpu.hopper import (
     accumulator,
-    allocate_barriers,
     arrive_at_group,
     ex2,
-    fence_async_shared,
     gl,
     gluon,
     pin,
-    plain,
     products_done,
     release,
     row_pieces,
@@ -36,13 +33,14 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     K_READ,
     V_READ,
     ForwardRings,
-    Queue,
+    block_queue,
     forward_copies,
+    has_queries,
     left_by_name,
     let_go,
     tiles_of_group,
     tiles_of_keys,
-    told,
+    told_block,
     walks_alone,
 )
 from flashmix.ops.attention.gluon_hopper.scores import (
@@ -60,7 +58,9 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
     as_operand,
+    as_words,
     in_registers,
+    operand_of_words,
     ring,
     scores,
     tile_of,
@@ -120,10 +120,36 @@ def queries_of(q, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def of_three(rows):
-    """Whether three groups share a tile: each passes its turn on before its own product `p v`, and makes a quarter of its exponentials, not
-    half of them, before that is waited for."""
-    return rows == 192
+def quarter_first(channels, featured):
+    """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
+    `p v` is issued. With 65 to 96, with more than 192 channels and with gates or a softcap (`featured`) that gains nothing."""
+    return channels <= 64 or (96 < channels <= 192 and not featured)
+
+
+@gluon.constexpr_function
+def in_words(channels, biased):
+    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 96 channels. One loop of more is slower so."""
+    return biased or channels <= 96
+
+
+@gluon.jit
+def carried(p, dtype: gl.constexpr, S: gl.constexpr):
+    """p as the loops carry it."""
+    V: gl.constexpr = S.V
+    if in_words(V.ALL, S.DECAY or S.ALIBI):
+        return as_words(p, dtype)
+    else:
+        return as_operand(p, dtype, V)
+
+
+@gluon.jit
+def carried_operand(p, dtype: gl.constexpr, S: gl.constexpr):
+    """The left operand of `accumulate` that is `carried`."""
+    V: gl.constexpr = S.V
+    if in_words(V.ALL, S.DECAY or S.ALIBI):
+        return operand_of_words(p, dtype, V)
+    else:
+        return p
 
 
 @gluon.constexpr_function
@@ -134,15 +160,20 @@ def late(channels):
 
 @gluon.jit
 def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`."""
+    """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`.
+
+    p is as it is `carried`.
+    """
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
+    QUARTER: gl.constexpr = quarter_first(V.ALL, S.DECAY or S.SOFTCAP)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
     LATE: gl.constexpr = late(S.V.ALL)
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
     q, rings = reads
+    dtype: gl.constexpr = rings.v.tiles[0].dtype
     for i in range(begin, end):
         bias = m
         if BY_TILE:
@@ -154,17 +185,18 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
             acc = times_rows(acc, pin(shrink), V)
         wait_full(rings.v.full, use - 1)
-        if of_three(S.BM):
+        if QUARTER:
             pass_turn(group, S)
+        p = carried_operand(p, dtype, S)
         acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
-        if not of_three(S.BM):
+        if not QUARTER:
             pass_turn(group, S)
         s = products_done(PV, [s])
         let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
         first, second = halves(y)
-        if of_three(S.BM):
+        if QUARTER:
             first, rest = halves(first)
         shrink = pin(ex2(m - top))
         m = top
@@ -181,7 +213,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
         let_go(V_READ, rings.v, use - 1, S)
-        if of_three(S.BM):
+        if QUARTER:
             rest = ex2(rest)
             l += row_sums(rest)
             first = joined(first, rest)
@@ -189,7 +221,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         l += row_sums(second)
         if not LATE:  # a = a 2^(m - m')
             acc = times_rows(acc, shrink, V)
-        p = as_operand(joined(first.to(p_1.dtype), second.to(p_1.dtype)), p_1.dtype, V)
+        p = carried(joined(first.to(dtype), second.to(dtype)), dtype, S)
     return acc, p, m, l, shrink
 
 
@@ -236,6 +268,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
     GROUPS: gl.constexpr = S.BM // 64
     ALONE: gl.constexpr = walks_alone(S.BM, S.BN, S.DECAY or S.ALIBI)
+    dtype: gl.constexpr = x.q.dtype.element_ty
     index = at.first + group * 64 + gl.arange(0, 64, L)
     rows = query_rows(x, at, index, n, S)
     all_tiles = keys.count
@@ -254,7 +287,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, S)
     found = ex2(y)
     one = gl.full([64], 1.0, gl.float32, L)
-    state = (zero_sums(V), as_operand(found, x.q.dtype.element_ty, V), m, row_sums(found), one)
+    state = (zero_sums(V), carried(found, dtype, S), m, row_sums(found), one)
     wait_full(rings.k.full, keys.base + 1, keys.count > 1)
     acc, p, m, l, shrink = all_keys(state, keys, rows, (q, rings), group, n, S)
     if S.OWN_RESULTS:
@@ -264,6 +297,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     wait_full(rings.v.full, last)
     if late(S.V.ALL):
         acc = times_rows(acc, shrink, V)
+    p = carried_operand(p, dtype, S)
     acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
     let_go(V_READ, rings.v, last, S)
     if ALONE:  # the tiles that the other groups see
@@ -281,9 +315,6 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
     write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
-    if not S.OWN_RESULTS:
-        fence_async_shared()
-        release(rings.q.empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
     inside = index < at.tokens_q
     gl.store(out.lse + row + index, log_sum(m, l, S), mask=inside)
@@ -296,17 +327,19 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
     """Four warps with 64 queries of each block."""
     if group == S.BM // 64 - 1:  # the first group begins
         pass_turn(group, S)
-    blocks = n.blocks * n.batches * n.heads_q
-    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    while number < blocks:
-        at = find_queries(number, x.table, n, S)
-        if (at.first >= 0) & (at.first < at.tokens_q):
+    turn, base = gl.to_tensor(0), gl.to_tensor(0)
+    if S.OWN_RESULTS:
+        at = told_block(queue, turn, n, S)
+        while at.first >= 0:
             keys = tiles_of_keys(at, base, n, S)
             attend_block(group, at, keys, turn, x, out, rings, n, S)
             base += keys.count
             turn += 1
-        number = told(queue, drawn)
-        drawn += 1
+            at = told_block(queue, turn, n, S)
+    else:
+        at = find_queries(gl.program_id(0), x.table, n, S)
+        if has_queries(at):
+            attend_block(group, at, tiles_of_keys(at, base, n, S), turn, x, out, rings, n, S)
 
 
 @with_sound_ptxas
@@ -322,8 +355,7 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))
     rings = ForwardRings(q, k, v, o)
-    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], plain())
-    queue = Queue(out.counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
+    queue = block_queue(out.counter, S)
     descriptors = ((q_tiles, q_rest), (k_tiles, k_rest), (v_tiles, v_rest))
     if GROUPS == 2:
         gl.warp_specialize(

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import await_readers, gl, gluon, leave, release, signal, wait_empty, wait_full
+from flashmix.gpu.hopper import (
+    allocate_barriers,
+    await_readers,
+    gl,
+    gluon,
+    leave,
+    plain,
+    release,
+    signal,
+    wait_empty,
+    wait_full,
+)
 from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows
+from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_queries, keys_of_rows
 
 # Named barriers of each tile of k and of v, by which its readers leave
 K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
@@ -40,7 +51,8 @@ class ForwardRings(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The numbers of the blocks that a program works on, one after another: a counter in memory, and a ring that tells them."""
+    """The blocks that a program works on, one after another: the counter of their numbers in memory, and a ring that tells of each some
+    numbers, which lie one after another."""
 
     counter: Any
     numbers: Any
@@ -98,59 +110,149 @@ def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
-    """Copies what a block needs: q, then k and v in the order in which they are read. `turn` counts the program's blocks."""
+def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
+    """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
     QK: gl.constexpr = S.QK
-    V: gl.constexpr = S.V
-    GROUPS: gl.constexpr = S.BM // 64
-    q_d, k_d, v_d = descriptors
-    of_q = (at.batch, at.head, at.start_q, at.tokens_q)
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    await_all(K_READ, rings.k, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
+
+
+@gluon.jit
+def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
+    """`copy_keys` of a block's values."""
+    V: gl.constexpr = S.V
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    await_all(V_READ, rings.v, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
+
+
+@gluon.jit
+def copy_queries(at, turn, descriptor, rings, S: gl.constexpr):
+    """Copies a block's queries, each group's when it has left those before."""
+    QK: gl.constexpr = S.QK
+    GROUPS: gl.constexpr = S.BM // 64
+    of_q = (at.batch, at.head, at.start_q, at.tokens_q)
     for group in gl.static_range(GROUPS):
-        copy_tile(q_d, of_q, at.first + group * 64, rings.q, turn * GROUPS + group, QK, S)
-    for i in range(keys.count + 1):  # k one tile ahead of v
-        use = keys.base + i
-        if i < keys.count:
-            await_all(K_READ, rings.k, use, S)
-            fill_tile(k_d, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
-        if i > 0:
-            await_all(V_READ, rings.v, use - 1, S)
-            fill_tile(v_d, of_k, keys.low + (i - 1) * S.BN, rings.v, use - 1, V, S)
+        copy_tile(descriptor, of_q, at.first + group * 64, rings.q, turn * GROUPS + group, QK, S)
+
+
+@gluon.jit
+def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
+    """Copies what a block needs: q and the first k, then k and v in the order in which they are read. `turn` counts the program's blocks.
+
+    Where a program takes several blocks the first k comes first, whose place is free before the groups end with the block before.
+    """
+    q_d, k_d, v_d = descriptors
+    if not S.OWN_RESULTS:
+        copy_queries(at, turn, q_d, rings, S)
+    copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
+    if S.OWN_RESULTS:
+        copy_queries(at, turn, q_d, rings, S)
+    for i in range(1, keys.count):  # k one tile ahead of v
+        copy_keys(i, at, keys, k_d, rings, S)
+        copy_values(i - 1, at, keys, v_d, rings, S)
+    copy_values(keys.count - 1, at, keys, v_d, rings, S)
 
 
 @gluon.jit
 def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies, and draws the numbers of the program's blocks."""
-    blocks = n.blocks * n.batches * n.heads_q
-    number, drawn, turn, base = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
-    while number < blocks:
-        following = gl.to_tensor(blocks)
-        if blocks > gl.num_programs(0):
-            following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
-        tell(queue, drawn, following)
-        at = find_queries(number, x.table, n, S)
-        if (at.first >= 0) & (at.first < at.tokens_q):
-            keys = tiles_of_keys(at, base, n, S)
-            copy_block(at, keys, turn, descriptors, rings, S)
-            base += keys.count
-            turn += 1
-        number = following
-        drawn += 1
+    """The warp that copies, draws the numbers of the program's blocks, and finds where those with queries lie."""
+    turn, base = gl.to_tensor(0), gl.to_tensor(0)
+    if S.OWN_RESULTS:
+        blocks = n.blocks * n.batches * n.heads_q
+        number = gl.program_id(0)
+        while number < blocks:
+            following = gl.to_tensor(blocks)
+            if blocks > gl.num_programs(0):
+                following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
+            at = find_queries(number, x.table, n, S)
+            if has_queries(at):
+                if S.PACKED:
+                    lengths = (at.start_q, at.tokens_q, at.start_k, at.tokens_k)
+                    tell(queue, turn, (at.first, at.batch, at.head, at.head_k) + lengths)
+                else:
+                    tell(queue, turn, (at.first, at.batch, at.head, at.head_k))
+                keys = tiles_of_keys(at, base, n, S)
+                copy_block(at, keys, turn, descriptors, rings, S)
+                base += keys.count
+                turn += 1
+            number = following
+        last = gl.to_tensor(-1)
+        if S.PACKED:
+            tell(queue, turn, (last, last, last, last, last, last, last, last))
+        else:
+            tell(queue, turn, (last, last, last, last))
+    else:
+        at = find_queries(gl.program_id(0), x.table, n, S)
+        if has_queries(at):
+            copy_block(at, tiles_of_keys(at, base, n, S), turn, descriptors, rings, S)
 
 
 @gluon.jit
-def tell(queue, drawn, number):
-    """The copying warp tells the groups the number of a block; `drawn` counts them."""
-    wait_empty(queue.empty, drawn)
-    slot = drawn % queue.full.shape[0]
-    queue.numbers.index(slot).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    signal(queue.full, drawn)
+def has_queries(at):
+    return (at.first >= 0) & (at.first < at.tokens_q)
+
+
+@gluon.constexpr_function
+def place_of_queries(packed):
+    """How many numbers tell a block's place."""
+    return 8 if packed else 4
 
 
 @gluon.jit
-def told(queue, drawn, WARPS: gl.constexpr = 4):
-    """The number that `tell` told, to a role of so many warps."""
-    wait_full(queue.full, drawn)
-    number = queue.numbers.index(drawn % queue.full.shape[0]).load(gl.BlockedLayout([1], [32], [WARPS], [0]))  # [1]
-    release(queue.empty, drawn)
-    return gl.max(number, 0)
+def block_queue(counter, S: gl.constexpr):
+    """The `Queue` of a program that takes several blocks; where it has one block, nothing that is used."""
+    if S.OWN_RESULTS:
+        PLACE: gl.constexpr = place_of_queries(S.PACKED)
+        numbers = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], plain())
+        return Queue(counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, S.BM // 64))
+    else:
+        return counter
+
+
+@gluon.jit
+def told_block(queue, turn, n, S: gl.constexpr):
+    """The `AttentionBlock` of a program's `turn`-th block; `first` is -1 past the last one."""
+    COUNT: gl.constexpr = place_of_queries(S.PACKED)
+    wait_full(queue.full, turn)
+    first = told_number(queue, turn, 0, COUNT)
+    batch = told_number(queue, turn, 1, COUNT)
+    head = told_number(queue, turn, 2, COUNT)
+    head_k = told_number(queue, turn, 3, COUNT)
+    start_q, tokens_q, start_k, tokens_k = first * 0, n.tokens_q, first * 0, n.tokens_k
+    if S.PACKED:
+        start_q = told_number(queue, turn, 4, COUNT)
+        tokens_q = told_number(queue, turn, 5, COUNT)
+        start_k = told_number(queue, turn, 6, COUNT)
+        tokens_k = told_number(queue, turn, 7, COUNT)
+    release(queue.empty, turn)
+    return AttentionBlock(batch, head, head_k, batch * n.heads_q + head, first, start_q, tokens_q, start_k, tokens_k)
+
+
+@gluon.jit
+def tell(queue, use, numbers):
+    """The copying warp tells other roles some numbers of a block; `use` counts how often."""
+    COUNT: gl.constexpr = len(numbers)
+    wait_empty(queue.empty, use)
+    slot = use % queue.full.shape[0]
+    for i in gl.static_range(COUNT):
+        to = queue.numbers.index(slot * COUNT + i)
+        to.store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    signal(queue.full, use)
+
+
+@gluon.jit
+def told_number(queue, use, i, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Number `i` of COUNT that `tell` told and that have come, to a role of so many warps."""
+    at = use % queue.full.shape[0] * COUNT + i
+    return gl.max(queue.numbers.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def told(queue, use, WARPS: gl.constexpr):
+    """The one number that `tell` told, to a role of so many warps."""
+    wait_full(queue.full, use)
+    number = told_number(queue, use, 0, 1, WARPS)
+    release(queue.empty, use)
+    return number

@@ -17,10 +17,12 @@ from flashmix.gpu.hopper import (
     expect_bytes,
     gl,
     gluon,
+    halves_of,
     operand,
     products_done,
     wait_empty,
     warpgroup_mma,
+    word_of,
 )
 from flashmix.ops.attention.gluon_hopper.spec import RAGGED
 
@@ -229,6 +231,22 @@ def as_operand(p, dtype: gl.constexpr, C: gl.constexpr):
         return first, gl.convert_layout(p, operand(C.SECOND, ROWS))
     else:
         return first, first
+
+
+@gluon.jit
+def as_words(p, dtype: gl.constexpr):
+    """p in registers in words of two numbers of 16 bits, `[rows, columns / 2]`: what a loop carries as such numbers, ptxas may take apart
+    and put together each time round, an instruction a word."""
+    a, b = gl.split(p.to(dtype).reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return word_of(a, b)
+
+
+@gluon.jit
+def operand_of_words(words, dtype: gl.constexpr, C: gl.constexpr):
+    """The left operand of `accumulate` whose `as_words` are `words`."""
+    a, b = halves_of(words)
+    p = gl.join(a, b).reshape([words.shape[0], 2 * words.shape[1]])
+    return as_operand(p.to(dtype, bitcast=True), dtype, C)
 
 
 @gluon.jit
