@@ -107,8 +107,10 @@ def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
 
 @gluon.constexpr_function
 def apart(first, second, causal):
-    """Whether steps that all queries see whole have a loop of their own, without the masks: of 128 channels, and causal ones of 64. (The
-    registers that masks take are spilled in one loop for both; where queries are not causal or a head has two parts, two loops spill.)"""
+    """Whether steps whose queries see all keys have a loop of their own, without masks: with 128 channels, and causal ones with 64.
+
+    One loop for both spills what masks need. Full calls of 64 channels and heads in two parts spill more in two loops.
+    """
     return first == 128 or (causal and second == 0)
 
 

@@ -191,6 +191,7 @@ def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
 
 @gluon.jit
 def has_queries(at):
+    """Whether a block has queries; a free slot of a packed table has none."""
     return (at.first >= 0) & (at.first < at.tokens_q)
 
 
