@@ -115,8 +115,11 @@ def apart(first, second, causal):
 
 
 @gluon.jit
-def walk_steps(group: gl.constexpr, state, span, at, steps, base, rings, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Takes the `span` of steps into `state`: `(dK, dV, scores of the next block if they have begun, number of the next block)`."""
+def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.constexpr, S: gl.constexpr):
+    """Takes the `span` of steps into `state`: `(dK, dV, scores of the next block if they have begun, number of the next block)`.
+
+    `walk`: place of the keys, steps, and the use of their rings that the first step is.
+    """
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
@@ -125,6 +128,7 @@ def walk_steps(group: gl.constexpr, state, span, at, steps, base, rings, n, KIND
     AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
     KEYS: gl.constexpr = 128 // ROLES
     L: gl.constexpr = accumulator(S.BM, KEYS)
+    at, steps, base = walk
     key = at.first + group * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L))
     k = tile_of(rings.k.tiles, group)
     v = tile_of(rings.v.tiles, group)
@@ -205,15 +209,15 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
     if AHEAD:
         wait_full(rings.q.full, base, steps.all > 0)
         following = products_done(0, [scores(k, tile_of(rings.q.tiles, base % S.STAGES), QK)])
-    state = (d_k, d_v, following, steps.first)
+    state, walk = (d_k, d_v, following, steps.first), (at, steps, base)
     if apart(QK.FIRST, QK.SECOND, S.CAUSAL):
         begin, whole, end = whole_steps(at.head, steps, S)
         while begin < steps.all:  # masked ones, whole ones, and once more masked ones
-            state = walk_steps(group, state, (begin, whole), at, steps, base, rings, n, EITHER, S)
-            state = walk_steps(group, state, (whole, end), at, steps, base, rings, n, WHOLE, S)
+            state = walk_steps(group, state, (begin, whole), walk, rings, n, EITHER, S)
+            state = walk_steps(group, state, (whole, end), walk, rings, n, WHOLE, S)
             begin, whole, end = end, steps.all, steps.all
     else:
-        state = walk_steps(group, state, (0, steps.all), at, steps, base, rings, n, EITHER, S)
+        state = walk_steps(group, state, (0, steps.all), walk, rings, n, EITHER, S)
     d_k, d_v, _, _ = state
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
     if S.STAYS and ROLES == 1:  # dK and dV leave through the memory of dS, and the next keys come meanwhile

@@ -247,7 +247,8 @@ def tell(queue, use, numbers):
 def told_number(queue, use, i, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
     """Number `i` of COUNT that `tell` told and that have come, to a role of so many warps."""
     at = use % queue.full.shape[0] * COUNT + i
-    return gl.max(queue.numbers.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    number = queue.numbers.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0]))  # [1]
+    return gl.max(number, 0)
 
 
 @gluon.jit
