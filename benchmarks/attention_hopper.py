@@ -105,7 +105,7 @@ ROWS = (
     *(Row(128, T, 16384 // T, 16, causal) for T in TOKENS for causal in MASKS),
     *(Row(192, T, 16384 // T, 16, causal) for T in TOKENS[1:] for causal in MASKS),
     *(Row(256, T, 16384 // T, 8, causal) for T in TOKENS for causal in MASKS),
-    Row(192, 8192, 2, 16, dim_v=128),
+    *(Row(192, 8192, 2, 16, causal, dim_v=128) for causal in MASKS),
     Row(128, 8192, 1, 64, heads_k=8),
     Row(128, 32768, 1, 16, window=1024),
     *(Row(128, 16384, 1, 16, feature=feature) for feature in ("sink", "gate", "slopes", "softcap")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ def medians(runs: dict[str, Callable[[], Any]], repeats: int = 16, warmup: int =
 def cuda_medians(
     runs: dict[str, Callable[[], Any]], repeats: int = 15, warmup: int = 3, ahead: bool = True
 ) -> dict[str, float]:
-    """Median milliseconds of each run on the GPU, between events. The runs take turns; each starts with a cold L2 cache.
+    """Median milliseconds of each run on the GPU, between events. The runs take turns in random order; each starts with a cold L2 cache.
+
+    In one order a run would always follow the same other: at its power limit a card is slower after one that uses more.
 
     The GPU idles first, for half a millisecond and half as long again as the host took for the last run of the warm-up, so that the
     host is ahead of it and its own time is not measured. Without `ahead` it does not, as in `triton.testing.do_bench`: where the host
@@ -43,8 +46,11 @@ def cuda_medians(
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     cycles = dict.fromkeys(runs, 1_000_000)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
+    order, turns = list(runs), random.Random(0)
     for turn in range(warmup + repeats):
-        for name, run in runs.items():
+        turns.shuffle(order)
+        for name in order:
+            run = runs[name]
             flush.zero_()
             if ahead:
                 torch.cuda._sleep(cycles[name])

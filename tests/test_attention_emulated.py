@@ -59,11 +59,14 @@ ALL = [
 
 
 # With the kernel that makes dK: heads of both ways, in several sequences of a batch, and programs that stay.
-ONCE, STAY = "hopper_backward_kernel", "hopper_backward_stay_kernel"
+ONCE, STAY, KEYS = "hopper_backward_kernel", "hopper_backward_stay_kernel", "hopper_backward_keys_kernel"
 OF_8 = {"batch": 1, "tokens": 300, "heads": 8, "heads_q": 8}
 BACKWARD = {
     Case("two ways, dims 128", **OF_8 | {"batch": 2, "heads": 9, "heads_q": 9}, dim=128): ONCE,
     Case("two ways, grouped heads, dims 128", **OF_8 | {"heads": 2, "heads_q": 16}, dim=128, softcap=3.0): ONCE,
+    Case("two ways, grouped heads, dims 192 and 100", **OF_8 | {"heads": 2}, dim=192, dim_v=100, softcap=3.0): KEYS,
+    Case("two ways, packed, dims 130 and 192", **OF_8, dim=130, dim_v=192, lengths=(230, 0, 5, 65)): KEYS,
+    Case("window, dims 100 and 150", **SMALL | {"tokens": 400, "heads_q": 2}, dim=100, dim_v=150, window=(90, 0)): KEYS,
     Case("two ways, packed, dims 128", **OF_8 | {"tokens": 340}, dim=128, lengths=(270, 0, 5, 65)): ONCE,
     Case("two ways, stay, dims 64", **OF_8 | {"tokens": 400}, dim=64, sink=True): STAY,
     Case("two ways, stay, dims 96 and 72", **OF_8 | {"batch": 2}, dim=96, dim_v=72): STAY,

@@ -203,8 +203,9 @@ BACKWARD = (
     (64, "packed"),
     (128, "window"),
     (64, "window"),
-    *((dim, "plain") for dim in (80, 96, 128)),
+    *((dim, "plain") for dim in (80, 96, 128, 192)),
     (128, "packed"),
+    (192, "packed"),
 )
 
 
@@ -217,7 +218,7 @@ def test_hopper_backward_of_eight_heads_compiles(dim: int, feature: str, monkeyp
     monkeypatch.setattr(backward_host, "PLANS", Plans(backward_host.BackwardPlan))
     with recording((9, 0)) as launches:
         call(dim, dim, feature, BF16, impl="gluon", heads=8)()
-    (launch,) = (launch for launch in launches if re.match("hopper_backward(_stay)?_kernel", launch.name))
+    (launch,) = (launch for launch in launches if re.match("hopper_backward(_stay|_keys)?_kernel", launch.name))
     assert_compiles(launch, f"{dim} {feature}", 256)
     if "stay" in launch.name:
         found = late_reads(code_of(launch).asm["cubin"])
@@ -316,14 +317,14 @@ def hopper_cases() -> list[Case]:
         ]
     # more blocks of keys than a card has multiprocessors, and heads of both ways
     many = Case("many blocks", tokens=1100, heads=8, heads_q=8)
-    for dim in (72, 96, 128):
+    for dim in (72, 96, 128, 192):
         made += [
             replace(many, name=f"many blocks, dims {dim}", dim=dim),
             replace(many, name=f"many blocks, grouped, dims {dim}", dim=dim, heads=2, heads_q=16),
             replace(many, name=f"many blocks, window, dims {dim}", dim=dim, window=(300, 0)),
         ]
     packed = {"batch": 1, "tokens": 2600, "lengths": (1100, 0, 5, 700, 64, 400)}
-    return made + [replace(many, name=f"many blocks, packed, dims {d}", dim=d, **packed) for d in (64, 96, 128)]
+    return made + [replace(many, name=f"many blocks, packed, dims {d}", dim=d, **packed) for d in (64, 96, 128, 192)]
 
 
 @pytest.mark.gpu

@@ -10,17 +10,18 @@ from torch import Tensor
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.attention import triton_gpu
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.backward_host import MOST_CHANNELS_TOGETHER, attention_backward
+from flashmix.ops.attention.gluon_hopper.backward_host import attention_backward
 from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward, memory_of, row_statistics
 
+MOST_CHANNELS_SLOPES = 128  # in backward, with slopes alone: up to these Triton's is faster
 MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
 
 
 def backward_supports(call: AttentionCall) -> str | None:
     """Why the backward goes to `triton_gpu`, which reads what the forward keeps; None if it does not."""
     channels = max(call.q.shape[3], call.v.shape[3])
-    if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_TOGETHER:
-        return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_TOGETHER} channels"
+    if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_SLOPES:
+        return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_SLOPES} channels"
     if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
         return f"its backward takes a softcap at head dims up to {MOST_CHANNELS_SOFTCAP}"
     return None

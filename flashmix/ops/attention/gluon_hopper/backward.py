@@ -6,8 +6,8 @@ A program has 128 keys of a head and walks over the blocks of BM queries that se
 scores lie `[keys, queries]`, so P^T and dS^T are left operands from registers. dS goes through shared memory besides: half of the warps
 make half of dQ's block from all 128 keys, and a warp adds the block to dQ in float32 by TMA, in a fixed order (`backward_sums`).
 
-At 128 channels a role of eight warps has all keys: one code, without spills. Up to 96 two roles of four warps have 64 keys each. A causal
-call of 65 to 96 channels begins the scores of the next block before dK, for which registers have room there, and hands on two blocks of dQ.
+At 128 channels a role of eight warps has all keys: one code, without spills. Up to 96 two roles of four warps have 64 keys each, and hold
+v or both k and v in registers where those have room.
 """
 
 # mypy: allow-untyped-defs
@@ -37,10 +37,9 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.backward_sums import (
     allocate_pieces,
     backward_sums,
-    depth_of,
     piece_of,
-    pieces_of,
     put_piece,
+    roles_of,
 )
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
@@ -60,6 +59,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     as_operand,
     awaited,
     awaited_with,
+    in_registers,
     result_layout,
     ring,
     scores,
@@ -92,7 +92,7 @@ class BackwardRings(NamedTuple):
 @gluon.jit
 def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
     """Issues a piece of dQ's block from all keys' dS^T: 64 of 128 queries, a part of its channels, or all."""
-    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     WIDTH: gl.constexpr = S.QK.SECOND if piece == 1 and S.QK.SECOND > 0 else S.QK.FIRST
     L: gl.constexpr = shared_rows(WIDTH) if ROLES == 1 else accumulator(WIDTH)
     d_q = gl.full([64, WIDTH], 0.0, gl.float32, L)
@@ -114,26 +114,35 @@ def apart(first, second, causal):
     return first == 128 or (causal and second == 0)
 
 
+@gluon.constexpr_function
+def holds_k(second, causal):
+    """Whether roles hold k in registers: full calls of 65 to 96 channels."""
+    return second > 0 and not causal
+
+
+@gluon.constexpr_function
+def holds_v(first, second, causal):
+    """Whether roles hold v in registers: causal calls of up to 80 channels, full ones of 65 to 96. Others have no room for it."""
+    return first == 64 and (second < 32 if causal else second > 0)
+
+
 @gluon.jit
 def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Takes the `span` of steps into `state`: `(dK, dV, scores of the next block if they have begun, number of the next block)`.
+    """Takes the `span` of steps into `state`: `(dK, dV, number of the next block)`.
 
-    `walk`: place of the keys, steps, and the use of their rings that the first step is.
+    `walk`: place of the keys, steps, the use of their rings that the first step is, k and v as left operands.
     """
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
     V_PARTS: gl.constexpr = 2 if S.V.SECOND > 0 else 1
-    ROLES: gl.constexpr = pieces_of(QK.FIRST)
-    AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
+    ROLES: gl.constexpr = roles_of(QK.FIRST)
     KEYS: gl.constexpr = 128 // ROLES
     L: gl.constexpr = accumulator(S.BM, KEYS)
-    at, steps, base = walk
+    at, steps, base, k, v = walk
     key = at.first + group * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, L))
-    k = tile_of(rings.k.tiles, group)
-    v = tile_of(rings.v.tiles, group)
     dtype: gl.constexpr = rings.d_s.dtype
-    d_k, d_v, following, block = state
+    d_k, d_v, block = state
     begin, end = span
     for i in range(begin, end):
         use = base + i
@@ -141,14 +150,11 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
         q = tile_of(rings.q.tiles, stage)
         d_o = tile_of(rings.d_o.tiles, stage)
         # S^T = k q^T;  dP^T = v dO^T
-        s = following
-        if not AHEAD:
-            wait_full(rings.q.full, use)
-            s = scores(k, q, QK)  # [keys, BM]
+        wait_full(rings.q.full, use)
+        s = scores(k, q, QK)  # [keys, BM]
         wait_full(rings.d_o.full, use)
         d_p = scores(v, d_o, V)  # [keys, BM]
-        if not AHEAD:
-            s = products_done(V_PARTS, [s])
+        s = products_done(V_PARTS, [s])
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, at.head, block * S.BM), steps, None, n, KIND, S)
@@ -168,21 +174,15 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
         sync_group(BOTH_GROUPS, 256)
         # dQ = dS K;  dK += dS^T Q
         d_q = piece_of_d_q(group, rings.d_s, rings.k.tiles, use, S)
-        if AHEAD:
-            wait_full(rings.q.full, use + 1, i + 1 < steps.all)
-            following = scores(k, tile_of(rings.q.tiles, (use + 1) % S.STAGES), QK)
         d_k = accumulate(d_k, d_s_t, q, QK)
-        d_q, d_v, p_t = awaited_with(2 * Q_PARTS if AHEAD else Q_PARTS, d_q, d_v, p_t, V)
+        d_q, d_v, p_t = awaited_with(Q_PARTS, d_q, d_v, p_t, V)
         leave(D_O_READ, use, GROUPS_AND_COPIES)
         put_piece(group, d_q, use, rings, S)
         # a product in flight over the loop's end would make ptxas run all of them one by one
-        if AHEAD:
-            following, d_k, d_s_t = awaited_with(0, following, d_k, d_s_t, QK)
-        else:
-            d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
+        d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
         leave(Q_READ, use, GROUPS_AND_COPIES)
         block += way_of(at.head, S)
-    return d_k, d_v, following, block
+    return d_k, d_v, block
 
 
 @gluon.jit
@@ -190,10 +190,8 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
     """A role's keys of the program's `turn`-th block, whose queries are the uses of their rings from `base` on."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
-    ROLES: gl.constexpr = pieces_of(QK.FIRST)
-    AHEAD: gl.constexpr = depth_of(QK.SECOND, S.CAUSAL) > 1  # begins the scores of the next block
+    ROLES: gl.constexpr = roles_of(QK.FIRST)
     KEYS: gl.constexpr = 128 // ROLES
-    L: gl.constexpr = accumulator(S.BM, KEYS)
     first_key = at.first + group * KEYS
     k = tile_of(rings.k.tiles, group)
     v = tile_of(rings.v.tiles, group)
@@ -205,11 +203,12 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
             wait_full(rings.v.full, turn * ROLES + tile)
         elif steps.all > 0:
             wait_full(rings.v.full, tile)
-    following = gl.full([KEYS, S.BM], 0.0, gl.float32, L)
-    if AHEAD:
-        wait_full(rings.q.full, base, steps.all > 0)
-        following = products_done(0, [scores(k, tile_of(rings.q.tiles, base % S.STAGES), QK)])
-    state, walk = (d_k, d_v, following, steps.first), (at, steps, base)
+    left_k, left_v = k, v
+    if holds_k(QK.SECOND, S.CAUSAL):
+        left_k = in_registers(k, S.BM, QK)
+    if holds_v(QK.FIRST, QK.SECOND, S.CAUSAL):
+        left_v = in_registers(v, S.BM, V)
+    state, walk = (d_k, d_v, steps.first), (at, steps, base, left_k, left_v)
     if apart(QK.FIRST, QK.SECOND, S.CAUSAL):
         begin, whole, end = whole_steps(at.head, steps, S)
         while begin < steps.all:  # masked ones, whole ones, and once more masked ones
@@ -218,7 +217,7 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
             begin, whole, end = end, steps.all, steps.all
     else:
         state = walk_steps(group, state, (0, steps.all), walk, rings, n, EITHER, S)
-    d_k, d_v, _, _ = state
+    d_k, d_v, _ = state
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
     if S.STAYS and ROLES == 1:  # dK and dV leave through the memory of dS, and the next keys come meanwhile
         release(rings.k.empty, turn)
@@ -247,7 +246,7 @@ def backward_rings(descriptors, pieces, S: gl.constexpr):
     """The `BackwardRings`; tiles of k and v are left by each role where a program takes several blocks of keys."""
     q, d_o, k, v = descriptors
     dtype: gl.constexpr = q[0].dtype
-    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     LEFT_BY: gl.constexpr = 1 if S.STAYS else 0
     return BackwardRings(
         ring(ROLES, k, LEFT_BY),
@@ -268,7 +267,7 @@ def hopper_backward_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d
     n = work.n
     number = gl.atomic_add(work.counters, 1)
     at, steps = find_keys(number, work, n, S)
-    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
     rings = backward_rings(descriptors, (first_d, second_d), S)
     if at.first >= 0:

@@ -1,4 +1,4 @@
-"""The host's side of the backward on Hopper: launches for each kind of call, in one pass over the keys or in a pass each."""
+"""The host's side of the backward on Hopper: launches for each kind of call, with dQ in a pass over the keys or in one of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flashmix.ops.attention.gluon_hopper.backward import (
     group_sums_kernel,
     hopper_backward_kernel,
 )
+from flashmix.ops.attention.gluon_hopper.backward_keys import hopper_backward_keys_kernel
 from flashmix.ops.attention.gluon_hopper.backward_queries import QueryWork, hopper_backward_queries_kernel
 from flashmix.ops.attention.gluon_hopper.backward_stay import hopper_backward_stay_kernel
 from flashmix.ops.attention.gluon_hopper.backward_sums import (
@@ -30,7 +31,9 @@ from flashmix.ops.attention.gluon_hopper.backward_sums import (
     piece_shape,
     pieces_of,
     query_gradient_kernel,
+    roles_of,
 )
+from flashmix.ops.attention.gluon_hopper.backward_values import hopper_backward_values_kernel
 from flashmix.ops.attention.gluon_hopper.backward_walk import BackwardWork
 from flashmix.ops.attention.gluon_hopper.backward_wide import hopper_backward_wide_kernel
 from flashmix.ops.attention.gluon_hopper.forward_host import row_statistics
@@ -42,7 +45,7 @@ from flashmix.ops.attention.triton_gpu.decay import running_sums, sums_of_gradie
 from flashmix.ops.attention.triton_gpu.packed import blocks_of
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, numbers_of
 
-MOST_CHANNELS_TOGETHER = 128  # of the larger head dim: above, dK, dV and a half of dQ do not fit into registers
+MOST_CHANNELS_TOGETHER = 192  # of the larger head dim: above, dK and a piece of dQ do not fit into registers
 SUMMED = 8  # tokens that a program adds up over a group of heads
 CACHED_QUERIES = 16 << 20  # bytes of q, dO and dQ's sums that heads which take turns share through the L2 cache
 
@@ -84,7 +87,7 @@ class Sums(NamedTuple):
 
 
 class Together:
-    """dQ, dK and dV by one pass over the keys."""
+    """dQ, dK and, up to 128 channels, dV by one pass over the keys; above, dV by another."""
 
     def __init__(self, call: AttentionCall) -> None:
         self.spec, options = hopper_spec(call, "backward")
@@ -94,14 +97,20 @@ class Together:
         self.sums_q = call.tokens_q // spec.BM + count if call.packed else self.blocks_q  # blocks of dQ of a head
         self.sums = self.sums_q * call.batch * call.heads_q
         self.blocks_k, _ = blocks_of(call.packing_k, call.tokens_k, spec.BN, call.packing)
-        self.keys = bound(hopper_backward_stay_kernel if spec.STAYS else hopper_backward_kernel, spec, **options)
+        with_v = hopper_backward_stay_kernel if spec.STAYS else hopper_backward_kernel
+        self.keys = bound(with_v if spec.WITH_V else hopper_backward_keys_kernel, spec, **options)
         self.queries = bound(query_gradient_kernel, spec, num_warps=4)
+        if not spec.WITH_V:
+            self.spec_v, options = hopper_spec(call, "values")
+            self.values = bound(hopper_backward_values_kernel, self.spec_v, **options)
         # sums of dQ's blocks; dK and dV by query head; counters
-        by_head = [(call.batch, call.heads_q, *x.shape[1::2]) for x in (call.k, call.v) if spec.BY_HEAD]
-        of_q, self.pieces = spec.QK[1:], pieces_of(spec.QK.FIRST)
+        self.by_head = ("k", "v")[: 1 + spec.WITH_V] if spec.BY_HEAD else ()
+        of_q, self.pieces = spec.QK[1:], pieces_of(*spec.QK[1:])
         self.shapes = [piece_shape(piece, *of_q) for piece in (0, self.pieces - 1)]
         self.memory = [MemoryPart(torch.float32, (self.sums * piece_begin(self.pieces, *of_q),))]
-        self.memory += [MemoryPart(torch.float32, shape) for shape in by_head]
+        for name in self.by_head:
+            shape = call.batch, call.heads_q, *getattr(call, name).shape[1::2]
+            self.memory.append(MemoryPart(torch.float32, shape))
         self.counters = self.sums + 1
         self.tables = (spec.BM, spec.BN)
 
@@ -109,7 +118,8 @@ class Together:
         self, call: AttentionCall, flow: Flow, rows: RowResults, more: Sums, memory: list[Tensor], found: Gradients
     ) -> None:
         spec, (sums, *by_head) = self.spec, memory
-        d_k, d_v = by_head or (found["k"], found["v"])
+        parts = dict(zip(self.by_head, by_head, strict=True))
+        made = found | parts
         n = numbers_of(call, spec, self.blocks_k)
         at_once, at_once_back = heads_in_turns(call, spec, self.blocks_k, n.at_once)
         n = n._replace(at_once=at_once)
@@ -117,7 +127,7 @@ class Together:
         self.keys(
             min(programs, gpu.target(call.device).multiprocessors) if spec.STAYS else programs,
             BackwardWork(
-                *(more.table_k, rows.level, rows.delta, d_k, d_v, rows.counters),
+                *(more.table_k, rows.level, rows.delta, made["k"], made["v"], rows.counters),
                 alibi_slopes=None,
                 decay=None,
                 at_keys=None,
@@ -125,7 +135,7 @@ class Together:
                 blocks_q=self.sums_q,
                 at_once_back=at_once_back,
             ),
-            *_both_sides(call, flow.tiled, spec, spec.BM, spec.BN // self.pieces),
+            *_both_sides(call, flow.tiled, spec, spec.BM, spec.BN // roles_of(spec.QK.FIRST)),
             *[in_pieces(sums, shape) for shape in self.shapes],
         )
         self.queries(
@@ -133,10 +143,24 @@ class Together:
             QuerySums(found["q"], sums, rows.counters, self.sums_q, more.table),
             numbers_of(call, spec, self.blocks_q),
         )
-        for parts, result in zip(by_head, (found["k"], found["v"]), strict=False):
-            numbers, width = GroupNumbers(call.tokens_k, call.heads, call.group), result.shape[3]
+        for name, summands in parts.items():
+            numbers, width = GroupNumbers(call.tokens_k, call.heads, call.group), found[name].shape[3]
             kernel = bound(group_sums_kernel, GroupSpec(width, power_of_two(width), SUMMED), num_warps=4)
-            kernel(cdiv(call.tokens_k, SUMMED) * call.batch * call.heads, parts, result, numbers)
+            kernel(cdiv(call.tokens_k, SUMMED) * call.batch * call.heads, summands, found[name], numbers)
+        if not spec.WITH_V:
+            self.values(
+                self.blocks_k * call.batch * call.heads,
+                BackwardWork(
+                    *(more.table_k, rows.level, None, None, found["v"], None),
+                    alibi_slopes=None,
+                    decay=None,
+                    at_keys=None,
+                    n=numbers_of(call, self.spec_v, self.blocks_k),
+                    blocks_q=None,
+                    at_once_back=None,
+                ),
+                *_both_sides(call, flow.tiled, self.spec_v, self.spec_v.BM, ROWS),
+            )
 
 
 def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: int) -> tuple[int, int | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from flashmix.gpu.hopper import allocate_barriers, fence_async_shared, gl, gluon, plain, release, sync_group
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.backward import COPIES, REGISTERS_OF_TWO, backward_rings, walk_keys
-from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, pieces_of
+from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, roles_of
 from flashmix.ops.attention.gluon_hopper.backward_walk import BOTH_GROUPS, backward_copies, find_keys
 from flashmix.ops.attention.gluon_hopper.forward_copies import Queue, tell, told
 
@@ -19,7 +19,7 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import Queue, tell, told
 def staying_group(group: gl.constexpr, work, rings, queue, n, S: gl.constexpr):
     """Eight warps with all keys, or four with 64 of them, of one block after another."""
     numbers = n.blocks * n.batches * n.heads_q
-    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     drawn, turn, base = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     number = told(queue, drawn, 8 // ROLES)
     while number < numbers:
@@ -76,7 +76,7 @@ def staying_sums(warp: gl.constexpr, work, d_q_d, rings, queue, n, S: gl.constex
 def hopper_backward_stay_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, first_d, second_d, S: gl.constexpr):
     """`hopper_backward_kernel` of one block of keys after another."""
     n = work.n
-    ROLES: gl.constexpr = pieces_of(S.QK.FIRST)
+    ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
     pieces = (first_d, second_d)
     rings = backward_rings(descriptors, pieces, S)

@@ -23,28 +23,34 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
     release,
     stores_done,
     take_turn,
     wait_empty,
 )
-from flashmix.ops.attention.gluon_hopper.backward_walk import first_sums, way_of
+from flashmix.ops.attention.gluon_hopper.backward_walk import D_Q_FULL, first_sums, way_of
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, result_rows, store_rows
 
-D_Q_FULL = gl.constexpr(9)  # named barriers: two for each piece, which take turns
-
 
 @gluon.constexpr_function
-def pieces_of(first):
-    """Pieces of a block of dQ, and roles that make one each. `first`: channels of q's first part."""
+def roles_of(first):
+    """Roles that divide the keys. `first`: channels of q's first part."""
     return 1 if first == 128 else 2
 
 
 @gluon.constexpr_function
+def pieces_of(first, second):
+    """Pieces of a block of dQ: a role makes one, or a single role all. `second`: channels of q's second part, or 0."""
+    return max(roles_of(first), 2 if second > 0 else 1)
+
+
+@gluon.constexpr_function
 def piece_shape(piece, first, second):
-    """The shape of a piece in memory. `second`: channels of q's second part, or 0."""
-    return [32, 256] if first == 128 else [8, 8 * second] if piece == 1 and second > 0 else [16, 256]
+    """The shape of a piece in memory, 64 queries by the channels of its part."""
+    channels = second if piece == 1 and second > 0 else first
+    return [channels // 4, 256] if channels >= 64 else [8, 8 * channels]
 
 
 @gluon.constexpr_function
@@ -52,12 +58,6 @@ def piece_begin(piece, first, second):
     """The elements of a block before a piece; of the number of its pieces, all."""
     sizes = [piece_shape(i, first, second) for i in range(piece)]
     return sum(rows * columns for rows, columns in sizes)
-
-
-@gluon.constexpr_function
-def depth_of(second, causal):
-    """Buffers for each piece."""
-    return 2 if causal and second > 0 else 1
 
 
 class QuerySums(NamedTuple):
@@ -71,7 +71,7 @@ class QuerySums(NamedTuple):
 
 
 class PieceRing(NamedTuple):
-    """Buffers for each piece of a block of dQ (a pair), and the barriers that say that they have left."""
+    """A buffer for each piece of a block of dQ (a pair), and the barriers that say that they have left."""
 
     tiles: Any
     empty: Any
@@ -89,7 +89,7 @@ def piece_of(pair, piece: gl.constexpr):
 @triton.jit
 def block_size(S: tl.constexpr):
     """The elements of a block of dQ."""
-    return piece_begin(pieces_of(S.QK.FIRST), S.QK.FIRST, S.QK.SECOND)
+    return piece_begin(pieces_of(S.QK.FIRST, S.QK.SECOND), S.QK.FIRST, S.QK.SECOND)
 
 
 @gluon.jit
@@ -121,9 +121,8 @@ def backward_sums(warp: gl.constexpr, work, at, steps, base, d_q_d, rings, n, S:
 
     From the addition of a block until it is in memory it takes about as long as a step of the groups: one warp alone would hold them up.
     """
-    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
-    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
-    THREADS: gl.constexpr = 256 // PIECES + 32  # who makes a piece, and this warp
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST, S.QK.SECOND)
+    THREADS: gl.constexpr = 256 // roles_of(S.QK.FIRST) + 32  # who makes a piece, and this warp
     first = (at.batch * n.heads_q + at.head) * work.blocks_q + steps.sums
     begin = (base + warp) % 2
     for own in range((steps.all - begin + 1) // 2):
@@ -136,7 +135,7 @@ def backward_sums(warp: gl.constexpr, work, at, steps, base, d_q_d, rings, n, S:
         for piece in gl.static_range(PIECES):
             take_turn(D_Q_FULL + 2 * piece, use, THREADS, True)
             row = piece_row(place, piece, S)
-            tile = piece_of(rings.d_q.tiles, piece).index(use % DEPTH)
+            tile = piece_of(rings.d_q.tiles, piece)
             if turn == 0:
                 copy_to_global(piece_of(d_q_d, piece), [row, 0], tile)
             else:
@@ -150,27 +149,43 @@ def backward_sums(warp: gl.constexpr, work, at, steps, base, d_q_d, rings, n, S:
 @gluon.jit
 def put_piece(piece: gl.constexpr, d_q, i, rings, S: gl.constexpr):
     """Hands a piece of dQ's block to the warp that adds it, in the order in which threads hold it: stores of 16 bytes each."""
-    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
-    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST, S.QK.SECOND)
     wait_empty(rings.d_q.empty, PIECES * i + piece)
-    to = piece_of(rings.d_q.tiles, piece).index(i % DEPTH)
+    to = piece_of(rings.d_q.tiles, piece)
     d_q = d_q.reshape([4, 2, 8, d_q.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
     to.store(d_q)
     fence_async_shared()
-    take_turn(D_Q_FULL + 2 * piece, i, 256 // PIECES + 32, False)
+    take_turn(D_Q_FULL + 2 * piece, i, 256 // roles_of(S.QK.FIRST) + 32, False)
 
 
 @gluon.jit
 def allocate_pieces(descriptors, S: gl.constexpr):
     """The `PieceRing`; a second piece that is not there is the first again."""
     first, second = descriptors
-    PIECES: gl.constexpr = pieces_of(S.QK.FIRST)
-    DEPTH: gl.constexpr = depth_of(S.QK.SECOND, S.CAUSAL)
-    a = gl.allocate_shared_memory(gl.float32, [DEPTH] + first.block_type.shape, first.layout)
+    PIECES: gl.constexpr = pieces_of(S.QK.FIRST, S.QK.SECOND)
+    a = gl.allocate_shared_memory(gl.float32, first.block_type.shape, first.layout)
     b = a
     if PIECES > 1:
-        b = gl.allocate_shared_memory(gl.float32, [DEPTH] + second.block_type.shape, second.layout)
-    return PieceRing((a, b), allocate_barriers(PIECES * DEPTH, 1))
+        b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
+    return PieceRing((a, b), allocate_barriers(PIECES, 1))
+
+
+@gluon.jit
+def piece_in(tile, descriptor):
+    """A piece's buffer in the memory of `tile`."""
+    return reinterpret(tile, gl.float32, descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
+def pieces_in(tiles, descriptors, S: gl.constexpr):
+    """The `PieceRing` in the memory of v's parts, which lies in registers by then; of a second part that v does not have, in its own."""
+    first, second = descriptors
+    a = piece_in(tiles[0], first)
+    if S.V.SECOND == S.QK.SECOND:
+        b = piece_in(tiles[1], second)
+    else:
+        b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
+    return PieceRing((a, b), allocate_barriers(2, 1))
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from flashmix.ops.attention.triton_gpu.packed import find_sequence
 from flashmix.ops.attention.triton_gpu.scores import bias_of_keys, bias_of_rows, biased, expanded, in_units
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_head, load_decay, padded_tokens, rows_of_keys
 
-# Named barriers, which ask no group to wait for its own warps first; those of two tiles have two numbers.
-BOTH_GROUPS, Q_READ, D_O_READ = gl.constexpr(4), gl.constexpr(5), gl.constexpr(7)
+# Named barriers, which ask no group to wait for its own warps first; q and dO have a number for each stage, dQ's pieces two each.
+BOTH_GROUPS, D_Q_FULL, Q_READ, D_O_READ = gl.constexpr(4), gl.constexpr(5), gl.constexpr(9), gl.constexpr(12)
 GROUPS_AND_COPIES = gl.constexpr(256 + 32)  # threads
 EIGHT = gl.constexpr(HEADS_OF_BOTH_WAYS)
 
@@ -228,7 +228,7 @@ def backward_copies(work, at, steps, turn, base, descriptors, rings, n, S: gl.co
     """The warp that copies: k, v, and in turns q with its level and dO with its delta, from use `base` of their rings on.
 
     k comes before the first q, or behind it where it has to wait for the program's block before. Keys that no query sees need no v, but
-    where a program takes several blocks it comes, as uses of its ring count them.
+    where a program takes several blocks it comes, as uses of its ring count them. A pass for dV alone reads neither v nor delta.
     """
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
@@ -246,20 +246,24 @@ def backward_copies(work, at, steps, turn, base, descriptors, rings, n, S: gl.co
         numbers = (at.batch * n.heads_q + head).to(gl.int64) * padded_tokens(n.tokens_q) + at.start_q + row + lanes
         inside = row + lanes < at.tokens_q
         level = gl.load(work.level + numbers, mask=inside, other=float("inf"))  # [BM]
-        delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
+        delta = level
+        if S.WITH_K:
+            delta = gl.load(work.delta + numbers, mask=inside, other=0.0)  # [BM]
         position = row + lanes + at.tokens_k - at.tokens_q
         level = level_from_last(level, work, at, head, position, at_edge(row, steps), n, S)
         use = base + i
-        await_readers(Q_READ, use, GROUPS_AND_COPIES)
+        await_readers(Q_READ, use, GROUPS_AND_COPIES, S.STAGES)
         fill_tile(q_d, of_q, row, rings.q, use, QK, S)
         put_numbers(level, rings.q.full, rings.level, use)
         if i == 0:
             if S.STAYS:
                 copy_keys(at, turn, k_d, rings.k, QK, S)
-            copy_keys(at, turn, v_d, rings.v, V, S)
-        await_readers(D_O_READ, use, GROUPS_AND_COPIES)
+            if S.WITH_K:
+                copy_keys(at, turn, v_d, rings.v, V, S)
+        await_readers(D_O_READ, use, GROUPS_AND_COPIES, S.STAGES)
         fill_tile(d_o_d, of_q, row, rings.d_o, use, V, S)
-        put_numbers(delta, rings.d_o.full, rings.delta, use)
+        if S.WITH_K:
+            put_numbers(delta, rings.d_o.full, rings.delta, use)
         head, block = next_step(head, block, steps, S)
 
 

@@ -53,7 +53,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
 )
 from flashmix.ops.attention.triton_gpu.tiles import result_rows
 
-P_THERE, P_TAKEN = gl.constexpr(9), gl.constexpr(11)  # named barriers, for two tiles each
+P_THERE, P_TAKEN = gl.constexpr(5), gl.constexpr(7)  # named barriers, for two tiles each
 COPIES = gl.constexpr(REGISTERS[2][2])
 REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
 

@@ -109,10 +109,17 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
         arrive_at_group(TURNS + (group + 1) % (S.BM // 64), 256)
 
 
+@gluon.constexpr_function
+def holds_queries(columns, channels, causal):
+    """Whether groups hold q in registers: with narrow tiles of keys, `columns`, and from 97 channels on but causal ones up to 128, whose
+    masks take its place."""
+    return channels <= 192 and (columns == 64 or channels > 128 or (channels > 96 and not causal))
+
+
 @gluon.jit
 def queries_of(q, S: gl.constexpr):
-    """The left operand of scores: in shared memory; in registers where tiles of keys are narrow, which would read it as often again."""
-    if S.BN == 64 and S.QK.ALL <= 192:
+    """The left operand of scores, in shared memory, which each product would read again, or in registers where those have room."""
+    if holds_queries(S.BN, S.QK.ALL, S.CAUSAL):
         QK: gl.constexpr = S.QK
         return in_registers(q, S.BN, QK)
     else:

@@ -17,6 +17,7 @@ ENDLESS = 0x7FFF0000
 MOST_IN_PARTS = (
     96  # channels of the larger head dim that the backward takes in two parts, as the tiles of 128 are too wide
 )
+MOST_WITH_VALUES = 128  # up to which one pass over the keys makes dV besides dK and dQ
 MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
 
 
@@ -29,9 +30,13 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     if phase == "backward":
         QK, V = _together(spec.QK.ALL, spec.V.ALL)
         two_ways = spec.CAUSAL and not spec.LEFT and call.heads_q >= HEADS_OF_BOTH_WAYS
-        stays = spec.LEFT or (spec.CAUSAL and QK.FIRST == 64)
-        spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1, TWO_WAYS=two_ways, STAYS=stays)
+        with_v = max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_VALUES
+        stays = with_v and (spec.LEFT or (spec.CAUSAL and QK.FIRST == 64))
+        spec = spec._replace(QK=QK, V=V, BY_HEAD=call.group > 1, TWO_WAYS=two_ways, STAYS=stays, WITH_V=with_v)
         warps = 8 if QK.FIRST == 128 else 4
+    elif phase == "values":
+        QK, V = _together(spec.QK.ALL, spec.V.ALL)
+        spec = spec._replace(QK=QK, V=V, WITH_Q=False)
     elif phase == "wide":
         spec = spec._replace(WITH_Q=False)
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
@@ -42,10 +47,16 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
 
 
 def _together(dim_qk: int, dim_v: int) -> tuple[Channels, Channels]:
-    """The parts of q and of v in the backward of one pass: from 65 to 96 channels two of q, a piece of dQ each, else one of both."""
+    """The parts of q and of v in the backward with dQ: two of q, a piece of dQ each, from 65 to 96 and from 129 channels, else one of both.
+
+    Above 128 channels those of v are as wide as q's, in whose memory dV leaves, or its first alone.
+    """
     whole = max(dim_qk, dim_v)
     if 64 < whole <= MOST_IN_PARTS:
         return Channels(dim_qk, *parts(max(dim_qk, 65))), Channels(dim_v, *parts(max(dim_v, 64)))
+    if whole > MOST_WITH_VALUES:
+        second = parts(whole)[1]
+        return Channels(dim_qk, 128, second), Channels(dim_v, 128, second if dim_v > 128 else 0)
     one = 64 if whole <= 64 else 128
     return Channels(dim_qk, one, 0), Channels(dim_v, one, 0)
 

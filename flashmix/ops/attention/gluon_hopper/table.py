@@ -15,7 +15,9 @@ FORWARD: Rows = {
     (192, 192): AttentionConfig(128, 64, 8, 3),
     (256, 256): AttentionConfig(128, 64, 8, 2),
 }
-BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (128, 128): AttentionConfig(64, 128, 8, 2)}
+BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (192, 192): AttentionConfig(64, 128, 8, 2)}
+# of dV alone
+VALUES: Rows = {(192, 192): AttentionConfig(64, 128, 8, 3)}
 # of dK and dV without dQ
 WIDE: Rows = {(256, 256): AttentionConfig(64, 64, 8, 2)}
 # of dQ alone
@@ -25,7 +27,7 @@ BIASED = {
     "forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)},
     "queries": {(256, 256): AttentionConfig(128, 64, 8, 2)},
 }
-PHASES = {"forward": FORWARD, "backward": BACKWARD, "wide": WIDE, "queries": QUERIES}
+PHASES = {"forward": FORWARD, "backward": BACKWARD, "values": VALUES, "wide": WIDE, "queries": QUERIES}
 # In the pass over causal keys query heads 7, 15, 23, ... go from their first keys.
 HEADS_OF_BOTH_WAYS = 8
 # Registers a thread by the number of groups that compute: at the start of a kernel, of those groups, of the warps that only copy.

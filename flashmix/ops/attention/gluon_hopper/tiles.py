@@ -109,12 +109,12 @@ def held(dim_qk, dim_v):
 
 @gluon.jit
 def in_registers(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
-    """Both parts of a tile of 64 rows as left operands of products of so many columns."""
-    L: gl.constexpr = operand(COLUMNS)
+    """Both parts of a tile as left operands of products of so many columns."""
     first, second = tile
-    a = first.load(L)  # [64, FIRST]
+    L: gl.constexpr = operand(COLUMNS, first.shape[0])
+    a = first.load(L)  # [rows, FIRST]
     if C.SECOND > 0:
-        b = second.load(L)  # [64, SECOND]
+        b = second.load(L)  # [rows, SECOND]
         return a, b
     else:
         return a, a
