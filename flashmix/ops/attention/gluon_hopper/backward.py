@@ -186,6 +186,18 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
 
 
 @gluon.jit
+def write_gradient(to, sums, buffers, at, first_key, n, C: gl.constexpr, S: gl.constexpr):
+    """Writes the rows of dK or dV from `first_key` on, through `buffers`, or by query head and in float32."""
+    if S.BY_HEAD:
+        row = (at.batch * n.heads_q + at.head).to(gl.int64) * n.tokens_k + at.start_k
+        rows = (to + row * C.ALL, C.ALL)
+        write_float32(rows, sums, first_key, at.tokens_k, C)
+    else:
+        rows = result_rows(to, at, n.heads, at.head_k, n.tokens_k, at.start_k, C)
+        write_rows(rows, sums, buffers, first_key, at.tokens_k, C)
+
+
+@gluon.jit
 def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.constexpr):
     """A role's keys of the program's `turn`-th block, whose queries are the uses of their rings from `base` on."""
     QK: gl.constexpr = S.QK
@@ -228,17 +240,8 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
         y = reinterpret(rings.d_s, dtype, [S.BN, V.FIRST], LAYOUT)
         k, v = (x, x), (y, y)
     d_k = times(d_k, n.d_scale, QK)
-    if S.BY_HEAD:
-        row = (at.batch * n.heads_q + at.head).to(gl.int64) * n.tokens_k + at.start_k
-        to_k = (work.d_k + row * QK.ALL, QK.ALL)
-        to_v = (work.d_v + row * V.ALL, V.ALL)
-        write_float32(to_k, d_k, first_key, at.tokens_k, QK)
-        write_float32(to_v, d_v, first_key, at.tokens_k, V)
-    else:
-        to_k = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
-        to_v = result_rows(work.d_v, at, n.heads, at.head_k, n.tokens_k, at.start_k, V)
-        write_rows(to_k, d_k, k, first_key, at.tokens_k, QK)
-        write_rows(to_v, d_v, v, first_key, at.tokens_k, V)
+    write_gradient(work.d_k, d_k, k, at, first_key, n, QK, S)
+    write_gradient(work.d_v, d_v, v, at, first_key, n, V, S)
 
 
 @gluon.jit

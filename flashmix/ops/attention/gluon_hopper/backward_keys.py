@@ -21,7 +21,7 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.gluon_hopper.backward import COPIES, BackwardRings, piece_of_d_q
+from flashmix.ops.attention.gluon_hopper.backward import COPIES, BackwardRings, piece_of_d_q, write_gradient
 from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, pieces_in, put_piece
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
@@ -44,11 +44,8 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     scores,
     tile_of,
     times,
-    write_float32,
-    write_rows,
     zero_sums,
 )
-from flashmix.ops.attention.triton_gpu.tiles import result_rows
 
 
 @gluon.jit
@@ -103,13 +100,7 @@ def walk_keys(work, at, steps, rings, n, S: gl.constexpr):
         block += way_of(at.head, S)
     sync_group(BOTH_GROUPS, 256)  # all products with these keys are done
     d_k = times(d_k, n.d_scale, QK)
-    if S.BY_HEAD:
-        row = (at.batch * n.heads_q + at.head).to(gl.int64) * n.tokens_k + at.start_k
-        to = (work.d_k + row * QK.ALL, QK.ALL)
-        write_float32(to, d_k, at.first, at.tokens_k, QK)
-    else:
-        to = result_rows(work.d_k, at, n.heads, at.head_k, n.tokens_k, at.start_k, QK)
-        write_rows(to, d_k, k, at.first, at.tokens_k, QK)
+    write_gradient(work.d_k, d_k, k, at, at.first, n, QK, S)
 
 
 @with_sound_ptxas
