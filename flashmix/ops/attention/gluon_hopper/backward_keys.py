@@ -75,7 +75,7 @@ def walk_keys(work, at, steps, rings, n, S: gl.constexpr):
         s = products_done(V_PARTS, [s])
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
-        delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))
+        delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, at.head, block * S.BM), steps, None, n, EITHER, S)
         d_p = products_done(0, [d_p])
         leave(D_O_READ, i, GROUPS_AND_COPIES)

@@ -86,7 +86,7 @@ def value_sums(group: gl.constexpr, work, at, steps, rings, n, S: gl.constexpr):
         # S^T = k q^T;  dV += P^T dO of the block before
         wait_full(rings.q.full, i)
         s = scores(k, tile_of(rings.q.tiles, stage), QK)
-        level = rings.level.index(stage).load(gl.SliceLayout(0, L))
+        level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p_t = operand_of_words(words, dtype, V)
         wait_full(rings.d_o.full, i - 1)
         d_v = accumulate(d_v, p_t, tile_of(rings.d_o.tiles, before), V)
