@@ -57,11 +57,18 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def call(
-    dim: int, dim_v: int, feature: str, dtype: torch.dtype, gradient: bool = True, impl: str = "triton", heads: int = 2
+    dim: int,
+    dim_v: int,
+    feature: str,
+    dtype: torch.dtype,
+    gradient: bool = True,
+    impl: str = "triton",
+    heads: int = 2,
+    group: int = 1,
 ) -> Callable[[], None]:
     def run() -> None:
-        shapes = (dim, dim, dim_v)
-        leaves = [torch.zeros(1, T, heads, d, dtype=dtype, requires_grad=gradient) for d in shapes]
+        shapes = ((heads * group, dim), (heads, dim), (heads, dim_v))
+        leaves = [torch.zeros(1, T, *shape, dtype=dtype, requires_grad=gradient) for shape in shapes]
         options = FEATURES[feature]()
         if impl == "gluon":
             options.pop("dropout_p", None)
@@ -176,7 +183,8 @@ HOPPER = {
         *((dim, dim, "everything", BF16) for dim in (96, 256)),
     )
 }
-FAST_HOPPER = ("128/128 packed torch.bfloat16", "192/128 plain torch.bfloat16")
+HOPPER |= {f"{dim}/{dim} grouped": call(dim, dim, "plain", BF16, impl="gluon", group=4) for dim in (96, 128, 192)}
+FAST_HOPPER = ("128/128 packed torch.bfloat16", "192/128 plain torch.bfloat16", "192/192 grouped")
 SERIAL = {f"C75{n}" for n in range(10, 18)}  # ptxas waits for each product by itself
 
 

@@ -38,6 +38,7 @@ from flashmix.ops.attention.gluon_hopper.backward_sums import (
     allocate_pieces,
     backward_sums,
     piece_of,
+    pieces_in,
     put_piece,
     roles_of,
 )
@@ -246,21 +247,24 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
 
 @gluon.jit
 def backward_rings(descriptors, pieces, S: gl.constexpr):
-    """The `BackwardRings`; tiles of k and v are left by each role where a program takes several blocks of keys."""
+    """The `BackwardRings`; tiles of k and v are left by each role where a program takes several blocks of keys.
+
+    Without dV roles hold v in registers, and dQ's pieces lie where it came.
+    """
     q, d_o, k, v = descriptors
     dtype: gl.constexpr = q[0].dtype
     ROLES: gl.constexpr = roles_of(S.QK.FIRST)
     LEFT_BY: gl.constexpr = 1 if S.STAYS else 0
-    return BackwardRings(
-        ring(ROLES, k, LEFT_BY),
-        ring(ROLES, v, LEFT_BY),
-        ring(S.STAGES, q, 0, 2),
-        ring(S.STAGES, d_o, 0, 2),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(dtype, [2 * ROLES, S.BN // ROLES, S.BM], result_layout(q[0].layout)),
-        allocate_pieces(pieces, S),
-    )
+    of_k, of_v = ring(ROLES, k, LEFT_BY), ring(ROLES, v, LEFT_BY)
+    of_q, of_d_o = ring(S.STAGES, q, 0, 2), ring(S.STAGES, d_o, 0, 2)
+    level = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain())
+    delta = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain())
+    d_s = gl.allocate_shared_memory(dtype, [2 * ROLES, S.BN // ROLES, S.BM], result_layout(q[0].layout))
+    if S.WITH_V:
+        d_q = allocate_pieces(pieces, S)
+    else:
+        d_q = pieces_in(of_v.tiles, pieces, S)
+    return BackwardRings(of_k, of_v, of_q, of_d_o, level, delta, d_s, d_q)
 
 
 @with_sound_ptxas

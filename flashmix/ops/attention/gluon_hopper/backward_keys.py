@@ -9,20 +9,10 @@ and dQ's pieces lie in shared memory where v came.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from flashmix.gpu.hopper import (
-    accumulator,
-    fence_async_shared,
-    gl,
-    gluon,
-    leave,
-    plain,
-    products_done,
-    sync_group,
-    wait_full,
-)
+from flashmix.gpu.hopper import accumulator, fence_async_shared, gl, gluon, leave, products_done, sync_group, wait_full
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.attention.gluon_hopper.backward import COPIES, BackwardRings, piece_of_d_q, write_gradient
-from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, pieces_in, put_piece
+from flashmix.ops.attention.gluon_hopper.backward import COPIES, backward_rings, piece_of_d_q, write_gradient
+from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, put_piece
 from flashmix.ops.attention.gluon_hopper.backward_walk import (
     BOTH_GROUPS,
     D_O_READ,
@@ -39,8 +29,6 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     as_operand,
     awaited,
     in_registers,
-    result_layout,
-    ring,
     scores,
     tile_of,
     times,
@@ -112,17 +100,7 @@ def hopper_backward_keys_kernel(work, q_t, q_r, o_t, o_r, k_t, k_r, v_t, v_r, fi
     at, steps = find_keys(number, work, n, S)
     descriptors = ((q_t, q_r), (o_t, o_r), (k_t, k_r), (v_t, v_r))
     pieces = (first_d, second_d)
-    of_v = ring(1, (v_t, v_r), 0)
-    rings = BackwardRings(
-        ring(1, (k_t, k_r), 0),
-        of_v,
-        ring(S.STAGES, (q_t, q_r), 0, 2),
-        ring(S.STAGES, (o_t, o_r), 0, 2),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BM], plain()),
-        gl.allocate_shared_memory(q_t.dtype, [2, S.BN, S.BM], result_layout(q_t.layout)),
-        pieces_in(of_v.tiles, pieces, S),
-    )
+    rings = backward_rings(descriptors, pieces, S)
     if at.first >= 0:
         gl.warp_specialize(
             [
