@@ -60,6 +60,9 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     as_operand,
     awaited,
     awaited_with,
+    by_halves,
+    half_in_registers,
+    in_halves,
     in_registers,
     result_layout,
     ring,
@@ -127,6 +130,12 @@ def holds_v(first, second, causal):
     return first == 64 and (second < 32 if causal else second > 0)
 
 
+@gluon.constexpr_function
+def holds_half_v(first, featured):
+    """Whether roles hold half of v's channels in registers: 97 to 128 channels, without masks, packed sequences or a softcap."""
+    return first == 128 and not featured
+
+
 @gluon.jit
 def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of steps into `state`: `(dK, dV, number of the next block)`.
@@ -136,7 +145,8 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     Q_PARTS: gl.constexpr = 2 if S.QK.SECOND > 0 else 1  # products of one over both parts
-    V_PARTS: gl.constexpr = 2 if S.V.SECOND > 0 else 1
+    HALF_V: gl.constexpr = holds_half_v(QK.FIRST, S.CAUSAL or S.PACKED or S.SOFTCAP)
+    V_PARTS: gl.constexpr = 2 if S.V.SECOND > 0 or HALF_V else 1
     ROLES: gl.constexpr = roles_of(QK.FIRST)
     KEYS: gl.constexpr = 128 // ROLES
     L: gl.constexpr = accumulator(S.BM, KEYS)
@@ -154,7 +164,11 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
         wait_full(rings.q.full, use)
         s = scores(k, q, QK)  # [keys, BM]
         wait_full(rings.d_o.full, use)
-        d_p = scores(v, d_o, V)  # [keys, BM]
+        if HALF_V:
+            HALVES: gl.constexpr = by_halves(V.ALL, V.FIRST)
+            d_p = scores(v, in_halves(d_o), HALVES)  # [keys, BM]
+        else:
+            d_p = scores(v, d_o, V)
         s = products_done(V_PARTS, [s])
         # P = 2^(S - level)
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
@@ -219,6 +233,8 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
     left_k, left_v = k, v
     if holds_k(QK.SECOND, S.CAUSAL):
         left_k = in_registers(k, S.BM, QK)
+    if holds_half_v(QK.FIRST, S.CAUSAL or S.PACKED or S.SOFTCAP):
+        left_v = half_in_registers(v, S.BM)
     if holds_v(QK.FIRST, QK.SECOND, S.CAUSAL):
         left_v = in_registers(v, S.BM, V)
     state, walk = (d_k, d_v, steps.first), (at, steps, base, left_k, left_v)

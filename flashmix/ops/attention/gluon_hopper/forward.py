@@ -41,6 +41,8 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     tiles_of_group,
     tiles_of_keys,
     told_block,
+    use_of_k,
+    use_of_v,
     walks_alone,
 )
 from flashmix.ops.attention.gluon_hopper.scores import (
@@ -59,6 +61,9 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     allocate_results,
     as_operand,
     as_words,
+    by_halves,
+    half_in_registers,
+    in_halves,
     in_registers,
     operand_of_words,
     ring,
@@ -110,27 +115,49 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def holds_queries(columns, channels, causal):
+def holds_queries(columns, channels, sums, causal):
     """Whether groups hold q in registers: with narrow tiles of keys, `columns`, and from 97 channels on but causal ones up to 128, whose
-    masks take its place."""
+    masks take its place, and wide tiles with more than 128 channels of v, whose `sums` do."""
+    if columns == 128 and sums > 128:
+        return False
     return channels <= 192 and (columns == 64 or channels > 128 or (channels > 96 and not causal))
+
+
+@gluon.constexpr_function
+def holds_half(first, biased):
+    """Whether groups hold half of q's channels in registers: where all have no room, and none of them beside gates or slopes."""
+    return first == 256 and not biased
 
 
 @gluon.jit
 def queries_of(q, S: gl.constexpr):
-    """The left operand of scores, in shared memory, which each product would read again, or in registers where those have room."""
-    if holds_queries(S.BN, S.QK.ALL, S.CAUSAL):
+    """The left operand of `scores_of`, in shared memory, which each product would read again, or in registers where those have room."""
+    if holds_queries(S.BN, S.QK.ALL, S.V.ALL, S.CAUSAL):
         QK: gl.constexpr = S.QK
         return in_registers(q, S.BN, QK)
+    elif holds_half(S.QK.FIRST, S.DECAY or S.ALIBI):
+        return half_in_registers(q, S.BN)
     else:
         return q
+
+
+@gluon.jit
+def scores_of(q, rings, use, S: gl.constexpr):
+    """Issues `q k^T` with the tile of k that is use `use` of its ring, `[64, BN]`."""
+    QK: gl.constexpr = S.QK
+    k = tile_of(rings.k.tiles, use % S.STAGES)
+    if holds_half(S.QK.FIRST, S.DECAY or S.ALIBI):
+        HALVES: gl.constexpr = by_halves(QK.ALL, QK.FIRST)
+        return scores(q, in_halves(k), HALVES)
+    else:
+        return scores(q, k, QK)
 
 
 @gluon.constexpr_function
 def quarter_first(channels, featured):
     """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
-    `p v` is issued. With 65 to 96, with more than 192 channels and with gates or a softcap (`featured`) that gains nothing."""
-    return channels <= 64 or (96 < channels <= 192 and not featured)
+    `p v` is issued. With 65 to 96, with more than 128 channels and with gates or a softcap (`featured`) that gains nothing."""
+    return channels <= 64 or (96 < channels <= 128 and not featured)
 
 
 @gluon.constexpr_function
@@ -171,7 +198,6 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
 
     p is as it is `carried`.
     """
-    QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     QUARTER: gl.constexpr = quarter_first(V.ALL, S.DECAY or S.SOFTCAP)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
@@ -186,20 +212,20 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         if BY_TILE:
             bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
         # s = q k^T;  a = a + p v of the tile before
-        use = keys.base + i
+        use_k, use_v = use_of_k(keys, i, S), use_of_v(keys, i - 1, S)
         await_turn(group, S)
-        s = scores(q, tile_of(rings.k.tiles, use % S.STAGES), QK)  # [64, BN]
+        s = scores_of(q, rings, use_k, S)  # [64, BN]
         if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
             acc = times_rows(acc, pin(shrink), V)
-        wait_full(rings.v.full, use - 1)
+        wait_full(rings.v.full, use_v)
         if QUARTER:
             pass_turn(group, S)
         p = carried_operand(p, dtype, S)
-        acc = accumulate(acc, p, tile_of(rings.v.tiles, (use - 1) % S.STAGES), V)
+        acc = accumulate(acc, p, tile_of(rings.v.tiles, use_v % S.STAGES), V)
         if not QUARTER:
             pass_turn(group, S)
         s = products_done(PV, [s])
-        let_go(K_READ, rings.k, use, S)
+        let_go(K_READ, rings.k, use_k, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
         first, second = halves(y)
@@ -210,7 +236,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         first = ex2(first)
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(first))
         # a branch, over which ptxas does not raise the wait for `p v`; what is left to do runs beside the other exponentials
-        wait_full(rings.k.full, use + 1, i + 1 < keys.count)
+        wait_full(rings.k.full, use_of_k(keys, i + 1, S), i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
@@ -219,7 +245,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         else:
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        let_go(V_READ, rings.v, use - 1, S)
+        let_go(V_READ, rings.v, use_v, S)
         if QUARTER:
             rest = ex2(rest)
             l += row_sums(rest)
@@ -256,20 +282,20 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(group: gl.constexpr, use, rings, S: gl.constexpr):
-    """Takes a turn without a product, and leaves the tiles of k and v, when they have landed."""
-    wait_full(rings.k.full, use)
+def pass_by(group: gl.constexpr, keys, i, rings, S: gl.constexpr):
+    """Takes a turn without a product, and leaves tiles `i` of k and v, when they have landed."""
+    use_k, use_v = use_of_k(keys, i, S), use_of_v(keys, i, S)
+    wait_full(rings.k.full, use_k)
     await_turn(group, S)
     pass_turn(group, S)
-    let_go(K_READ, rings.k, use, S)
-    wait_full(rings.v.full, use)
-    let_go(V_READ, rings.v, use, S)
+    let_go(K_READ, rings.k, use_k, S)
+    wait_full(rings.v.full, use_v)
+    let_go(V_READ, rings.v, use_v, S)
 
 
 @gluon.jit
 def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.constexpr):
     """o, lse, m and l of 64 queries of a block."""
-    QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
     L: gl.constexpr = gl.SliceLayout(1, accumulator(S.BN))
     FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
@@ -284,23 +310,24 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     m = gl.full([64], LEAST, gl.float32, L)
     # the first tile
     wait_full(rings.q.full, turn * GROUPS + group)
-    wait_full(rings.k.full, keys.base)
+    use = use_of_k(keys, 0, S)
+    wait_full(rings.k.full, use)
     await_turn(group, S)
     q = queries_of(tile_of(rings.q.tiles, group), S)
-    s = scores(q, tile_of(rings.k.tiles, keys.base % S.STAGES), QK)  # [64, BN]
+    s = scores_of(q, rings, use, S)  # [64, BN]
     pass_turn(group, S)
     s = products_done(0, [s])
-    let_go(K_READ, rings.k, keys.base, S)
+    let_go(K_READ, rings.k, use, S)
     y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, S)
     found = ex2(y)
     one = gl.full([64], 1.0, gl.float32, L)
     state = (zero_sums(V), carried(found, dtype, S), m, row_sums(found), one)
-    wait_full(rings.k.full, keys.base + 1, keys.count > 1)
+    wait_full(rings.k.full, use_of_k(keys, 1, S), keys.count > 1)
     acc, p, m, l, shrink = all_keys(state, keys, rows, (q, rings), group, n, S)
     if S.OWN_RESULTS:
         release(rings.q.empty, turn * GROUPS + group)
     # the last product
-    last = keys.base + keys.count - 1
+    last = use_of_v(keys, keys.count - 1, S)
     wait_full(rings.v.full, last)
     if late(S.V.ALL):
         acc = times_rows(acc, shrink, V)
@@ -309,7 +336,7 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     let_go(V_READ, rings.v, last, S)
     if ALONE:  # the tiles that the other groups see
         for i in range(keys.count, all_tiles):
-            pass_by(group, keys.base + i, rings, S)
+            pass_by(group, keys, i, rings, S)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
@@ -357,7 +384,9 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     q = ring(GROUPS, (q_tiles, q_rest), 1)
     READERS: gl.constexpr = 0 if left_by_name(S.QK.FIRST, S.QK.SECOND) else GROUPS
     k = ring(S.STAGES, (k_tiles, k_rest), READERS)
-    v = ring(S.STAGES, (v_tiles, v_rest), READERS)
+    v = k
+    if not S.ONE_RING:
+        v = ring(S.STAGES, (v_tiles, v_rest), READERS)
     o = q.tiles
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))

@@ -30,7 +30,7 @@ K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
 class KeyTiles(NamedTuple):
     """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
 
-    Tile `i` is use `base + i` of the rings.
+    The program's blocks before had `base` tiles; see `use_of_k`.
     """
 
     base: Any
@@ -42,7 +42,7 @@ class KeyTiles(NamedTuple):
 
 
 class ForwardRings(NamedTuple):
-    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]`, and results `[64, V]`, one a group."""
+    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]` (with ONE_RING the same), and results `[64, V]`, one a group."""
 
     q: Any
     k: Any
@@ -85,6 +85,24 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
     return KeyTiles(keys.base, keys.low, begin, end, count, keys.tokens)
 
 
+@gluon.jit
+def use_of_k(keys, i, S: gl.constexpr):
+    """Which use of its ring tile `i` of k is. k is read one tile ahead of v: where they share a ring it takes k0 k1 v0 k2 v1 ... v."""
+    if S.ONE_RING:
+        return 2 * keys.base + gl.maximum(2 * i - 1, 0)
+    else:
+        return keys.base + i
+
+
+@gluon.jit
+def use_of_v(keys, i, S: gl.constexpr):
+    """`use_of_k` of tile `i` of v."""
+    if S.ONE_RING:
+        return 2 * keys.base + gl.minimum(2 * i + 2, 2 * keys.count - 1)
+    else:
+        return keys.base + i
+
+
 @gluon.constexpr_function
 def left_by_name(first, second):
     """Whether groups leave tiles of k and v, of so many channels, by named barriers: where tiles have 128 channels, that is quicker."""
@@ -114,8 +132,9 @@ def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
     """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
     QK: gl.constexpr = S.QK
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    await_all(K_READ, rings.k, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
+    use = use_of_k(keys, i, S)
+    await_all(K_READ, rings.k, use, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
 
 
 @gluon.jit
@@ -123,8 +142,9 @@ def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
     """`copy_keys` of a block's values."""
     V: gl.constexpr = S.V
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    await_all(V_READ, rings.v, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
+    use = use_of_v(keys, i, S)
+    await_all(V_READ, rings.v, use, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, use, V, S)
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from flashmix.gpu.hopper import (
     word_of,
 )
 from flashmix.ops.attention.gluon_hopper.spec import RAGGED
+from flashmix.ops.attention.triton_gpu.spec import Channels
 
 FAR = gl.constexpr(RAGGED)
 
@@ -118,6 +119,27 @@ def in_registers(tile, COLUMNS: gl.constexpr, C: gl.constexpr):
         return a, b
     else:
         return a, a
+
+
+@gluon.constexpr_function
+def by_halves(channels, width):
+    """The parts that `in_halves` gives of a tile so wide, which holds so many channels."""
+    return Channels(channels, width // 2, width // 2)
+
+
+@gluon.jit
+def in_halves(tile):
+    """A tile of one part as two of half its channels each."""
+    whole, _ = tile
+    HALF: gl.constexpr = whole.shape[1] // 2
+    return whole.slice(0, HALF, dim=1), whole.slice(HALF, HALF, dim=1)
+
+
+@gluon.jit
+def half_in_registers(tile, COLUMNS: gl.constexpr):
+    """`in_halves` as left operands of products of so many columns, the first in registers."""
+    a, b = in_halves(tile)
+    return a.load(operand(COLUMNS, a.shape[0])), b  # [rows, FIRST / 2]
 
 
 @gluon.jit
