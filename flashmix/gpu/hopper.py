@@ -29,11 +29,10 @@ from flashmix.gpu.tma import renamed
 
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_readers",
-    "close_copies", "coalesced", "copy_later",
-    "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "leave",
-    "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release", "retire",
-    "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty", "wait_full",
-    "warpgroup_mma",
+    "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes",
+    "fence_async_shared", "gl", "gluon", "in_float32", "leave", "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product",
+    "products_done", "reinterpret", "release", "retire", "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn",
+    "thread_barrier", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = renamed(tma, "async_copy_global_to_shared", "async_load")  # 3.8
@@ -236,6 +235,18 @@ def halves_of(word):
     a = gl.inline_asm_elementwise(low, "=h,r", [word], dtype=gl.int16, is_pure=True, pack=1)
     b = gl.inline_asm_elementwise(high, "=h,r", [word], dtype=gl.int16, is_pure=True, pack=1)
     return a, b
+
+
+@gluon.jit
+def in_float32(x):
+    """x of two axes in float32. Of bfloat16 pairs by words: the compiler takes a register of two apart before it widens each."""
+    if x.dtype == gl.bfloat16:
+        a, b = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+        word = word_of(a, b)
+        low, high = (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
+        return gl.convert_layout(gl.join(low, high).reshape(x.shape), x.type.layout, assert_trivial=True)
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit

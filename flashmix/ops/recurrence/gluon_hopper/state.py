@@ -17,6 +17,7 @@ from __future__ import annotations
 from flashmix.gpu.hopper import (
     gl,
     gluon,
+    in_float32,
     opaque_zero,
     operand,
     pin,
@@ -93,15 +94,15 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             )
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         if not SCARCE:
-            v = v.to(gl.float32)
+            v = in_float32(v)
         if S.OUTPUT:
             ks, v = products_done(1, deps=[ks, v])
         else:
             ks, v, left = products_done(0, deps=[ks, v, left])
         if S.CHANNEL:
-            R = v.to(gl.float32) + ks
+            R = in_float32(v) + ks
         else:
-            R = v.to(gl.float32) - ks * row[None, :]
+            R = in_float32(v) - ks * row[None, :]
         R = gl.convert_layout(R.to(DT), LEFT_64)  # (5.1)
         wait_full(bars.A.full, n)
         T = inverse_tile(tiles, n, S)  # [C, C]
@@ -196,7 +197,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64)
             if S.GIVEN:
                 column *= vector(tiles.vectors, stage + BETA, COLUMNS_64)
-            written = gl.convert_layout((v.to(gl.float32) * column[None, :]).to(DT), operand(S.BK))
+            written = gl.convert_layout((in_float32(v) * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         release(bars.v.empty, n)
         if S.OUTPUT:  # A_qb has the scale

@@ -18,6 +18,7 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    in_float32,
     opaque_zero,
     operand,
     pin,
@@ -131,7 +132,7 @@ def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr
         return nu
     else:
         wait_full(bars.nu.full, n)
-        return nu_own.load(ACC_64).to(gl.float32)
+        return in_float32(nu_own.load(ACC_64))
 
 
 @gluon.jit
@@ -180,7 +181,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         if S.CORRECTED:
             d = products_done(1, deps=[d])
             release(bars.dR.empty, n)
-            rows = pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * d, 1))  # [C, K]
+            rows = pin(gl.sum(in_float32(k_own.load(ACC_64)) * d, 1))  # [C, K]
             dk = d * (0.0 - row)[:, None]
             e, dk = products_done(0, deps=[e, dk])
         else:
@@ -196,7 +197,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
             dk += e * factor
         else:
             dk = e * factor
-        written = column * pin(gl.sum(k_own.load(ACC_64).to(gl.float32) * e, 1))  # [C, K]
+        written = column * pin(gl.sum(in_float32(k_own.load(ACC_64)) * e, 1))  # [C, K]
         wait_full(bars.dO.full, n)
         dq = product(tiles.dO.index(n % S.STAGES + z), S_own, ACC_64, 64, 64)
         wait_full(bars.pairs_q.full, n)
@@ -205,7 +206,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         dq = products_done(1, deps=[dq])
         release(bars.dO.empty, n)
         release(bars.state.empty, n)
-        rows = scale * gl.sum(q_own.load(ACC_64).to(gl.float32) * dq, 1) - rows  # [C, K]
+        rows = scale * gl.sum(in_float32(q_own.load(ACC_64)) * dq, 1) - rows  # [C, K]
         dq = dq * (row * scale)[:, None]
         dq = warpgroup_mma(N_q, k_own, dq, is_async=True)
         if S.CORRECTED:
