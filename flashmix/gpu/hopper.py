@@ -167,27 +167,30 @@ def arrive(barrier):
 
 
 @gluon.constexpr_function
-def _named_barrier(instruction, number, threads):
-    return f"bar.{instruction} {number}, {threads}; mov.u32 $0, 0;"
+def _named_barrier(instruction, threads):
+    return f"bar.{instruction} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def sync_group(number: gl.constexpr, threads: gl.constexpr):
-    """Waits at named barrier `number` for `threads` threads, this one included."""
-    text: gl.constexpr = _named_barrier("sync", number, threads)
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+def sync_group(number, threads: gl.constexpr):
+    """Waits at named barrier `number`, of 0 to 15, for `threads` threads, this one included."""
+    text: gl.constexpr = _named_barrier("sync", threads)
+    gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def arrive_at_group(number: gl.constexpr, threads: gl.constexpr):
+def arrive_at_group(number, threads: gl.constexpr):
     """Counts as one of the `threads` at named barrier `number`, without waiting."""
-    text: gl.constexpr = _named_barrier("arrive", number, threads)
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = _named_barrier("arrive", threads)
+    gl.inline_asm_elementwise(text, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def take_turn(number: gl.constexpr, i, threads: gl.constexpr, WAIT: gl.constexpr, COUNT: gl.constexpr = 2):
-    """Use `i` at COUNT named barriers from `number` on, which take turns: waits there, or counts as one of the `threads`."""
+    """Use `i` at COUNT named barriers from `number` on, which take turns: waits there, or counts as one of the `threads`.
+
+    By a branch for each, so that no register holds the barrier's number, as it does in `leave`.
+    """
     for turn in gl.static_range(COUNT):
         if i % COUNT == turn:
             if WAIT:
@@ -198,8 +201,11 @@ def take_turn(number: gl.constexpr, i, threads: gl.constexpr, WAIT: gl.constexpr
 
 @gluon.jit
 def leave(number: gl.constexpr, i, threads: gl.constexpr, STAGES: gl.constexpr = 2):
-    """A reader leaves the buffer of use `i` of a ring: `release` by a named barrier, at which none of its warps waits for another."""
-    take_turn(number, i, threads, False, STAGES)
+    """A reader leaves the buffer of use `i` of a ring: `release` by a named barrier, at which none of its warps waits for another.
+
+    The rings' barriers have the numbers from `number` on.
+    """
+    arrive_at_group(number + i % STAGES, threads)
 
 
 @gluon.jit

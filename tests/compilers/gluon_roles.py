@@ -102,12 +102,12 @@ class NamedBarriers:
 
 
 def arrive_at_group(number: Any, threads: Any) -> None:
-    local.named.arrive(plain(number), plain(threads))
+    local.named.arrive(int(plain(number)), plain(threads))
     local.baton.step()
 
 
 def sync_group(number: Any, threads: Any) -> None:
-    named, number = local.named, plain(number)
+    named, number = local.named, int(plain(number))
     phase = named.arrive(number, plain(threads))
     local.baton.wait(lambda: named.phases[number] > phase, f"{local.role} at named barrier {number}")
     local.baton.step()

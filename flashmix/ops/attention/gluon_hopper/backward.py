@@ -23,13 +23,13 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
-    leave,
     plain,
     products_done,
     reinterpret,
     release,
     shared_rows,
     sync_group,
+    take_turn,
     wait_full,
     warpgroup_mma,
 )
@@ -191,11 +191,11 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
         d_q = piece_of_d_q(group, rings.d_s, rings.k.tiles, use, S)
         d_k = accumulate(d_k, d_s_t, q, QK)
         d_q, d_v, p_t = awaited_with(Q_PARTS, d_q, d_v, p_t, V)
-        leave(D_O_READ, use, GROUPS_AND_COPIES)
+        take_turn(D_O_READ, use, GROUPS_AND_COPIES, False)
         put_piece(group, d_q, use, rings, S)
         # a product in flight over the loop's end would make ptxas run all of them one by one
         d_k, d_s_t = awaited(0, d_k, d_s_t, QK)
-        leave(Q_READ, use, GROUPS_AND_COPIES)
+        take_turn(Q_READ, use, GROUPS_AND_COPIES, False)
         block += way_of(at.head, S)
     return d_k, d_v, block
 

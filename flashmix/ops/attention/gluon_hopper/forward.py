@@ -38,11 +38,11 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     has_queries,
     left_by_name,
     let_go,
+    tile_of_k,
+    tile_of_v,
     tiles_of_group,
     tiles_of_keys,
     told_block,
-    use_of_k,
-    use_of_v,
     walks_alone,
 )
 from flashmix.ops.attention.gluon_hopper.scores import (
@@ -57,8 +57,10 @@ from flashmix.ops.attention.gluon_hopper.scores import (
 )
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
+    TileRing,
     accumulate,
     allocate_results,
+    allocate_tiles,
     as_operand,
     as_words,
     by_halves,
@@ -142,10 +144,9 @@ def queries_of(q, S: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(q, rings, use, S: gl.constexpr):
-    """Issues `q k^T` with the tile of k that is use `use` of its ring, `[64, BN]`."""
+def scores_of(q, k, S: gl.constexpr):
+    """Issues `q k^T` with a tile of k, `[64, BN]`."""
     QK: gl.constexpr = S.QK
-    k = tile_of(rings.k.tiles, use % S.STAGES)
     if holds_half(S.QK.FIRST, S.DECAY or S.ALIBI):
         HALVES: gl.constexpr = by_halves(QK.ALL, QK.FIRST)
         return scores(q, in_halves(k), HALVES)
@@ -154,10 +155,11 @@ def scores_of(q, rings, use, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def quarter_first(channels, featured):
+def quarter_first(channels, causal, featured):
     """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
-    `p v` is issued. With 65 to 96, with more than 128 channels and with gates or a softcap (`featured`) that gains nothing."""
-    return channels <= 64 or (96 < channels <= 128 and not featured)
+    `p v` is issued. With 65 to 96 (but full calls up to 80), with more than 128 channels and with gates or a softcap (`featured`) that
+    gains nothing."""
+    return channels <= (64 if causal else 80) or (96 < channels <= 128 and not featured)
 
 
 @gluon.constexpr_function
@@ -187,9 +189,10 @@ def carried_operand(p, dtype: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def late(channels):
-    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials are too short."""
-    return channels > 128
+def late(channels, columns):
+    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials of `columns` keys are
+    too short."""
+    return channels > 128 and columns == 64
 
 
 @gluon.jit
@@ -199,9 +202,9 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
     p is as it is `carried`.
     """
     V: gl.constexpr = S.V
-    QUARTER: gl.constexpr = quarter_first(V.ALL, S.DECAY or S.SOFTCAP)
+    QUARTER: gl.constexpr = quarter_first(V.ALL, S.CAUSAL, S.DECAY or S.SOFTCAP)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
-    LATE: gl.constexpr = late(S.V.ALL)
+    LATE: gl.constexpr = late(S.V.ALL, S.BN)
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
@@ -212,20 +215,20 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         if BY_TILE:
             bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
         # s = q k^T;  a = a + p v of the tile before
-        use_k, use_v = use_of_k(keys, i, S), use_of_v(keys, i - 1, S)
+        use = keys.base + i
         await_turn(group, S)
-        s = scores_of(q, rings, use_k, S)  # [64, BN]
+        s = scores_of(q, tile_of_k(rings, keys, i, S), S)  # [64, BN]
         if LATE:  # a = a 2^(m - m') of the tile before, under this product; pinned, else it is done before the loop's end is tested for
             acc = times_rows(acc, pin(shrink), V)
-        wait_full(rings.v.full, use_v)
+        wait_full(rings.v.full, use - 1)
         if QUARTER:
             pass_turn(group, S)
         p = carried_operand(p, dtype, S)
-        acc = accumulate(acc, p, tile_of(rings.v.tiles, use_v % S.STAGES), V)
+        acc = accumulate(acc, p, tile_of_v(rings, keys, i - 1, S), V)
         if not QUARTER:
             pass_turn(group, S)
         s = products_done(PV, [s])
-        let_go(K_READ, rings.k, use_k, S)
+        let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
         y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
         first, second = halves(y)
@@ -236,7 +239,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         first = ex2(first)
         l = pin(l * gl.convert_layout(shrink, gl.SliceLayout(1, row_pieces()))[:, None] + row_sums(first))
         # a branch, over which ptxas does not raise the wait for `p v`; what is left to do runs beside the other exponentials
-        wait_full(rings.k.full, use_of_k(keys, i + 1, S), i + 1 < keys.count)
+        wait_full(rings.k.full, use + 1, i + 1 < keys.count)
         acc_1, acc_2 = acc
         p_1, p_2 = p
         if V.SECOND > 0:
@@ -245,7 +248,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
         else:
             acc_1, p_1, l, shrink = products_done(0, [acc_1, p_1, l, shrink])
             acc = (acc_1, acc_1)
-        let_go(V_READ, rings.v, use_v, S)
+        let_go(V_READ, rings.v, use - 1, S)
         if QUARTER:
             rest = ex2(rest)
             l += row_sums(rest)
@@ -282,15 +285,14 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
 
 
 @gluon.jit
-def pass_by(group: gl.constexpr, keys, i, rings, S: gl.constexpr):
-    """Takes a turn without a product, and leaves tiles `i` of k and v, when they have landed."""
-    use_k, use_v = use_of_k(keys, i, S), use_of_v(keys, i, S)
-    wait_full(rings.k.full, use_k)
+def pass_by(group: gl.constexpr, use, rings, S: gl.constexpr):
+    """Takes a turn without a product, and leaves the tiles of k and v, when they have landed."""
+    wait_full(rings.k.full, use)
     await_turn(group, S)
     pass_turn(group, S)
-    let_go(K_READ, rings.k, use_k, S)
-    wait_full(rings.v.full, use_v)
-    let_go(V_READ, rings.v, use_v, S)
+    let_go(K_READ, rings.k, use, S)
+    wait_full(rings.v.full, use)
+    let_go(V_READ, rings.v, use, S)
 
 
 @gluon.jit
@@ -310,33 +312,32 @@ def attend_block(group: gl.constexpr, at, keys, turn, x, out, rings, n, S: gl.co
     m = gl.full([64], LEAST, gl.float32, L)
     # the first tile
     wait_full(rings.q.full, turn * GROUPS + group)
-    use = use_of_k(keys, 0, S)
-    wait_full(rings.k.full, use)
+    wait_full(rings.k.full, keys.base)
     await_turn(group, S)
     q = queries_of(tile_of(rings.q.tiles, group), S)
-    s = scores_of(q, rings, use, S)  # [64, BN]
+    s = scores_of(q, tile_of_k(rings, keys, 0, S), S)  # [64, BN]
     pass_turn(group, S)
     s = products_done(0, [s])
-    let_go(K_READ, rings.k, use, S)
+    let_go(K_READ, rings.k, keys.base, S)
     y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, S)
     found = ex2(y)
     one = gl.full([64], 1.0, gl.float32, L)
     state = (zero_sums(V), carried(found, dtype, S), m, row_sums(found), one)
-    wait_full(rings.k.full, use_of_k(keys, 1, S), keys.count > 1)
+    wait_full(rings.k.full, keys.base + 1, keys.count > 1)
     acc, p, m, l, shrink = all_keys(state, keys, rows, (q, rings), group, n, S)
     if S.OWN_RESULTS:
         release(rings.q.empty, turn * GROUPS + group)
     # the last product
-    last = use_of_v(keys, keys.count - 1, S)
+    last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
-    if late(S.V.ALL):
+    if late(S.V.ALL, S.BN):
         acc = times_rows(acc, shrink, V)
     p = carried_operand(p, dtype, S)
-    acc = waited(accumulate(acc, p, tile_of(rings.v.tiles, last % S.STAGES), V), V)
+    acc = waited(accumulate(acc, p, tile_of_v(rings, keys, keys.count - 1, S), V), V)
     let_go(V_READ, rings.v, last, S)
     if ALONE:  # the tiles that the other groups see
         for i in range(keys.count, all_tiles):
-            pass_by(group, keys, i, rings, S)
+            pass_by(group, keys.base + i, rings, S)
     l = gl.convert_layout(gl.sum(l, 1), L)
     # m' = max(m, sink);  l = l 2^(m - m') + 2^(sink - m');  a = a 2^(m - m')
     shrink = gl.full([64], 1.0, gl.float32, L)
@@ -376,6 +377,18 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
             attend_block(group, at, tiles_of_keys(at, base, n, S), turn, x, out, rings, n, S)
 
 
+@gluon.jit
+def rings_sharing(of_k, of_v, READERS: gl.constexpr, S: gl.constexpr):
+    """Rings of k and v whose second parts share buffers; both are as wide."""
+    k_first, second = of_k
+    v_first, _ = of_v
+    k, v = ring(S.STAGES, (k_first, None), READERS), ring(S.STAGES, (v_first, None), READERS)
+    shared, _ = allocate_tiles(S.SECONDS, (second, None))
+    a, _ = k.tiles
+    b, _ = v.tiles
+    return TileRing((a, shared), k.full, k.empty), TileRing((b, shared), v.full, v.empty)
+
+
 @with_sound_ptxas
 @gluon.jit(do_not_specialize=["n"])
 def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_rest, n, S: gl.constexpr):
@@ -383,10 +396,10 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     GROUPS: gl.constexpr = S.BM // 64
     q = ring(GROUPS, (q_tiles, q_rest), 1)
     READERS: gl.constexpr = 0 if left_by_name(S.QK.FIRST, S.QK.SECOND) else GROUPS
-    k = ring(S.STAGES, (k_tiles, k_rest), READERS)
-    v = k
-    if not S.ONE_RING:
-        v = ring(S.STAGES, (v_tiles, v_rest), READERS)
+    if S.SECONDS:
+        k, v = rings_sharing((k_tiles, k_rest), (v_tiles, v_rest), READERS, S)
+    else:
+        k, v = ring(S.STAGES, (k_tiles, k_rest), READERS), ring(S.STAGES, (v_tiles, v_rest), READERS)
     o = q.tiles
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))

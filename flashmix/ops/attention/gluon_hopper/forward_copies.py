@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 from flashmix.gpu.hopper import (
     allocate_barriers,
     await_readers,
+    expect_bytes,
     gl,
     gluon,
     leave,
     plain,
     release,
     signal,
+    take_turn,
     wait_empty,
     wait_full,
 )
-from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile
+from flashmix.ops.attention.gluon_hopper.tiles import copy_part, copy_tile, fill_tile, parts_of, tile_of
 from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_queries, keys_of_rows
 
 # Named barriers of each tile of k and of v, by which its readers leave
@@ -30,7 +32,7 @@ K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
 class KeyTiles(NamedTuple):
     """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
 
-    The program's blocks before had `base` tiles; see `use_of_k`.
+    Tile `i` is use `base + i` of the rings.
     """
 
     base: Any
@@ -42,7 +44,7 @@ class KeyTiles(NamedTuple):
 
 
 class ForwardRings(NamedTuple):
-    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]` (with ONE_RING the same), and results `[64, V]`, one a group."""
+    """Rings of q `[64, K]`, one a group, of k `[BN, K]` and v `[BN, V]`, and results `[64, V]`, one a group."""
 
     q: Any
     k: Any
@@ -86,34 +88,53 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
 
 
 @gluon.jit
-def use_of_k(keys, i, S: gl.constexpr):
-    """Which use of its ring tile `i` of k is. k is read one tile ahead of v: where they share a ring it takes k0 k1 v0 k2 v1 ... v."""
-    if S.ONE_RING:
-        return 2 * keys.base + gl.maximum(2 * i - 1, 0)
-    else:
-        return keys.base + i
+def second_of_k(keys, i, S: gl.constexpr):
+    """The buffer of the second part of tile `i` of k, where tiles of k and v share them: in the order in which they are read, k0 k1 v0 k2
+    v1 ... v. Such programs take one block."""
+    return gl.maximum(2 * i - 1, 0) % S.SECONDS
 
 
 @gluon.jit
-def use_of_v(keys, i, S: gl.constexpr):
-    """`use_of_k` of tile `i` of v."""
-    if S.ONE_RING:
-        return 2 * keys.base + gl.minimum(2 * i + 2, 2 * keys.count - 1)
+def second_of_v(keys, i, S: gl.constexpr):
+    """`second_of_k` of tile `i` of v."""
+    return gl.minimum(2 * i + 2, 2 * keys.count - 1) % S.SECONDS
+
+
+@gluon.jit
+def tile_of_k(rings, keys, i, S: gl.constexpr):
+    """Both parts of tile `i` of a block's keys."""
+    stage = (keys.base + i) % S.STAGES
+    if S.SECONDS:
+        return parts_of(rings.k.tiles, stage, second_of_k(keys, i, S))
     else:
-        return keys.base + i
+        return tile_of(rings.k.tiles, stage)
+
+
+@gluon.jit
+def tile_of_v(rings, keys, i, S: gl.constexpr):
+    """Both parts of tile `i` of a block's values."""
+    stage = (keys.base + i) % S.STAGES
+    if S.SECONDS:
+        return parts_of(rings.v.tiles, stage, second_of_v(keys, i, S))
+    else:
+        return tile_of(rings.v.tiles, stage)
 
 
 @gluon.constexpr_function
 def left_by_name(first, second):
-    """Whether groups leave tiles of k and v, of so many channels, by named barriers: where tiles have 128 channels, that is quicker."""
-    return first == 128 and second == 0
+    """Whether groups leave tiles of k and v, of so many channels, by named barriers, at which no warp waits for the others of its group.
+    With up to 64 channels and above 192 that gains nothing."""
+    return 64 < first + second <= 192
 
 
 @gluon.jit
 def let_go(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
     """A group leaves a tile of k or v: by a named barrier, or by the ring's own."""
     if left_by_name(S.QK.FIRST, S.QK.SECOND):
-        leave(barrier, use, 2 * S.BM + 32, S.STAGES)
+        if S.DECAY or S.ALIBI:  # several loops have no register for the barrier's number
+            take_turn(barrier, use, 2 * S.BM + 32, False, S.STAGES)
+        else:
+            leave(barrier, use, 2 * S.BM + 32, S.STAGES)
     else:
         release(ring_of.empty, use)
 
@@ -132,9 +153,8 @@ def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
     """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
     QK: gl.constexpr = S.QK
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    use = use_of_k(keys, i, S)
-    await_all(K_READ, rings.k, use, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+    await_all(K_READ, rings.k, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
 
 
 @gluon.jit
@@ -142,9 +162,40 @@ def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
     """`copy_keys` of a block's values."""
     V: gl.constexpr = S.V
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    use = use_of_v(keys, i, S)
-    await_all(V_READ, rings.v, use, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, use, V, S)
+    await_all(V_READ, rings.v, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
+
+
+@gluon.jit
+def fill_parts(i, at, keys, descriptors, to, j, PART: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the first part of tile `i` of k or v, whose barrier then waits for both, or the second one to buffer `j`."""
+    of_k, row, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.low + i * S.BN, keys.base + i
+    first, second = descriptors
+    a, b = to.tiles
+    if PART == 0:
+        barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
+        copy_part(first, of_k, row, 0, barrier, a.index(use % S.STAGES), S)
+    else:
+        copy_part(second, of_k, row, C.FIRST, to.full.index(use % S.STAGES), b.index(j), S)
+
+
+@gluon.jit
+def copy_sharing(at, keys, k_d, v_d, rings, S: gl.constexpr):
+    """Copies a block's k and v whose second parts share buffers: a tile's first part when the tile two before has been left, its second
+    when the tile of three uses before has, which for a v is the k of the same number."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    fill_parts(0, at, keys, k_d, rings.k, 0, 0, QK, S)
+    fill_parts(0, at, keys, k_d, rings.k, 0, 1, QK, S)
+    for i in range(keys.count):
+        await_all(V_READ, rings.v, i, S)
+        if i + 1 < keys.count:
+            fill_parts(i + 1, at, keys, k_d, rings.k, 0, 0, QK, S)
+            fill_parts(i + 1, at, keys, k_d, rings.k, second_of_k(keys, i + 1, S), 1, QK, S)
+        fill_parts(i, at, keys, v_d, rings.v, 0, 0, V, S)
+        if i + 1 < keys.count:
+            await_all(K_READ, rings.k, i + S.STAGES, S)
+        fill_parts(i, at, keys, v_d, rings.v, second_of_v(keys, i, S), 1, V, S)
 
 
 @gluon.jit
@@ -166,13 +217,16 @@ def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
     q_d, k_d, v_d = descriptors
     if not S.OWN_RESULTS:
         copy_queries(at, turn, q_d, rings, S)
-    copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
-    if S.OWN_RESULTS:
-        copy_queries(at, turn, q_d, rings, S)
-    for i in range(1, keys.count):  # k one tile ahead of v
-        copy_keys(i, at, keys, k_d, rings, S)
-        copy_values(i - 1, at, keys, v_d, rings, S)
-    copy_values(keys.count - 1, at, keys, v_d, rings, S)
+    if S.SECONDS:
+        copy_sharing(at, keys, k_d, v_d, rings, S)
+    else:
+        copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
+        if S.OWN_RESULTS:
+            copy_queries(at, turn, q_d, rings, S)
+        for i in range(1, keys.count):  # k one tile ahead of v
+            copy_keys(i, at, keys, k_d, rings, S)
+            copy_values(i - 1, at, keys, v_d, rings, S)
+        copy_values(keys.count - 1, at, keys, v_d, rings, S)
 
 
 @gluon.jit

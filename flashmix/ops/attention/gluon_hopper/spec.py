@@ -43,8 +43,10 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
         spec = spec._replace(OWN_RESULTS=True)
-    else:  # three tiles of 128 keys and 192 channels fit beside q
-        spec = spec._replace(ONE_RING=spec.BN == 128 and spec.V.ALL > 128)
+    elif (
+        spec.BN == 128 and spec.V.ALL > 128
+    ):  # beside q there is room for first parts of four tiles, and second parts of three
+        spec = spec._replace(SECONDS=3)
     return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
 
 

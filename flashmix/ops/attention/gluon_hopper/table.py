@@ -13,7 +13,7 @@ FORWARD: Rows = {
     (128, 128): AttentionConfig(128, 128, 8, 2),
     (192, 128): AttentionConfig(128, 128, 8, 2),
     (128, 192): AttentionConfig(128, 64, 8, 3),
-    (192, 192): AttentionConfig(128, 128, 8, 3),  # of one ring
+    (192, 192): AttentionConfig(128, 128, 8, 2),
     (256, 256): AttentionConfig(128, 64, 8, 2),
 }
 BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (192, 192): AttentionConfig(64, 128, 8, 2)}

@@ -85,13 +85,19 @@ def allocate_results(count: gl.constexpr, like):
 
 
 @gluon.jit
-def tile_of(buffers, i):
-    """Both parts of buffer `i`, `[rows, FIRST]` and `[rows, SECOND]`."""
+def parts_of(buffers, i, j):
+    """The first part of buffer `i` and the second of buffer `j`, `[rows, FIRST]` and `[rows, SECOND]`."""
     first, second = buffers
     rows: gl.constexpr = first.shape[-2]
     a = first.index(i).reshape([rows, first.shape[-1]])
-    b = second.index(i).reshape([rows, second.shape[-1]])
+    b = second.index(j).reshape([rows, second.shape[-1]])
     return a, b
+
+
+@gluon.jit
+def tile_of(buffers, i):
+    """Both parts of buffer `i`."""
+    return parts_of(buffers, i, i)
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ class AttentionSpec(NamedTuple):
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
     OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
     V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
-    ONE_RING: bool = False  # Hopper: whether tiles of k and v come through one ring, in turns
+    SECONDS: int = 0  # Hopper: buffers that the second parts of tiles of k and v share; 0 where each ring has its own
     WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
     BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
     TWO_WAYS: bool = False  # Hopper: whether the pass over the keys goes through every eighth head from its first keys
