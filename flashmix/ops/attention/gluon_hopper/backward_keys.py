@@ -74,8 +74,7 @@ def walk_keys(work, at, steps, rings, n, S: gl.constexpr):
         d_s = d_s.to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
         rings.d_s.index(i % 2).store(d_s)
-        fence_async_shared()
-        sync_group(BOTH_GROUPS, 256)
+        fence_async_shared()  # the compiler puts a barrier behind it
         # dQ = dS K;  dK += dS^T Q
         d_q = piece_of_d_q(0, rings.d_s, rings.k.tiles, i, S)
         rest = piece_of_d_q(1, rings.d_s, rings.k.tiles, i, S)

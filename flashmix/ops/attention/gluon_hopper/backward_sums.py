@@ -71,7 +71,7 @@ class QuerySums(NamedTuple):
 
 
 class PieceRing(NamedTuple):
-    """A buffer for each piece of a block of dQ (a pair), and the barriers that say that they have left."""
+    """A buffer for each piece of a block of dQ (a pair), and the barrier that says that they have left."""
 
     tiles: Any
     empty: Any
@@ -141,16 +141,18 @@ def backward_sums(warp: gl.constexpr, work, at, steps, base, d_q_d, rings, n, S:
             else:
                 add_to_global(piece_of(d_q_d, piece), [row, 0], tile)
         stores_done(0)
-        for piece in gl.static_range(PIECES):
-            release(rings.d_q.empty, PIECES * use + piece)
+        release(rings.d_q.empty, use)
         count_up(work.counters + 1 + place, 0)
 
 
 @gluon.jit
 def put_piece(piece: gl.constexpr, d_q, i, rings, S: gl.constexpr):
-    """Hands a piece of dQ's block to the warp that adds it, in the order in which threads hold it: stores of 16 bytes each."""
-    PIECES: gl.constexpr = pieces_of(S.QK.FIRST, S.QK.SECOND)
-    wait_empty(rings.d_q.empty, PIECES * i + piece)
+    """Hands a piece of dQ's block to the warp that adds it, in the order in which threads hold it: stores of 16 bytes each.
+
+    A role that makes both hands the first one over first, for which it waits.
+    """
+    if piece == 0 or roles_of(S.QK.FIRST) == 2:
+        wait_empty(rings.d_q.empty, i)
     to = piece_of(rings.d_q.tiles, piece)
     d_q = d_q.reshape([4, 2, 8, d_q.shape[1] // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(to.shape)
     to.store(d_q)
@@ -167,7 +169,7 @@ def allocate_pieces(descriptors, S: gl.constexpr):
     b = a
     if PIECES > 1:
         b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
-    return PieceRing((a, b), allocate_barriers(PIECES, 1))
+    return PieceRing((a, b), allocate_barriers(1, 1))
 
 
 @gluon.jit
@@ -185,7 +187,7 @@ def pieces_in(tiles, descriptors, S: gl.constexpr):
         b = piece_in(tiles[1], second)
     else:
         b = gl.allocate_shared_memory(gl.float32, second.block_type.shape, second.layout)
-    return PieceRing((a, b), allocate_barriers(2, 1))
+    return PieceRing((a, b), allocate_barriers(1, 1))
 
 
 @triton.jit
