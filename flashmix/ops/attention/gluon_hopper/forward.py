@@ -99,7 +99,7 @@ class HopperResults(NamedTuple):
 def take_turns(rows, channels):
     """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others. Two groups do where the
     products of a tile are short and in two parts; with more channels they find their turns by themselves."""
-    return rows == 192 or 64 < channels <= 96
+    return rows == 192 or 64 < channels <= 80
 
 
 @gluon.jit
