@@ -15,11 +15,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from compilers.interpreter import make_types_once, mend_splat, patch_language_once
 
 if TYPE_CHECKING:
     from flashmix.train.folder import TrainConfig
@@ -28,62 +28,44 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 torch.set_num_threads(THREADS)
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch warns of shared memory unless `CI` is set
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def mend_splat() -> None:
-    """Triton 3.9's interpreter makes a tile of a comparison of two scalars in the dtype of what was compared, which no mask may have."""
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    theirs = InterpreterBuilder.create_splat
-
-    def create_splat(self, wanted, x):
-        if x.data.dtype == np.bool_ and x.dtype is not tl.int1:
-            return TensorHandle(np.full(wanted.shape, x.data[0]), tl.int1)
-        return theirs(self, wanted, x)
-
-    InterpreterBuilder.create_splat = create_splat
-
-
-def patch_language_once() -> None:
-    """Triton's interpreter patches its language again for each call of a device function, 2 ms and more: here once for a module."""
-    from triton.runtime import interpreter
-
-    theirs, patched = interpreter._patch_lang, set()
-
-    def patch(fn):
-        if fn.__module__ not in patched:
-            patched.add(fn.__module__)
-            theirs(fn)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch
-
-
 if INTERPRETED:
     mend_splat()
     patch_language_once()
+    make_types_once()
 
 
-def pytest_collection_modifyitems(items):
-    """Skips what this process cannot run, and under the interpreter everything that is not meant for it."""
-    for item in items:
-        if (item.get_closest_marker("interpreted") is not None) != INTERPRETED:
-            item.add_marker(pytest.mark.skip(reason="runs in a process of its own, see tests/test_interpreted.py"))
-        elif item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif item.get_closest_marker("whole") is not None and "whole" not in item.config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="runs with -m whole"))
+def left_out(item: pytest.Item) -> str | None:
+    """Why this process does not run a test."""
+    if (item.get_closest_marker("interpreted") is not None) != INTERPRETED:
+        return "runs in a process of its own, see tests/test_interpreted.py"
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        return "needs a CUDA device"
+    whole = item.get_closest_marker("whole") is not None and "whole" not in item.config.option.markexpr
+    return "runs with -m whole" if whole else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skips what this process cannot run, and under the interpreter everything that is not meant for it.
+
+    Of several workers, who would each report every one of these thousands, they are taken from the list, unless nothing else is on it.
+    """
+    reasons = [left_out(item) for item in items]
+    if "PYTEST_XDIST_WORKER" in os.environ and None in reasons:
+        config.hook.pytest_deselected(items=[item for item, why in zip(items, reasons, strict=True) if why])
+        items[:] = [item for item, why in zip(items, reasons, strict=True) if not why]
+        return
+    for item, why in zip(items, reasons, strict=True):
+        if why:
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(autouse=True)
 def nan_filled_memory():
-    """`torch.empty` gives NaN, in every test."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """`torch.empty` gives NaN, in every test. `use_deterministic_algorithms` would do the same, and import torch's compiler: seconds."""
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +84,7 @@ def one_thread(same_threads: None) -> None:
 @pytest.fixture
 def deterministic_only(nan_filled_memory: None) -> None:
     """What torch calls not deterministic raises instead of warning."""
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
 
 
 @pytest.fixture

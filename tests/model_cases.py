@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from paper_loops import MECHANISMS
+from samples import every
 from torch import Tensor
 
 from flashmix.layers import Mixer
@@ -74,6 +76,11 @@ MODELS = (
     *("retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "kda", "rwkv7", "abc"),
     *("transformer", "hybrid", "qwen3_next_like", "kimi_linear_like"),
 )
+
+
+def some_models(first: int) -> pytest.MarkDecorator:
+    """For a test of every model: by default one in three of them, another third in the next test."""
+    return pytest.mark.parametrize("name", every(3, MODELS, first))
 
 
 def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Mixer[Any]:

@@ -296,8 +296,8 @@ def together(parts: list[dict[str, tuple[Tensor, str]]], lengths: list[int], ran
     return found
 
 
-def work(rank: int, folder: str, jobs: list[Job], extras: bool) -> None:
-    """One process: every job of a group that it is in, its results into a file."""
+def work(rank: int, folder: str, jobs: list[Job], whole: bool) -> None:
+    """One process: every job of a group that it is in, and the checks of shard_extras.py, its results into a file."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -313,10 +313,9 @@ def work(rank: int, folder: str, jobs: list[Job], extras: bool) -> None:
                 options = {"ranges": [tuple(r[:3]) for r in layout(order, whole.total, ranks)]}
             shard = whole.shard(groups[ranks], **options)
             found[job] = evaluate(CASES[case], shard, case, shard.pieces[rank], dtype)
-    if extras:
-        import shard_extras
+    import shard_extras
 
-        found["extras"] = shard_extras.run(rank, groups)
+    found["extras"] = shard_extras.run(rank, groups, whole)
     torch.save(found, Path(folder) / str(rank))
     dist.barrier()
     dist.destroy_process_group()

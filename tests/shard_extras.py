@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 import torch
-from shard_bytes import CHECKS, check, counted, far, tensors
+from shard_bytes import CHECKS, PARTS, check, counted, far, tensors
 from shard_cases import CASES, PACKINGS, evaluate, layout, normal
 from torch import Tensor
 
@@ -31,9 +31,10 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 REFUSED = {"slstm", "momentum_deltanet", "titans_linear", "ttt_linear", "mom", "attention_with_cache"}
 
 
-def run(rank: int, groups: dict[int, Any]) -> dict[str, list[str]]:
+def run(rank: int, groups: dict[int, Any], whole: bool) -> dict[str, list[str]]:
     """The complaints of each check, by the ranks of the group of three, and of four for the bytes."""
     found = {}
+    PARTS["of"] = 1 if whole else PARTS["of"]
     for name, its in CHECKS.items():
         ranks = 4 if name.startswith(("bytes", "mesh")) else 3
         if rank < ranks:
@@ -332,7 +333,7 @@ def repeated(group: Any) -> list[str]:
     found = []
     whole = Packing.from_lengths(PACKINGS["mixed"])
     ranges = [tuple(r[:3]) for r in layout("arbitrary", whole.total, 3)]
-    for case in CASES:
+    for case in CASES[:: PARTS["of"]]:
         both = []
         for _ in range(2):
             shard = whole.shard(group, ranges=ranges)  # type: ignore[arg-type]

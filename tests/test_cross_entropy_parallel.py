@@ -9,6 +9,7 @@ import definitions
 import pytest
 import torch
 from budget import assert_within_budget
+from processes import together
 from rowwise_cases import random
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def definition(
 def test_two_processes_are_one(tmp_path: Path, device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip("needs two GPUs")
-    torch.multiprocessing.spawn(work, (str(tmp_path), device), nprocs=RANKS)
+    together(work, (str(tmp_path), device), RANKS)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(RANKS))
     cases = [(dtype, options) for dtype in (torch.float64, torch.float32, torch.bfloat16) for options in OPTIONS]
     for (dtype, options), a, b in zip(cases, first, second, strict=True):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from model_cases import MODELS, left_padded, make_model, some_tokens
+from model_cases import MODELS, left_padded, make_model, some_models, some_tokens
 
 from flashmix.models import Decoder, generate, stream
 from flashmix.models.generate import sample
@@ -31,7 +31,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(name: str) -> None:
         assert_greedy(model, prompt[row], new[row])
 
 
-@every_model
+@some_models(1)
 def test_prompts_of_unequal_length_do_not_meet(name: str) -> None:
     model = make_model(name)
     rows = [some_tokens(1, length, seed=length) for length in (1, 9, 4)]
@@ -45,7 +45,7 @@ def test_prompts_of_unequal_length_do_not_meet(name: str) -> None:
     assert torch.equal(generate(model, right, 8, attention_mask=right_mask), expected)
 
 
-@every_model
+@some_models(2)
 def test_going_on_from_a_cache_with_a_longer_prompt(name: str) -> None:
     model = make_model(name)
     rows = [some_tokens(1, length, seed=length) for length in (6, 2)]
@@ -60,7 +60,7 @@ def test_going_on_from_a_cache_with_a_longer_prompt(name: str) -> None:
         assert_greedy(model, whole, second[index])
 
 
-@every_model
+@some_models(0)
 def test_a_row_that_has_stopped_does_not_enter_the_cache(name: str) -> None:
     model, prompt = make_model(name), some_tokens(3, 4)
     free = generate(model, prompt, 8)

@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 FILES = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.interpreted" in path.read_text()]
-GROUPS = 3  # so that workers share them
+GROUPS = 2  # so that workers share them
 
 
 @pytest.mark.parametrize("which", ["interpreted", pytest.param("interpreted and whole", marks=pytest.mark.whole)])

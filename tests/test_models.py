@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
+from model_cases import MODELS, assert_same, left_padded, make_model, some_models, some_tokens
 from samples import sample, sample_of_rows
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -33,14 +33,14 @@ def test_cached_is_the_full_forward(name: str) -> None:
             assert_same(torch.cat([model(part, cache=cache) for part in tokens.split(parts, dim=1)], dim=1), full)
 
 
-@every_model
+@some_models(1)
 def test_packed_is_one_by_one(name: str) -> None:
     model, tokens = make_model(name), some_tokens(1, sum(LENGTHS))
     one_by_one = torch.cat([model(part) for part in tokens.split(LENGTHS, dim=1)], dim=1)
     assert_same(model(tokens, cu_seqlens=Packing.from_lengths(LENGTHS)), one_by_one)
 
 
-@every_model
+@some_models(2)
 def test_left_padding_gives_the_same_numbers_as_none(name: str) -> None:
     model = make_model(name)
     rows = [some_tokens(1, length, seed=length) for length in (9, 3, 6)]
@@ -57,7 +57,7 @@ def test_left_padding_gives_the_same_numbers_as_none(name: str) -> None:
             assert_same(steps[index], model(torch.cat([row, later[index : index + 1]], dim=1))[0, -4:])
 
 
-@every_model
+@some_models(0)
 def test_what_padding_holds_does_not_matter(name: str) -> None:
     model, tokens = make_model(name, torch.float32), some_tokens(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
@@ -65,7 +65,7 @@ def test_what_padding_holds_does_not_matter(name: str) -> None:
     assert torch.equal(model(tokens, attention_mask=mask), model(other, attention_mask=mask))
 
 
-@every_model
+@some_models(1)
 def test_the_loss_is_cross_entropy_and_never_makes_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = make_model(name), some_tokens(2, 9)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -78,7 +78,7 @@ def test_the_loss_is_cross_entropy_and_never_makes_logits(name: str, monkeypatch
         assert_same(got.flatten(), expected.flatten())
 
 
-@every_model
+@some_models(2)
 def test_loss_and_gradients_of_padded_packed_and_separate_are_the_same(name: str) -> None:
     model = make_model(name)
     rows = [some_tokens(1, length, seed=length) for length in (7, 2, 5)]
@@ -101,7 +101,7 @@ def test_loss_and_gradients_of_padded_packed_and_separate_are_the_same(name: str
     assert every.shape == padded.shape and not every[~mask].any()
 
 
-@every_model
+@some_models(0)
 def test_gradients_reach_every_parameter(name: str) -> None:
     model, tokens = make_model(name), some_tokens(2, 8)
     model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
@@ -110,7 +110,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert torch.isfinite(parameter.grad).all() and parameter.grad.any(), parameter_name
 
 
-@every_model
+@some_models(1)
 def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
     tokens, packing = some_tokens(1, 12), Packing.from_lengths(LENGTHS)
     losses, gradients = [], []
@@ -136,7 +136,7 @@ def test_recomputed_activations_give_the_same_gradients_under_autocast(name: str
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@every_model
+@some_models(2)
 def test_state_dict_round_trip_and_plain_configuration(name: str) -> None:
     model, tokens = make_model(name), some_tokens(2, 5)
     written = json.loads(json.dumps(model.config.to_dict()))
@@ -206,7 +206,7 @@ TRAINED = (
 )
 
 
-@pytest.mark.parametrize("name", sample(PRESETS, TRAINED))
+@pytest.mark.parametrize("name", sample(PRESETS, TRAINED[::2]))
 def test_learns(name: str) -> None:
     model, tokens = make_model(name, torch.float32), some_tokens(2, 17)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-2)

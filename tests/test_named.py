@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise, product
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from budget import assert_within_budget, relative_errors, spend
 from paper_cases import WIDE, kind_of, kind_of_state
 from paper_loops import MECHANISMS, run_loop, state_names
-from samples import sample, sample_of_rows
+from samples import every, sample, sample_of_rows, thinned
 from torch import Tensor
 
 import flashmix
@@ -150,15 +150,20 @@ def test_float64_is_the_papers_loop(name: str, state: bool) -> None:
     assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", every(2, GROUPED))
 def test_more_heads_of_values_than_of_keys(name: str) -> None:
     inputs = make_inputs(name, torch.float64, B=1, HV=6, T=9)
     exact, plain = references(name, inputs, dtype=torch.float64)
     assert_float64(name, evaluate(run_op, name, inputs, dtype=torch.float64), exact, plain)
 
 
-@pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16, torch.float16), DTYPES_OF_MODELS), ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    sample_of_rows(
+        product(NAMES, (torch.float32, torch.bfloat16, torch.float16)), list(zip(NAMES, cycle(DTYPES_OF_MODELS)))
+    ),
+    ids=str,
+)
 def test_narrow_dtypes_are_within_budget(name: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(name, dtype, B=1)
     exact, plain = references(name, inputs, dtype=dtype)
@@ -190,8 +195,7 @@ def neighbouring(name: str, inputs: dict[str, Tensor], key: str, exact: Tensor, 
     return max(found, key=lambda value: relative_errors(value, exact)[1])
 
 
-@pytest.mark.parametrize("lengths", [(5, 0, 1, 34, 0, 3), (0, 0), ()], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "lengths"), thinned(2, NAMES, [(5, 0, 1, 34, 0, 3), (0, 0), ()]), ids=str)
 def test_packed_is_the_loop_over_each_sequence(name: str, lengths: tuple[int, ...]) -> None:
     inputs = make_inputs(name, torch.float64, sequences=len(lengths), B=1, T=sum(lengths))
     exact, plain = references(name, inputs, lengths, dtype=torch.float64)
@@ -210,8 +214,7 @@ def states_of(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(inputs[n] for n in state_names(name))
 
 
-@pytest.mark.parametrize("cuts", [(0, 33, 37), tuple(range(13))], ids=["in two", "in steps"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cuts"), thinned(3, NAMES, [(0, 33, 37), tuple(range(13))]), ids=str)
 def test_parts_with_the_carried_state_are_the_whole(name: str, cuts: tuple[int, ...]) -> None:
     inputs = make_inputs(name, torch.float64, T=cuts[-1])
     exact = by_name(run_loop(name, inputs))
@@ -223,7 +226,7 @@ def test_parts_with_the_carried_state_are_the_whole(name: str, cuts: tuple[int, 
     assert_float64(name, by_name((torch.cat(outputs, 1), *states)), exact, plain)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(2, NAMES))
 def test_gradients_flow_through_a_carried_state(name: str) -> None:
     inputs = make_inputs(name, torch.float64, T=12)
 
@@ -278,8 +281,11 @@ def test_no_tokens(name: str) -> None:
 DECAYS = ("log_decay", "log_forget", "curvature_log_decay", "momentum_log_decay")
 
 
-@pytest.mark.parametrize("decay", [0.0, -20.0, -1e4, -torch.inf, None], ids=str)
-@pytest.mark.parametrize("name", [name for name in NAMES if set(DECAYS) & set(MECHANISMS[name].shapes)])
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    thinned(2, [n for n in NAMES if set(DECAYS) & set(MECHANISMS[n].shapes)], [0.0, -20.0, -1e4, -torch.inf, None]),
+    ids=str,
+)
 def test_any_strength_of_decay(name: str, decay: float | None) -> None:
     """All tokens alike, or (None) mild decays with single resets among them: values and gradients are the loop's."""
     inputs = make_inputs(name, torch.float64, B=1, T=9)
@@ -331,7 +337,7 @@ def test_packed_is_one_by_one_to_the_bit(name: str) -> None:
         assert all(torch.equal(state, whole[n : n + 1]) for state, whole in zip(alone, states, strict=True))
 
 
-@pytest.mark.parametrize("name", sample(NAMES, ("comba", "gla", "lru", "mamba", "mamba3", "rwkv6", "s5", "simple_gla")))
+@pytest.mark.parametrize("name", sample(NAMES, ("comba", "lru", "mamba", "mamba3")))
 def test_compiles_as_one_graph(name: str) -> None:
     inputs = make_inputs(name, torch.float32, T=5)
     torch._dynamo.reset()
@@ -405,8 +411,7 @@ def test_the_bound_of_the_preconditioner_is_positive() -> None:
     assert torch.equal(plain, flashmix.delta_rule(q, q, q, gate, -gate, write=q)[0])
 
 
-@pytest.mark.parametrize("impl", ["native", "portable"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "impl"), thinned(3, NAMES, ["native", "portable"]))
 def test_half_precision_states_are_as_precise_as_float32(name: str, impl: str) -> None:
     """What an op makes of its arguments reaches the state unrounded."""
     x = make_inputs(name, torch.bfloat16)
@@ -429,8 +434,7 @@ def test_kernels_take_half_precision(name: str, monkeypatch: pytest.MonkeyPatch)
     assert flashmix.explain(call, name, x).choice == "triton"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), thinned(3, NAMES, [torch.bfloat16, torch.float16]))
 def test_gates_of_half_precision_mean_their_numbers(name: str, dtype: torch.dtype) -> None:
     """Nothing is computed in the dtype of a gate: the same numbers in float32 give the same bits."""
     x = make_inputs(name, torch.float32)

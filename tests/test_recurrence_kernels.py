@@ -30,7 +30,7 @@ ALL_KINDS = [*product(RULES, GATES, TARGETS), *(("linear", "value", target) for 
 ALL_KINDS = [(*kind, segments) for kind in ALL_KINDS for segments in (False, True)]
 # Of each gate the target that matters most: Hopper, and of channel pairs the one with most spills (472 of 488 bytes);
 # the rest with `-m whole`. (8, 9) takes the tiles of (8, 6) and came to the same shared memory and stack in 32 launches (2026-11-23).
-SAMPLE = (("delta", "token", (9, 0), False), ("delta", "channel", (8, 6), False), ("linear", "value", (9, 0), False))
+SAMPLE = (("delta", "token", (9, 0), False), ("delta", "channel", (8, 6), False))
 KINDS = ALL_KINDS if EVERYTHING else sample_of_rows(ALL_KINDS, SAMPLE)
 SIZES = ((128, 128), (64, 64), (256, 256), (96, 80), (16, 16)) if EVERYTHING else ((128, 128),)
 DTYPES = (torch.bfloat16, torch.float32) if EVERYTHING else (torch.bfloat16,)
@@ -80,7 +80,7 @@ def gluon_kernels(case: Case) -> set[str]:
 OTHER_CODE = (
     pytest.param(Case("", "delta", "none", T=130, K=64, V=64), torch.bfloat16, marks=pytest.mark.whole),
     (Case("", "linear", "token", B=1, T=130, K=32, V=32, lengths=(60, 0, 70)), torch.bfloat16),
-    (Case("", "dplr", "channel", T=130, K=16, V=16), torch.float32),
+    pytest.param(Case("", "dplr", "channel", T=130, K=16, V=16), torch.float32, marks=pytest.mark.whole),
     pytest.param(Case("", "delta", "token", T=130, K=32, V=32), torch.float32, marks=pytest.mark.whole),
 )
 
@@ -91,6 +91,15 @@ def test_other_code_compiles(case, dtype):
     for launch in found:
         assert compile_launch(launch).shared <= SHARED_MEMORY_KIB[9, 0] * 1024
     assert ("long_rows_kernel" in {launch.name for launch in found}) == (dtype == torch.float32)
+
+
+def test_pairs_of_float32_compile():
+    """Of the kernels of a decay per channel those whose products are unrolled on the ordinary units."""
+    found = launches(Case("", "delta", "channel", T=64, K=16, V=16), torch.float32, (9, 0))
+    pairs = [launch for launch in found if launch.name in ("scores_forward_kernel", "channel_pairs_backward_kernel")]
+    assert len(pairs) == 2
+    for launch in pairs:
+        assert compile_launch(launch).stack == 0
 
 
 @pytest.mark.parametrize("rule", ["delta", "dplr"])
@@ -142,6 +151,13 @@ def test_kernels_compile_for_every_target(rule, gate, capability, segments):
                 assert made.stack <= allowed, (launch.key, made.stack)
 
 
+def test_the_kernel_that_a_decay_of_values_has_of_its_own_compiles():
+    found = launches(Case("", "linear", "value", B=1, T=64, H=1, HV=2, K=128, V=128), torch.bfloat16, (9, 0))
+    (launch,) = (launch for launch in found if launch.name == "value_output_kernel")
+    made = compile_launch(launch)
+    assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024 and made.stack == STACK.get(launch.name, 0)
+
+
 @pytest.mark.parametrize("gate", ["token", "channel"])
 def test_two_cards_have_the_same_launches(gate):
     """What compiles within the shared memory of (8, 6) does on (8, 9)."""
@@ -181,8 +197,14 @@ def test_threads_that_compile_side_by_side_have_a_ptxas_each():
     assert there == before == seen() and here != there
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", [(8, 6), (9, 0)], ids=str)
+WIDE_SEGMENTS = [((8, 6), torch.float32), ((9, 0), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    "capability, dtype",
+    sample_of_rows(product([(8, 6), (9, 0)], [torch.bfloat16, torch.float32]), WIDE_SEGMENTS),
+    ids=str,
+)
 def test_segments_of_wide_heads_fit(capability, dtype):
     found = launches(Case("", "delta", "token", B=1, T=8192, H=1, HV=1, K=256, V=16, states=False), dtype, capability)
     joins = [launch for launch in found if launch.name.startswith("segments_")]
@@ -271,13 +293,8 @@ HEADS_OF_64 = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[pytest.mark.whole] * (name != "two value heads"))
-        for name, case in HEADS_OF_64.items()
-    ],
-)
+@pytest.mark.whole  # they run in the emulator by default, and are those of 128 channels
+@pytest.mark.parametrize("case", HEADS_OF_64.values(), ids=list(HEADS_OF_64))
 def test_hopper_kernels_of_64_channels_compile(case):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
     assert_compile_on_hopper(launches(case, torch.bfloat16, (9, 0), "gluon"), HEADS_OF_64_STACK)
@@ -414,8 +431,7 @@ FUSED = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.whole] * (name not in ("one value head", "linear"))) for name in FUSED],
+    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "one value head")) for name in FUSED]
 )
 @pytest.mark.parametrize("group", sample((1, 4), (4,)))
 def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
@@ -429,15 +445,20 @@ def test_the_fused_backward_of_hopper_compiles(name, group, monkeypatch):
     )
 
 
-# Of the kernels for both kinds of a decay those with most registers; other sizes, flags and operands with `-m whole`.
-SAMPLE_ON_HOPPER = ("token", "linear, a decay per channel")
-
-
-@pytest.mark.parametrize("case", sample(HOPPER.values(), [HOPPER[name] for name in SAMPLE_ON_HOPPER]), ids=list(HOPPER))
+# One case of all kernels, and those that a decay per channel has of its own; other sizes, flags and operands with `-m whole`.
+@pytest.mark.parametrize("case", sample(HOPPER.values(), [HOPPER["token"]]), ids=list(HOPPER))
 def test_hopper_kernels_compile(case):
     """Within registers and shared memory, with known spills, no lost descriptor, and no product awaited early."""
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
     assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
+    assert_compile_on_hopper(found, HOPPER_STACK, HOPPER_REGISTERS)
+
+
+def test_hopper_kernels_of_a_decay_per_channel_compile():
+    """Where they have most registers."""
+    found = launches(HOPPER["linear, a decay per channel"], torch.bfloat16, (9, 0), "gluon")
+    found = [launch for launch in found if launch.name.startswith("channel_")]
+    assert {"channel_scores_kernel", "channel_output_kernel"} <= {launch.name for launch in found}
     assert_compile_on_hopper(found, HOPPER_STACK, HOPPER_REGISTERS)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import MODELS, assert_same, left_padded, make_model, some_tokens
+from model_cases import MODELS, assert_same, left_padded, make_model, some_models, some_tokens
 from recorded_graph import recorded
 from samples import sample
 from torch import Tensor
@@ -43,7 +43,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[FixedStep]:
     return found
 
 
-@pytest.mark.parametrize("name", sample([*MODELS, *OTHERS], [*MODELS, "mamba", "mlstm", "rg_lru", "rwkv4", "rwkv6"]))
+@pytest.mark.parametrize(
+    "name",
+    sample(
+        [*MODELS, *OTHERS],
+        ["transformer", "hybrid", "gla", "mamba2", "rwkv7", "kimi_linear_like", "mlstm", "rg_lru", "rwkv4"],
+    ),
+)
 def test_the_same_tokens(name: str, graphs: list[FixedStep]) -> None:
     model, prompt = make_model(name), some_tokens(2, 7)
     plain = generate(model, prompt, 34, cuda_graph=False)
@@ -76,7 +82,7 @@ def test_logits_and_memory(name: str, graphs: list[FixedStep]) -> None:
                 assert_same(y, x)
 
 
-@every_model
+@some_models(1)
 def test_prompts_of_unequal_length_and_sampling(name: str, graphs: list[FixedStep]) -> None:
     model = make_model(name)
     tokens, mask = left_padded([some_tokens(1, length, seed=length) for length in (1, 9, 4)])
@@ -89,7 +95,7 @@ def test_prompts_of_unequal_length_and_sampling(name: str, graphs: list[FixedSte
     assert torch.equal(drawn(True), drawn(False)) and graphs
 
 
-@every_model
+@some_models(2)
 def test_a_conversation_with_stops(name: str, graphs: list[FixedStep]) -> None:
     model, prompt = make_model(name), some_tokens(3, 4)
     free = generate(model, prompt, 12, cuda_graph=False)

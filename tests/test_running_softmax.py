@@ -15,7 +15,7 @@ from rowwise_cases import (
     assert_sound_operator,
     random,
 )
-from samples import sample_of_rows
+from samples import sample, sample_of_rows
 from torch import Tensor
 
 import flashmix
@@ -136,7 +136,7 @@ def test_the_kernels_are_the_definition(case: Case) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+@pytest.mark.parametrize("case", sample(SEGMENTED, SEGMENTED[1:]), ids=str)
 def test_the_kernels_with_segments(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = pytest.importorskip("flashmix.ops.scan.triton_gpu.plan")
     monkeypatch.setattr(plans, "SEGMENT", 8)
@@ -160,7 +160,7 @@ def weights(x: Tensor, impl: str = "triton") -> Tensor:
 @pytest.mark.interpreted
 def test_laws_of_the_kernels() -> None:
     """A token's bits do not depend on rows beside it and tokens after it, nor on what it is packed with."""
-    assert_rows_do_not_meet(weights, random(3, 19, 4, dtype=torch.float16), (2, 17))
+    assert_rows_do_not_meet(weights, random(3, 19, 4, dtype=torch.float16), (17,))
     assert_packed_is_alone([3, 0, 33, 1], "cpu")
 
 
@@ -190,9 +190,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.parametrize(
-    "width, packed, capability", sample_of_rows(COMPILED, [(4, False, (8, 6)), (4, True, (9, 0)), (4, False, (10, 0))])
-)
+@pytest.mark.parametrize("width, packed, capability", sample_of_rows(COMPILED, [(4, True, (9, 0))]))
 def test_the_kernels_compile_without_spills(width: int, packed: bool, capability: tuple[int, int]) -> None:
     pytest.importorskip("triton")
     from kernels import compile_launch, recording

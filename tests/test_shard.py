@@ -15,6 +15,7 @@ import shard_cases
 import shard_extras
 import torch
 from budget import assert_within_budget
+from processes import together
 from shard_cases import CASES, JOBS, PACKINGS, RANKS, SAMPLE, Job
 
 import flashmix
@@ -33,8 +34,8 @@ def name_of(job: Job) -> str:
     return f"{CASES[case].name}, {ranks} ranks, {order}, {packing}{narrow}"
 
 
-def compute(folder: Path, jobs: list[Job], extras: bool) -> None:
-    torch.multiprocessing.spawn(shard_cases.work, (str(folder), jobs, extras), nprocs=max(RANKS))
+def compute(folder: Path, jobs: list[Job], whole: bool) -> None:
+    together(shard_cases.work, (str(folder), jobs, whole), max(RANKS))
 
 
 def of_all_ranks(folder: Path) -> list[dict[Any, Any]]:
@@ -68,7 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()
-            compute(folder, SAMPLE, extras=True)
+            compute(folder, SAMPLE, whole=False)
     return of_all_ranks(folder)
 
 
@@ -80,16 +81,22 @@ def test_ranks_are_one_process(job: Job, found: list[dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("name", shard_extras.CHECKS)
 def test_ranks(name: str, found: list[dict[Any, Any]]) -> None:
     """A check of shard_extras.py, which says what it is."""
+    assert_no_complaints(name, found)
+
+
+def assert_no_complaints(name: str, found: list[dict[Any, Any]]) -> None:
     complaints = [its["extras"][name] for its in found if name in its["extras"]]
     assert len(complaints) >= 3 and not any(complaints), complaints
 
 
 @pytest.mark.whole
 def test_the_whole_product(tmp_path: Path) -> None:
-    compute(tmp_path, JOBS, extras=False)
+    compute(tmp_path, JOBS, whole=True)
     found = of_all_ranks(tmp_path)
     for job in JOBS:
         assert_one_process(job, found)
+    for name in shard_extras.CHECKS:
+        assert_no_complaints(name, found)
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])

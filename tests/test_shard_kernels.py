@@ -13,6 +13,7 @@ import threads_as_ranks
 import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
+from samples import sample
 from shard_cases import recurrence
 
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
@@ -29,12 +30,12 @@ from test_recurrence_kernels import HOPPER_REGISTERS, HOPPER_STACK, launches
 
 # rule, decay, ranks, layout, lengths, segments of a rank's pieces
 JOBS = [
-    ("tied", "token", 2, "zigzag", (136,), 1),
     ("tied", "token", 2, "zigzag", (264,), 3),
     ("linear", "channel", 2, "uneven", (20, 0, 31), 1),
     *(
         pytest.param(job, marks=pytest.mark.whole)
         for job in (
+            ("tied", "token", 2, "zigzag", (136,), 1),
             ("tied", "head", 3, "uneven", (70, 0, 121), 1),
             ("untied", "none", 3, "zigzag", (300,), 1),
             ("tied", "channel", 3, "zigzag", (300,), 2),
@@ -105,7 +106,7 @@ def call_of(case: Case, operands: dict[str, torch.Tensor]) -> RecurrenceCall:
     return calls[0]
 
 
-@pytest.mark.parametrize("rule", ["delta", "linear"])
+@pytest.mark.parametrize("rule", sample(["delta", "linear"], ["delta"]))
 def test_joins_of_segments_compile(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of pieces over ranks, which have the products of maps beside them, and what enters after the exchange."""
     plan = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
@@ -129,7 +130,7 @@ def test_joins_of_segments_compile(rule: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "impl, rule, kind, capability",
     [
-        ("gluon", "delta", "token", (9, 0)),
+        pytest.param("gluon", "delta", "token", (9, 0), marks=pytest.mark.whole),
         ("gluon", "delta", "channel", (9, 0)),
         pytest.param("gluon", "linear", "token", (9, 0), marks=pytest.mark.whole),
         pytest.param("gluon", "linear", "channel", (9, 0), marks=pytest.mark.whole),

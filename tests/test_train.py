@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rowwise_cases import nothing_waits
+from samples import sample
 from train_cases import SMALL, losses, train_in_parts
 
 from flashmix.models import Decoder, preset
@@ -92,7 +93,7 @@ def test_a_bfloat16_model_trains_float32_weights(small: TrainConfig, tmp_path: P
     assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
 
 
-@pytest.mark.parametrize("stops", [[4], [3], [1, 6]], ids=str)
+@pytest.mark.parametrize("stops", sample([[4], [3], [1, 6]], [[1, 6]]), ids=str)
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(small: TrainConfig, tmp_path: Path, stops: list[int]) -> None:
     whole = train_in_parts(small, tmp_path / "whole", [])
     parts = train_in_parts(small, tmp_path / "parts", stops)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from train_cases import losses
@@ -65,7 +66,7 @@ def work(rank: int, count: int, jobs: list[tuple[str, TrainConfig, str]]) -> Non
 
 
 def together(count: int, *jobs: tuple[Path, TrainConfig, str]) -> None:
-    torch.multiprocessing.spawn(work, (count, [(str(path), *rest) for path, *rest in jobs]), nprocs=count)
+    processes.together(work, (count, [(str(path), *rest) for path, *rest in jobs]), count)
 
 
 def alone(config: TrainConfig, path: Path) -> list[float]:

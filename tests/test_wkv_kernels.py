@@ -90,7 +90,7 @@ def test_the_kernels_are_plain_pytorch(case: tuple[int, int, int, tuple[int, ...
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+@pytest.mark.parametrize("case", sample(SEGMENTED, [case for case in SEGMENTED if case[3]]), ids=str)
 def test_the_kernels_with_segments(
     case: tuple[int, int, int, tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_keys_of_nothing() -> None:
     assert_nothing_is_nothing("cpu")
 
 
-@pytest.mark.parametrize("lengths", [(30, 10), (3000,)], ids=["whole", "segments"])
+@pytest.mark.parametrize("lengths", sample([(30, 10), (3000,)], [(30, 10)]), ids=["packed", "segments"])
 def test_the_kernels_compile_without_spills(lengths: tuple[int, ...]) -> None:
     with recording((9, 0)) as launches:
         x = inputs(1, sum(lengths), 64, lengths, 1.0)
