@@ -419,7 +419,7 @@ class Plot:
 
 
 HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_nu_h200.json")
-ATTENTION = ("2026-11-27_attention_fa4_h100.json",)
+ATTENTION, ATTENTION_LENGTH = ("2026-11-28_attention_fa4_later_h200.json",), ("2026-11-27_attention_fa4_h100.json",)
 IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
 GLUON_FILES = tuple(
     f"{day}_{kind}_h200.json"
@@ -443,8 +443,8 @@ PLOTS = {
     "attention": Plot(
         attention,
         ATTENTION,
-        "2026-11-27, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours in one run, medians, cold L2 cache, the card at its power "
-        "limit.",
+        "2026-11-28, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours, in random order, in one run, medians, cold L2 cache, the card "
+        "at its power limit.",
     ),
     "decode": Plot(
         decode,
@@ -483,7 +483,11 @@ PLOTS = {
         "2026-11-26, `python benchmarks/errors.py` on a CPU: 512 tokens, 2 heads of 128 channels (element by element: 256 channels), "
         "the same inputs for all. The definition is a loop over tokens.",
     ),
-    "attention_length": Plot(attention_length, ATTENTION, "2026-11-27, the run of the plot of attention."),
+    "attention_length": Plot(
+        attention_length,
+        ATTENTION_LENGTH,
+        "2026-11-27, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours in one run.",
+    ),
     "recurrence_length": Plot(
         recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
     ),

@@ -1,6 +1,6 @@
 """The warp that copies in the forward of softmax attention on Hopper: the tiles of q, k and v of a program's blocks, and their numbers.
 
-Groups of warps read tiles and leave them; where tiles have 128 channels, by named barriers.
+Groups of warps read tiles and leave them, by named barriers or by the rings' own (`left_by_name`).
 """
 
 # mypy: allow-untyped-defs
