@@ -216,6 +216,7 @@ REPLACED: dict[str, Any] = {
     "ex2": ex2,
     "word_of": word_of,
     "halves_of": halves_of,
+    "in_float32": lambda x: x.float(),
     "opaque_zero": lambda: 0,
     "pin": lambda x: x,
     "thread_barrier": lambda: None,

@@ -29,6 +29,14 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
+from flashmix.ops.attention.gluon_hopper.forward_choices import (
+    holds_half,
+    holds_queries,
+    in_words,
+    late,
+    quarter_first,
+    take_turns,
+)
 from flashmix.ops.attention.gluon_hopper.forward_copies import (
     K_READ,
     V_READ,
@@ -57,10 +65,8 @@ from flashmix.ops.attention.gluon_hopper.scores import (
 )
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
-    TileRing,
     accumulate,
     allocate_results,
-    allocate_tiles,
     as_operand,
     as_words,
     by_halves,
@@ -69,6 +75,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     in_registers,
     operand_of_words,
     ring,
+    rings_sharing,
     scores,
     tile_of,
     times_rows,
@@ -95,13 +102,6 @@ class HopperResults(NamedTuple):
     counter: Any  # of blocks
 
 
-@gluon.constexpr_function
-def take_turns(rows, channels):
-    """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others. Two groups do where the
-    products of a tile are short and in two parts; with more channels they find their turns by themselves."""
-    return rows == 192 or 64 < channels <= 80
-
-
 @gluon.jit
 def await_turn(group: gl.constexpr, S: gl.constexpr):
     """Until the group before has issued its products."""
@@ -114,21 +114,6 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
     """It is the turn of the next group."""
     if take_turns(S.BM, S.QK.ALL):
         arrive_at_group(TURNS + (group + 1) % (S.BM // 64), 256)
-
-
-@gluon.constexpr_function
-def holds_queries(columns, channels, sums, causal):
-    """Whether groups hold q in registers: with narrow tiles of keys, `columns`, and from 97 channels on but causal ones up to 128, whose
-    masks take its place, and wide tiles with more than 128 channels of v, whose `sums` do."""
-    if columns == 128 and sums > 128:
-        return False
-    return channels <= 192 and (columns == 64 or channels > 128 or (channels > 96 and not causal))
-
-
-@gluon.constexpr_function
-def holds_half(first, biased):
-    """Whether groups hold half of q's channels in registers: where all have no room, and none of them beside gates or slopes."""
-    return first == 256 and not biased
 
 
 @gluon.jit
@@ -154,20 +139,6 @@ def scores_of(q, k, S: gl.constexpr):
         return scores(q, k, QK)
 
 
-@gluon.constexpr_function
-def quarter_first(channels, causal, featured):
-    """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
-    `p v` is issued. With 65 to 96 (but full calls up to 80), with more than 128 channels and with gates or a softcap (`featured`) that
-    gains nothing."""
-    return channels <= (64 if causal else 80) or (96 < channels <= 128 and not featured)
-
-
-@gluon.constexpr_function
-def in_words(channels, biased):
-    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 96 channels. One loop of more is slower so."""
-    return biased or channels <= 96
-
-
 @gluon.jit
 def carried(p, dtype: gl.constexpr, S: gl.constexpr):
     """p as the loops carry it."""
@@ -186,13 +157,6 @@ def carried_operand(p, dtype: gl.constexpr, S: gl.constexpr):
         return operand_of_words(p, dtype, V)
     else:
         return p
-
-
-@gluon.constexpr_function
-def late(channels, columns):
-    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials of `columns` keys are
-    too short."""
-    return channels > 128 and columns == 64
 
 
 @gluon.jit
@@ -375,18 +339,6 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
         at = find_queries(gl.program_id(0), x.table, n, S)
         if has_queries(at):
             attend_block(group, at, tiles_of_keys(at, base, n, S), turn, x, out, rings, n, S)
-
-
-@gluon.jit
-def rings_sharing(of_k, of_v, READERS: gl.constexpr, S: gl.constexpr):
-    """Rings of k and v whose second parts share buffers; both are as wide."""
-    k_first, second = of_k
-    v_first, _ = of_v
-    k, v = ring(S.STAGES, (k_first, None), READERS), ring(S.STAGES, (v_first, None), READERS)
-    shared, _ = allocate_tiles(S.SECONDS, (second, None))
-    a, _ = k.tiles
-    b, _ = v.tiles
-    return TileRing((a, shared), k.full, k.empty), TileRing((b, shared), v.full, v.empty)
 
 
 @with_sound_ptxas

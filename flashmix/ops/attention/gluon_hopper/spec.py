@@ -18,6 +18,7 @@ MOST_IN_PARTS = (
     96  # channels of the larger head dim that the backward takes in two parts, as the tiles of 128 are too wide
 )
 MOST_WITH_VALUES = 128  # up to which one pass over the keys makes dV besides dK and dQ
+SECONDS = 3  # second parts of tiles of 192 channels that fit beside q and first parts of four
 MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
 
 
@@ -43,10 +44,8 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     elif max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK):
         spec = spec._replace(OWN_RESULTS=True)
-    elif (
-        spec.BN == 128 and spec.V.ALL > 128
-    ):  # beside q there is room for first parts of four tiles, and second parts of three
-        spec = spec._replace(SECONDS=3)
+    elif spec.BN == 128 and spec.V.ALL > 128:
+        spec = spec._replace(SECONDS=SECONDS)
     return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
 
 

@@ -71,6 +71,18 @@ def ring(count: gl.constexpr, descriptors, readers: gl.constexpr, writers: gl.co
 
 
 @gluon.jit
+def rings_sharing(of_k, of_v, READERS: gl.constexpr, S: gl.constexpr):
+    """Rings of k and v whose second parts share buffers; both are as wide."""
+    k_first, second = of_k
+    v_first, _ = of_v
+    k, v = ring(S.STAGES, (k_first, None), READERS), ring(S.STAGES, (v_first, None), READERS)
+    shared, _ = allocate_tiles(S.SECONDS, (second, None))
+    a, _ = k.tiles
+    b, _ = v.tiles
+    return TileRing((a, shared), k.full, k.empty), TileRing((b, shared), v.full, v.empty)
+
+
+@gluon.jit
 def allocate_results(count: gl.constexpr, like):
     """`count` buffers for 64 rows of results whose channels are those of the descriptors `like`."""
     first, second = like

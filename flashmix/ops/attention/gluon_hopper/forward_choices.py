@@ -1,0 +1,49 @@
+"""How the forward of softmax attention on Hopper works, by head dims, tile and features; each choice was measured (docs/lab_notes.md)."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from flashmix.gpu.hopper import gluon
+
+
+@gluon.constexpr_function
+def take_turns(rows, channels):
+    """Whether groups issue their products in turns, so that the softmax of one runs beside the products of others. Two groups do where the
+    products of a tile are short and in two parts; with more channels they find their turns by themselves."""
+    return rows == 192 or 64 < channels <= 80
+
+
+@gluon.constexpr_function
+def holds_queries(columns, channels, sums, causal):
+    """Whether groups hold q in registers: with narrow tiles of keys, `columns`, and from 97 channels on but causal ones up to 128, whose
+    masks take its place, and wide tiles with more than 128 channels of v, whose `sums` do."""
+    if columns == 128 and sums > 128:
+        return False
+    return channels <= 192 and (columns == 64 or channels > 128 or (channels > 96 and not causal))
+
+
+@gluon.constexpr_function
+def holds_half(first, biased):
+    """Whether groups hold half of q's channels in registers: where all have no room, and none of them beside gates or slopes."""
+    return first == 256 and not biased
+
+
+@gluon.constexpr_function
+def quarter_first(channels, causal, featured):
+    """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
+    `p v` is issued. With 65 to 96 (but full calls up to 80), with more than 128 channels and with gates or a softcap (`featured`) that
+    gains nothing."""
+    return channels <= (64 if causal else 80) or (96 < channels <= 128 and not featured)
+
+
+@gluon.constexpr_function
+def in_words(channels, biased):
+    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 96 channels. One loop of more is slower so."""
+    return biased or channels <= 96
+
+
+@gluon.constexpr_function
+def late(channels, columns):
+    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials of `columns` keys are
+    too short."""
+    return channels > 128 and columns == 64
