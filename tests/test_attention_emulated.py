@@ -215,13 +215,13 @@ def test_dq_does_not_depend_on_other_heads() -> None:
 @pytest.mark.parametrize("dim", (64, 96, 128))
 def test_dq_depends_on_neither_batch_nor_packing(dim: int, few_channels: None) -> None:
     """Nor on heads past the eighth; of eight heads only the last one's sums, over three blocks of keys, begin with the first keys."""
-    inputs = drawn(2, 290, 9, dim)
+    inputs = drawn(2, 380, 9, dim)
     together = d_q(inputs)
     assert torch.equal(d_q([x[1:] for x in inputs]), together[1:])
     eight = [x[:1, :, :8] for x in inputs]
     assert torch.equal(d_q(eight), together[:1, :, :8])
-    row = [x.reshape(1, 580, 9, dim)[:, 260:] for x in inputs]
-    packed = d_q(row, Packing.from_lengths([30, 0, 290]))
+    row = [x.reshape(1, 760, 9, dim)[:, 350:] for x in inputs]
+    packed = d_q(row, Packing.from_lengths([30, 0, 380]))
     assert torch.equal(packed[:, :30], d_q([x[:, :30] for x in row]))
     assert torch.equal(packed[:, 30:], together[1:])
     with two_ways_from(99):
