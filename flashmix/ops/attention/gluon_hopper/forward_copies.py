@@ -88,36 +88,36 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
 
 
 @gluon.jit
-def second_of_k(keys, i, S: gl.constexpr):
-    """The buffer of the second part of tile `i` of k, where tiles of k and v share them: in the order in which they are read, k0 k1 v0 k2
-    v1 ... v. Such programs take one block."""
-    return gl.maximum(2 * i - 1, 0) % S.SECONDS
+def order_of_k(i):
+    """The place of tile `i` of k among a block's tiles in the order in which they are read, k0 k1 v0 k2 v1 ... v."""
+    return gl.maximum(2 * i - 1, 0)
 
 
 @gluon.jit
-def second_of_v(keys, i, S: gl.constexpr):
-    """`second_of_k` of tile `i` of v."""
-    return gl.minimum(2 * i + 2, 2 * keys.count - 1) % S.SECONDS
+def order_of_v(keys, i):
+    """`order_of_k` of tile `i` of v."""
+    return gl.minimum(2 * i + 2, 2 * keys.count - 1)
+
+
+@gluon.jit
+def tile_at(ring_of, use, order, S: gl.constexpr):
+    """Both parts of use `use` of a ring. Second parts that k and v share come by their order; programs that share them take one block."""
+    if S.SECONDS:
+        return parts_of(ring_of.tiles, use % S.STAGES, order % S.SECONDS)
+    else:
+        return tile_of(ring_of.tiles, use % S.STAGES)
 
 
 @gluon.jit
 def tile_of_k(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's keys."""
-    stage = (keys.base + i) % S.STAGES
-    if S.SECONDS:
-        return parts_of(rings.k.tiles, stage, second_of_k(keys, i, S))
-    else:
-        return tile_of(rings.k.tiles, stage)
+    return tile_at(rings.k, keys.base + i, order_of_k(i), S)
 
 
 @gluon.jit
 def tile_of_v(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's values."""
-    stage = (keys.base + i) % S.STAGES
-    if S.SECONDS:
-        return parts_of(rings.v.tiles, stage, second_of_v(keys, i, S))
-    else:
-        return tile_of(rings.v.tiles, stage)
+    return tile_at(rings.v, keys.base + i, order_of_v(keys, i), S)
 
 
 @gluon.constexpr_function
@@ -167,16 +167,23 @@ def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def fill_parts(i, at, keys, descriptors, to, j, PART: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
-    """Begins to copy the first part of tile `i` of k or v, whose barrier then waits for both, or the second one to buffer `j`."""
-    of_k, row, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.low + i * S.BN, keys.base + i
+def fill_first(i, at, keys, descriptors, to, S: gl.constexpr):
+    """Begins to copy the first part of tile `i` of k or v, whose barrier then waits for both."""
+    of_k, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.base + i
     first, second = descriptors
-    a, b = to.tiles
-    if PART == 0:
-        barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
-        copy_part(first, of_k, row, 0, barrier, a.index(use % S.STAGES), S)
-    else:
-        copy_part(second, of_k, row, C.FIRST, to.full.index(use % S.STAGES), b.index(j), S)
+    tiles, _ = to.tiles
+    barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
+    copy_part(first, of_k, keys.low + i * S.BN, 0, barrier, tiles.index(use % S.STAGES), S)
+
+
+@gluon.jit
+def fill_second(i, at, keys, descriptors, to, order, C: gl.constexpr, S: gl.constexpr):
+    """Begins to copy the second part of tile `i`, to the shared buffer that its order says."""
+    of_k, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.base + i
+    _, second = descriptors
+    _, tiles = to.tiles
+    barrier = to.full.index(use % S.STAGES)
+    copy_part(second, of_k, keys.low + i * S.BN, C.FIRST, barrier, tiles.index(order % S.SECONDS), S)
 
 
 @gluon.jit
@@ -185,17 +192,17 @@ def copy_sharing(at, keys, k_d, v_d, rings, S: gl.constexpr):
     when the tile of three uses before has, which for a v is the k of the same number."""
     QK: gl.constexpr = S.QK
     V: gl.constexpr = S.V
-    fill_parts(0, at, keys, k_d, rings.k, 0, 0, QK, S)
-    fill_parts(0, at, keys, k_d, rings.k, 0, 1, QK, S)
+    fill_first(0, at, keys, k_d, rings.k, S)
+    fill_second(0, at, keys, k_d, rings.k, 0, QK, S)
     for i in range(keys.count):
         await_all(V_READ, rings.v, i, S)
         if i + 1 < keys.count:
-            fill_parts(i + 1, at, keys, k_d, rings.k, 0, 0, QK, S)
-            fill_parts(i + 1, at, keys, k_d, rings.k, second_of_k(keys, i + 1, S), 1, QK, S)
-        fill_parts(i, at, keys, v_d, rings.v, 0, 0, V, S)
+            fill_first(i + 1, at, keys, k_d, rings.k, S)
+            fill_second(i + 1, at, keys, k_d, rings.k, order_of_k(i + 1), QK, S)
+        fill_first(i, at, keys, v_d, rings.v, S)
         if i + 1 < keys.count:
             await_all(K_READ, rings.k, i + S.STAGES, S)
-        fill_parts(i, at, keys, v_d, rings.v, second_of_v(keys, i, S), 1, V, S)
+        fill_second(i, at, keys, v_d, rings.v, order_of_v(keys, i), V, S)
 
 
 @gluon.jit
