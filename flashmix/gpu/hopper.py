@@ -29,7 +29,8 @@ from flashmix.gpu.tma import renamed
 
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_readers",
-    "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up", "ex2", "expect", "expect_bytes",
+    "begin_count", "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up", "counted", "ex2", "expect",
+    "expect_bytes",
     "fence_async_shared", "gl", "gluon", "in_float32", "leave", "mma_v2", "opaque_zero", "operand", "pin", "plain", "plus", "product",
     "products_done", "reinterpret", "release", "retire", "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn",
     "thread_barrier", "wait_empty", "wait_full", "warpgroup_mma",
@@ -283,6 +284,27 @@ def count_up(counter, pending: gl.constexpr):
     text: gl.constexpr = _count_up(pending)
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(text, "=r,r,l", [lane, counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def begin_count(counter, pred):
+    """Begins to add 1 to a counter in memory, from a lone warp, if `pred`; `counted` waits for what it was, 0 without."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 $0, 0; mov.u32 t, %laneid; setp.lt.u32 p, t, $2; @p atom.global.add.u32 $0, [$1], 1; }",
+        "=&r,l,r",
+        [counter.to(gl.int64), pred.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def counted(begun):
+    """What the counter of `begin_count` was, to all of the warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [begun], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

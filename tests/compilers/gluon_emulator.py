@@ -42,6 +42,7 @@ from compilers.gluon_roles import (
     add_to_global,
     arrive_at_group,
     await_count,
+    begin_count,
     copy_to_global,
     copy_to_shared,
     count_up,
@@ -223,6 +224,8 @@ REPLACED: dict[str, Any] = {
     "add_to_global": add_to_global,
     "count_up": count_up,
     "await_count": await_count,
+    "begin_count": begin_count,
+    "counted": lambda begun: begun,
     "sync_group": sync_group,
     "arrive_at_group": arrive_at_group,
 }

@@ -253,6 +253,10 @@ def count_up(counter: Pointer, pending: Any) -> None:
     local.baton.changed()
 
 
+def begin_count(counter: Pointer, pred: Any) -> Any:
+    return atomic_add(counter, 1) if pred else torch.tensor(0)
+
+
 def await_count(counter: Pointer, count: Any) -> None:
     """Where programs run one after another, one that waits for a later one waits for ever."""
     what = f"{local.role} for a count of {int(count)}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
-from flashmix.gpu.blocks import cdiv, power_of_two
+from flashmix.gpu.blocks import cdiv, even_groups, power_of_two
 from flashmix.gpu.launch import bound
 from flashmix.gpu.memory import MemoryPart, views
 from flashmix.gpu.series import LaunchSeries
@@ -178,11 +178,6 @@ def heads_in_turns(call: AttentionCall, S: AttentionSpec, blocks: int, cached: i
     back = call.batch * (call.heads_q // HEADS_OF_BOTH_WAYS)
     least_back = cdiv(2 * gpu.target(call.device).multiprocessors, blocks)
     return even_groups(call.batch * call.heads_q - back, most), even_groups(back, max(2 * most, least_back))
-
-
-def even_groups(heads: int, most: int) -> int:
-    """The size of as few groups of one size as have at most `most` heads each."""
-    return cdiv(heads, cdiv(heads, most))
 
 
 def in_pieces(sums: Tensor, shape: tuple[int, int]) -> Tiles:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from flashmix.gpu.hopper import (
     allocate_barriers,
     await_readers,
+    begin_count,
+    counted,
     expect_bytes,
     gl,
     gluon,
@@ -216,20 +218,14 @@ def copy_queries(at, turn, descriptor, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
-    """Copies what a block needs: q and the first k, then k and v in the order in which they are read. `turn` counts the program's blocks.
-
-    Where a program takes several blocks the first k comes first, whose place is free before the groups end with the block before.
-    """
+def copy_block(at, keys, descriptors, rings, S: gl.constexpr):
+    """Copies what the one block of a program needs: q and the first k, then k and v in the order in which they are read."""
     q_d, k_d, v_d = descriptors
-    if not S.OWN_RESULTS:
-        copy_queries(at, turn, q_d, rings, S)
+    copy_queries(at, gl.to_tensor(0), q_d, rings, S)
     if S.SECONDS:
         copy_sharing(at, keys, k_d, v_d, rings, S)
     else:
         copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
-        if S.OWN_RESULTS:
-            copy_queries(at, turn, q_d, rings, S)
         for i in range(1, keys.count):  # k one tile ahead of v
             copy_keys(i, at, keys, k_d, rings, S)
             copy_values(i - 1, at, keys, v_d, rings, S)
@@ -237,37 +233,86 @@ def copy_block(at, keys, turn, descriptors, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies, draws the numbers of the program's blocks, and finds where those with queries lie."""
+def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
+    """Copies what the blocks of a program need, one after another, and tells of each before the last tile of the one before.
+
+    The number of the next block is drawn under the last but one: drawn earlier, a program with much left to do would hold a block that
+    another one could begin. The first k of a block comes before its q, as its place is free before the groups end with the block before.
+    """
+    q_d, k_d, v_d = descriptors
     turn, base = gl.to_tensor(0), gl.to_tensor(0)
+    at = next_block(gl.program_id(0), x, queue, n, S)
+    tell_block(queue, turn, at, S)
+    while at.first >= 0:
+        keys = tiles_of_keys(at, base, n, S)
+        copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
+        copy_queries(at, turn, q_d, rings, S)
+        following = gl.to_tensor(0)
+        for i in range(gl.maximum(keys.count - 1, 1)):
+            if i + 2 >= keys.count:  # once
+                following = begin_draw(queue, n)
+            if i + 1 < keys.count:  # k one tile ahead of v
+                copy_keys(i + 1, at, keys, k_d, rings, S)
+                copy_values(i, at, keys, v_d, rings, S)
+        then = next_block(end_draw(following, n), x, queue, n, S)
+        tell_block(queue, turn + 1, then, S)
+        copy_values(keys.count - 1, at, keys, v_d, rings, S)
+        at = then
+        base += keys.count
+        turn += 1
+
+
+@gluon.jit
+def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
+    """The warp that copies, and draws the numbers of the program's blocks."""
     if S.OWN_RESULTS:
-        blocks = n.blocks * n.batches * n.heads_q
-        number = gl.program_id(0)
-        while number < blocks:
-            following = gl.to_tensor(blocks)
-            if blocks > gl.num_programs(0):
-                following = gl.atomic_add(queue.counter, 1) + gl.num_programs(0)
-            at = find_queries(number, x.table, n, S)
-            if has_queries(at):
-                if S.PACKED:
-                    lengths = (at.start_q, at.tokens_q, at.start_k, at.tokens_k)
-                    tell(queue, turn, (at.first, at.batch, at.head, at.head_k) + lengths)
-                else:
-                    tell(queue, turn, (at.first, at.batch, at.head, at.head_k))
-                keys = tiles_of_keys(at, base, n, S)
-                copy_block(at, keys, turn, descriptors, rings, S)
-                base += keys.count
-                turn += 1
-            number = following
-        last = gl.to_tensor(-1)
-        if S.PACKED:
-            tell(queue, turn, (last, last, last, last, last, last, last, last))
-        else:
-            tell(queue, turn, (last, last, last, last))
+        copy_blocks(x, descriptors, rings, queue, n, S)
     else:
         at = find_queries(gl.program_id(0), x.table, n, S)
         if has_queries(at):
-            copy_block(at, tiles_of_keys(at, base, n, S), turn, descriptors, rings, S)
+            copy_block(at, tiles_of_keys(at, gl.to_tensor(0), n, S), descriptors, rings, S)
+
+
+@gluon.jit
+def blocks_of_call(n):
+    """How many blocks of queries a call has, and slots of a packed table that have none."""
+    return n.blocks * n.batches * n.heads_q
+
+
+@gluon.jit
+def begin_draw(queue, n):
+    """Begins to draw the number of a block that no program has, which `end_draw` gives. Where every program has the only one, nothing is
+    counted."""
+    return begin_count(queue.counter, blocks_of_call(n) > gl.num_programs(0))
+
+
+@gluon.jit
+def end_draw(begun, n):
+    """The number that was drawn; at least `blocks_of_call` if there is none."""
+    return gl.num_programs(0) + counted(begun)
+
+
+@gluon.jit
+def next_block(number, x, queue, n, S: gl.constexpr):
+    """Where block `number` lies, or the first drawn after it that has queries; `first` is -1 past the last one."""
+    blocks = blocks_of_call(n)
+    at = find_queries(gl.minimum(number, blocks - 1), x.table, n, S)
+    if S.PACKED:  # slots of the table may be free
+        while (number < blocks) & (not has_queries(at)):
+            number = end_draw(begin_draw(queue, n), n)
+            at = find_queries(gl.minimum(number, blocks - 1), x.table, n, S)
+    first = gl.where(number < blocks, at.first, -1)
+    return AttentionBlock(at.batch, at.head, at.head_k, at.bh, first, at.start_q, at.tokens_q, at.start_k, at.tokens_k)
+
+
+@gluon.jit
+def tell_block(queue, turn, at, S: gl.constexpr):
+    """Tells of a program's `turn`-th block, as `told_block` reads it."""
+    if S.PACKED:
+        lengths = (at.start_q, at.tokens_q, at.start_k, at.tokens_k)
+        tell(queue, turn, (at.first, at.batch, at.head, at.head_k) + lengths)
+    else:
+        tell(queue, turn, (at.first, at.batch, at.head, at.head_k))
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import even_groups
 from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.table import AttentionConfig, config_for, parts
@@ -197,10 +198,11 @@ def numbers_of(call: AttentionCall, S: AttentionSpec, blocks: int, d_o: Tensor |
 
 
 def _heads_at_once(call: AttentionCall, S: AttentionSpec) -> int:
-    """How many query heads take turns block by block: as many as keep their keys and values in the cache together."""
+    """How many query heads take turns block by block: as many as keep their keys and values in the cache together, in even groups, as
+    the heaviest blocks of a few heads that are left would run alone at the end."""
     tokens = call.tokens_k // max(0 if call.packing is None else call.packing.count, 1)
     size = tokens * (S.QK.ALL + S.V.ALL) * call.k.element_size()
-    return min(call.group * max(1, CACHED_KEYS // max(size, 1)), call.batch * call.heads_q)
+    return call.group * even_groups(call.batch * call.heads, max(1, CACHED_KEYS // max(size, 1)))
 
 
 def laid_out(call: AttentionCall) -> AttentionCall:
