@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, leave, products_done, row_pieces, wait_full
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.forward import tiles_of_keys
-from flashmix.ops.attention.gluon_hopper.scores import EITHER, bias_of_tile, masked, row_sums, scaled
+from flashmix.ops.attention.gluon_hopper.scores import bias_of_tile, keys_seen, row_sums, scaled
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -106,7 +106,9 @@ def row_probabilities(s, level, rows, keys, i, n, S: gl.constexpr):
         y = biased(y, rows.position, at[None, :], rows.slope, rows.decay, (0.0, 0.0), S) - level[:, None]
     else:
         y = y - level[:, None]
-    return ex2(masked(y, rows.position, at[None, :], keys.tokens, edge, n, EITHER, S)), squashed
+    if edge:
+        y = keys_seen(y, rows.position, start, keys.tokens, n, S)
+    return ex2(y), squashed
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, signal, wait_empty
-from flashmix.ops.attention.gluon_hopper.scores import masked, scaled
+from flashmix.ops.attention.gluon_hopper.scores import hidden, queries_seeing, scaled
 from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS
 from flashmix.ops.attention.gluon_hopper.tiles import fill_tile
 from flashmix.ops.attention.triton_gpu.packed import find_sequence
@@ -294,7 +294,9 @@ def key_probabilities(s, level, key, block, steps, biases, n, KIND: gl.constexpr
         work, bias = biases
         slope = in_units(gl.load(work.alibi_slopes + head), S)
         y = biased(y, position, keys, slope, (0.0, 0.0), (0.0, 0.0), S)
-    y = masked(y - level[None, :], position, keys, at.tokens_k, edge, n, KIND, S)
+    y -= level[None, :]
+    if hidden(edge, KIND):
+        y = queries_seeing(y, keys, at.tokens_k - at.tokens_q + start, at.tokens_k, n, S)
     return ex2(y), squashed
 
 

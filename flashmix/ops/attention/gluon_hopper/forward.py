@@ -89,9 +89,8 @@ from flashmix.ops.attention.triton_gpu.tiles import find_queries, result_rows
 
 LEAST = gl.constexpr(LOWEST.value)
 TURNS = gl.constexpr(5)  # named barriers, a number for each group that takes turns
-COPIES = gl.constexpr(REGISTERS[2][2])
-REGISTERS_OF_TWO = gl.constexpr(REGISTERS[2][1])
-REGISTERS_OF_THREE = gl.constexpr(REGISTERS[3][1])
+REGISTERS_OF_TWO, COPIES_OF_TWO = gl.constexpr(REGISTERS[2][1]), gl.constexpr(REGISTERS[2][2])
+REGISTERS_OF_THREE, COPIES_OF_THREE = gl.constexpr(REGISTERS[3][1]), gl.constexpr(REGISTERS[3][2])
 
 
 class HopperResults(NamedTuple):
@@ -366,7 +365,7 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
                 (forward_copies, (x, descriptors, rings, queue, n, S)),
             ],
             [4, 1],
-            [REGISTERS_OF_TWO, COPIES],
+            [REGISTERS_OF_TWO, COPIES_OF_TWO],
         )
     else:
         gl.warp_specialize(
@@ -377,5 +376,5 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
                 (forward_copies, (x, descriptors, rings, queue, n, S)),
             ],
             [4, 4, 1],
-            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES],
+            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, COPIES_OF_THREE],
         )

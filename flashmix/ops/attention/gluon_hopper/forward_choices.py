@@ -38,8 +38,8 @@ def quarter_first(channels, causal, featured):
 
 @gluon.constexpr_function
 def in_words(channels, biased):
-    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 96 channels. One loop of more is slower so."""
-    return biased or channels <= 96
+    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 64 channels. One loop of more is slower so."""
+    return biased or channels <= 64
 
 
 @gluon.constexpr_function

@@ -24,14 +24,73 @@ def scaled(s, n, S: gl.constexpr):
 
 
 @gluon.jit
-def masked(y, position, key, tokens_k, edge, n, KIND: gl.constexpr, S: gl.constexpr):
-    """Scores, `-inf` where a key is not seen; `position` and `key` broadcast to them."""
-    if KIND == EDGE:
-        y = gl.where(visible(position, key, tokens_k, n, S), y, -float("inf"))
-    elif KIND == EITHER:
-        if edge:
-            y = gl.where(visible(position, key, tokens_k, n, S), y, -float("inf"))
-    return y
+def hidden(edge, KIND: gl.constexpr):
+    """Whether a tile has scores that are not seen; `edge`: whether it may have."""
+    if KIND == WHOLE:
+        return False
+    elif KIND == EDGE:
+        return True
+    else:
+        return edge
+
+
+@gluon.jit
+def keys_seen(y, position, start, tokens_k, n, S: gl.constexpr):
+    """Scores of a tile of keys from `start`, `-inf` where queries at `position`, `[rows, 1]`, do not see a key."""
+    if S.DECAY:  # gates are loaded with some of these masks
+        key = start + gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))
+        return gl.where(visible(position, key[None, :], tokens_k, n, S), y, -float("inf"))
+    else:
+        last = tokens_k - 1
+        if S.CAUSAL:
+            last = gl.minimum(last, position)
+        elif S.RIGHT:
+            last = gl.minimum(last, position + n.right)
+        y = up_to(y, last - start)
+        if S.LEFT:
+            y = from_on(y, position - n.left - start)
+        return y
+
+
+@gluon.jit
+def queries_seeing(y, key, start, tokens_k, n, S: gl.constexpr):
+    """Scores of a tile of queries at positions from `start`, `-inf` where a query does not see a `key`, `[rows, 1]`."""
+    if y.shape[0] == 128:  # roles of eight warps are 1 % slower by columns
+        position = start + gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))
+        return gl.where(visible(position[None, :], key, tokens_k, n, S), y, -float("inf"))
+    else:
+        if S.CAUSAL or S.RIGHT:
+            first = key - start
+            if not S.CAUSAL:
+                first -= n.right
+            y = from_on(y, gl.where(key < tokens_k, first, y.shape[1]))
+        else:
+            y = gl.where(key < tokens_k, y, -float("inf"))
+        if S.LEFT:
+            y = up_to(y, key + n.left - start)
+        return y
+
+
+@gluon.jit
+def up_to(y, last):
+    """y, `-inf` behind column `last` of each row, `[rows, 1]`, or of all."""
+    known, own = columns_of(y)
+    return gl.where(known <= last - own, y, -float("inf"))
+
+
+@gluon.jit
+def from_on(y, first):
+    """y, `-inf` before column `first` of each row, `[rows, 1]`."""
+    known, own = columns_of(y)
+    return gl.where(known >= first - own, y, -float("inf"))
+
+
+@gluon.jit
+def columns_of(y):
+    """The columns of a tile in the layout `accumulator` as two numbers whose sum they are, `[1, columns]`: 8 j + (0 or 1), which is known
+    of a register when the kernel is compiled, and a thread's own number, 0 to 6."""
+    column = gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))[None, :]
+    return column & ~6, column & 6
 
 
 @gluon.jit
@@ -62,7 +121,8 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
     edge = (i < keys.begin) | (i >= keys.end)
     key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
     if RAW:
-        s = masked(s, rows.position, key, keys.tokens, edge, n, KIND, S)
+        if hidden(edge, KIND):
+            s = keys_seen(s, rows.position, start, keys.tokens, n, S)
         top = gl.maximum(m, gl.max(s, 1) * n.scale)
         return s * n.scale - top[:, None], top
     else:
@@ -76,7 +136,8 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
                 at = start + gl.arange(0, S.BN, L)
                 decay_k = expanded(load_decay(rows.gates, at, keys.tokens, True), 0)  # [1, BN]
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
-        y = masked(y, rows.position, key, keys.tokens, edge, n, KIND, S)
+        if hidden(edge, KIND):
+            y = keys_seen(y, rows.position, start, keys.tokens, n, S)
         top = gl.maximum(m, gl.max(y, 1))
         return y - top[:, None], top
 
