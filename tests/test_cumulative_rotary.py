@@ -222,6 +222,7 @@ def keyword_call(case: Case, dtype: torch.dtype) -> CumulativeRotaryCall:
 
 
 @pytest.mark.interpreted
+@pytest.mark.whole
 def test_the_operator_is_sound() -> None:
     assert_sound_operator(
         CUMULATIVE_ROTARY,

@@ -408,9 +408,8 @@ def test_linear_attention_with_256_channels_is_taken_but_with_a_decay_per_channe
         launches(replace(linear, gate="channel"), torch.bfloat16, (9, 0), "gluon")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.whole] * (name != "many heads")) for name in LINEAR_OF_256]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", LINEAR_OF_256)
 def test_hopper_kernels_of_linear_attention_with_256_channels_compile(name):
     """Within shared memory, with known spills, no lost descriptor, and no product awaited early."""
     found = launches(LINEAR_OF_256[name], torch.bfloat16, (9, 0), "gluon")

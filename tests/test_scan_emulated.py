@@ -178,8 +178,7 @@ def calls(tokens: int, width: int, decay: torch.dtype, coupling: str | None, pac
 
 
 @pytest.mark.parametrize(
-    "tokens, coupling",
-    sample_of_rows(itertools.product((100, 2000), (None, *COUPLINGS)), [(100, None), (2000, "root")]),
+    "tokens, coupling", sample_of_rows(itertools.product((100, 2000), (None, *COUPLINGS)), [(100, None)])
 )
 def test_the_kernels_compile_without_spills(tokens: int, coupling: str | None) -> None:
     with recording((9, 0)) as launches:

@@ -100,6 +100,7 @@ def test_the_kernels_with_segments(
 
 
 @pytest.mark.interpreted
+@pytest.mark.whole
 def test_the_kernels_at_a_long_memory() -> None:
     """`m + w` token after token is over this budget twice: equal decays round to one side."""
     assert_averages((1, 400, 16, (), 1e-3), torch.float32)
