@@ -3,7 +3,7 @@ nothing unwritten is read.
 
 Tests marked `gpu` run where there is a CUDA device. Tests marked `interpreted` run their kernels in Triton's interpreter;
 that is decided when triton is imported, so they run in a process of their own (tests/test_interpreted.py). Tests marked `whole` run with
-`-m whole` alone: the rest of long products, of which a sample runs by default (tests/samples.py).
+`-m whole` alone: the rest of long products, of which a sample runs by default (tests/samples.py), and half of an interpreted test's cases.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 torch.set_num_threads(THREADS)
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch warns of shared memory unless `CI` is set
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MANY = 4
 if INTERPRETED:
     mend_splat()
     patch_language_once()
@@ -44,11 +45,25 @@ def left_out(item: pytest.Item) -> str | None:
     return "runs with -m whole" if whole else None
 
 
+def thin(items: list[pytest.Item]) -> None:
+    """Of an interpreted test of MANY cases or more, half get the mark `whole`: the interpreter takes a sixth of all tests' time."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("interpreted") is not None and item.get_closest_marker("whole") is None:
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for its in cases.values():
+        for item in its[1::2] if len(its) >= MANY else ():
+            item.add_marker(pytest.mark.whole)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
     """Skips what this process cannot run, and under the interpreter everything that is not meant for it.
 
     Of several workers, who would each report every one of these thousands, they are taken from the list, unless nothing else is on it.
     """
+    if INTERPRETED:
+        thin(items)
     reasons = [left_out(item) for item in items]
     if "PYTEST_XDIST_WORKER" in os.environ and None in reasons:
         config.hook.pytest_deselected(items=[item for item, why in zip(items, reasons, strict=True) if why])
