@@ -28,7 +28,7 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 torch.set_num_threads(THREADS)
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"  # where torch warns of shared memory unless `CI` is set
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MANY = 4
+MANY = 4  # cases of an interpreted test from which on half of them run by default
 if INTERPRETED:
     mend_splat()
     patch_language_once()

@@ -38,8 +38,7 @@ def hidden(edge, KIND: gl.constexpr):
 def keys_seen(y, position, start, tokens_k, n, S: gl.constexpr):
     """Scores of a tile of keys from `start`, `-inf` where queries at `position`, `[rows, 1]`, do not see a key."""
     if S.DECAY:  # gates are loaded with some of these masks
-        key = start + gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))
-        return gl.where(visible(position, key[None, :], tokens_k, n, S), y, -float("inf"))
+        return gl.where(visible(position, start + columns_of(y), tokens_k, n, S), y, -float("inf"))
     else:
         last = tokens_k - 1
         if S.CAUSAL:
@@ -56,8 +55,7 @@ def keys_seen(y, position, start, tokens_k, n, S: gl.constexpr):
 def queries_seeing(y, key, start, tokens_k, n, S: gl.constexpr):
     """Scores of a tile of queries at positions from `start`, `-inf` where a query does not see a `key`, `[rows, 1]`."""
     if y.shape[0] == 128:  # roles of eight warps are 1 % slower by columns
-        position = start + gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))
-        return gl.where(visible(position[None, :], key, tokens_k, n, S), y, -float("inf"))
+        return gl.where(visible(start + columns_of(y), key, tokens_k, n, S), y, -float("inf"))
     else:
         if S.CAUSAL or S.RIGHT:
             first = key - start
@@ -74,23 +72,28 @@ def queries_seeing(y, key, start, tokens_k, n, S: gl.constexpr):
 @gluon.jit
 def up_to(y, last):
     """y, `-inf` behind column `last` of each row, `[rows, 1]`, or of all."""
-    known, own = columns_of(y)
+    known, own = known_and_own(columns_of(y))
     return gl.where(known <= last - own, y, -float("inf"))
 
 
 @gluon.jit
 def from_on(y, first):
     """y, `-inf` before column `first` of each row, `[rows, 1]`."""
-    known, own = columns_of(y)
+    known, own = known_and_own(columns_of(y))
     return gl.where(known >= first - own, y, -float("inf"))
 
 
 @gluon.jit
 def columns_of(y):
-    """The columns of a tile in the layout `accumulator` as two numbers whose sum they are, `[1, columns]`: 8 j + (0 or 1), which is known
-    of a register when the kernel is compiled, and a thread's own number, 0 to 6."""
-    column = gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))[None, :]
-    return column & ~6, column & 6
+    """The columns' numbers of a tile in the layout `accumulator`, `[1, columns]`."""
+    return gl.arange(0, y.shape[1], gl.SliceLayout(0, accumulator(y.shape[1], y.shape[0])))[None, :]
+
+
+@gluon.jit
+def known_and_own(columns):
+    """`columns_of` as two numbers whose sum they are: 8 j + (0 or 1), which is known of a register when the kernel is compiled, and a
+    thread's own number, 0 to 6."""
+    return columns & ~6, columns & 6
 
 
 @gluon.jit
