@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -143,6 +144,27 @@ def within_budget(call: Call, found: dict[str, Tensor]) -> None:
         assert torch.equal(torch.isinf(found[name]), empty), name
         got, wanted, base = (x.masked_fill(empty, 0) for x in (found[name], wanted, plain[name]))
         assert_within_budget(name, got, wanted, base, BF16)
+
+
+# Scores that rise from one tile to the next by more than float32 has room for when they are counted from the first: blocks come again.
+RISING = (
+    Case("rising, three groups of 64 queries, sink", **SMALL | {"tokens": 450, "heads_q": 2}, dim=64, sink=True),
+    Case("rising, not causal", **SMALL | {"tokens": 300, "heads": 3, "heads_q": 3}, dim=128, causal=False),
+    Case("rising, packed", **SMALL, dim=96, lengths=(290, 0, 5, 150)),
+    Case("rising, window", **SMALL | {"tokens": 650}, dim=128, window=(450, 0)),
+)
+
+
+@pytest.mark.parametrize("case", RISING, ids=str)
+def test_scores_that_leave_the_range_of_the_first_tile(case: Case) -> None:
+    call = make_call(case, BF16)
+    q, k = (call.tensors[name][0] for name in ("q", "k"))
+    direction = torch.nn.functional.normalize(q[0, 0].float(), dim=0)
+    q += (30 * direction).to(BF16)
+    k += (45.0 * (torch.arange(k.shape[0]) // 130)[:, None, None] * direction).to(BF16)
+    scores = (q[280, 0].double() @ k[:281, 0].double().T) * case.dim**-0.5 / math.log(2)
+    assert scores.max() - scores[:128].max() > 128
+    within_budget(call, emulated(call, 0))
 
 
 IN_ANY_ORDER = (*FAST[:2], next(case for case in FAST if case.name == "dims 192"))

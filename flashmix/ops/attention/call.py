@@ -16,7 +16,7 @@ MOST_CHANNELS_BACKWARD = 256
 LEAST_CHANNELS_HOPPER = 33  # of the larger head dim: for fewer its tiles were not timed
 # For fewer channels Triton's kernels are as fast if a call changes scores, or is causal, not packed, and short or in a window.
 LEAST_CHANNELS_CAUSAL = 65
-LEAST_TOKENS_CAUSAL = 4096
+LEAST_TOKENS_CAUSAL = 1024
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def hopper_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if not LEAST_CHANNELS_HOPPER <= channels <= MOST_CHANNELS_BACKWARD:
         return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
-    changed = call.softcap is not None or call.alibi_slopes is not None or call.log_decay is not None
-    short = call.left is not None or call.tokens_q < LEAST_TOKENS_CAUSAL
-    if channels < LEAST_CHANNELS_CAUSAL and (changed or (call.right == 0 and not call.packed and short)):
+    biased = call.alibi_slopes is not None or call.log_decay is not None
+    short = call.right == 0 and not call.packed and call.tokens_q < LEAST_TOKENS_CAUSAL
+    if channels < LEAST_CHANNELS_CAUSAL and (biased or short):
         return f"Triton's kernels are as fast for such calls with head dims below {LEAST_CHANNELS_CAUSAL}"
     if call.dropout_p > 0:
         return "it has no dropout"

@@ -12,7 +12,7 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.backward import COPIES, REGISTERS_OF_TWO, backward_rings, walk_keys
 from flashmix.ops.attention.gluon_hopper.backward_sums import backward_sums, roles_of
 from flashmix.ops.attention.gluon_hopper.backward_walk import BOTH_GROUPS, backward_copies, find_keys
-from flashmix.ops.attention.gluon_hopper.forward_copies import Queue, tell, told
+from flashmix.ops.attention.gluon_hopper.forward_queue import Queue, tell, told
 
 
 @gluon.jit

@@ -29,11 +29,11 @@ def holds_half(first, biased):
 
 
 @gluon.constexpr_function
-def quarter_first(channels, causal, featured):
+def quarter_first(channels, causal, featured, running):
     """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
-    `p v` is issued. With 65 to 96 (but full calls up to 80), with more than 128 channels and with gates or a softcap (`featured`) that
-    gains nothing."""
-    return channels <= (64 if causal else 80) or (96 < channels <= 128 and not featured)
+    `p v` is issued. With 65 to 80 in causal calls, 81 to 96 where the maximum is a `running` one, with more than 128 channels and with
+    gates or a softcap (`featured`) that gains nothing."""
+    return channels <= (64 if causal else 80) or ((96 if running else 80) < channels <= 128 and not featured)
 
 
 @gluon.constexpr_function

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import (
-    allocate_barriers,
-    await_readers,
-    begin_count,
-    counted,
-    expect_bytes,
-    gl,
-    gluon,
-    leave,
-    plain,
-    release,
-    signal,
-    take_turn,
-    wait_empty,
-    wait_full,
+from flashmix.gpu.hopper import await_readers, expect_bytes, gl, gluon, leave, release, take_turn, wait_empty
+from flashmix.ops.attention.gluon_hopper.forward_queue import (
+    begin_draw,
+    end_draw,
+    has_queries,
+    next_block,
+    sent_back,
+    tell_block,
 )
 from flashmix.ops.attention.gluon_hopper.tiles import copy_part, copy_tile, fill_tile, parts_of, tile_of
-from flashmix.ops.attention.triton_gpu.tiles import AttentionBlock, find_queries, keys_of_rows
+from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows
 
 # Named barriers of each tile of k and of v, by which its readers leave
 K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
@@ -54,16 +47,6 @@ class ForwardRings(NamedTuple):
     o: Any
 
 
-class Queue(NamedTuple):
-    """The blocks that a program works on, one after another: the counter of their numbers in memory, and a ring that tells of each some
-    numbers, which lie one after another."""
-
-    counter: Any
-    numbers: Any
-    full: Any
-    empty: Any
-
-
 @gluon.jit
 def tiles_of_keys(at, base, n, S: gl.constexpr):
     """The `KeyTiles` of a block: one at least."""
@@ -90,20 +73,20 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
 
 
 @gluon.jit
-def order_of_k(i):
-    """The place of tile `i` of k among a block's tiles in the order in which they are read, k0 k1 v0 k2 v1 ... v."""
-    return gl.maximum(2 * i - 1, 0)
+def order_of_k(keys, i):
+    """The place of tile `i` of k among all tiles of a program in the order in which they are read, k0 k1 v0 k2 v1 ... v of each block."""
+    return 2 * keys.base + gl.maximum(2 * i - 1, 0)
 
 
 @gluon.jit
 def order_of_v(keys, i):
     """`order_of_k` of tile `i` of v."""
-    return gl.minimum(2 * i + 2, 2 * keys.count - 1)
+    return 2 * keys.base + gl.minimum(2 * i + 2, 2 * keys.count - 1)
 
 
 @gluon.jit
 def tile_at(ring_of, use, order, S: gl.constexpr):
-    """Both parts of use `use` of a ring. Second parts that k and v share come by their order; programs that share them take one block."""
+    """Both parts of use `use` of a ring. Second parts that k and v share come by their order."""
     if S.SECONDS:
         return parts_of(ring_of.tiles, use % S.STAGES, order % S.SECONDS)
     else:
@@ -113,7 +96,7 @@ def tile_at(ring_of, use, order, S: gl.constexpr):
 @gluon.jit
 def tile_of_k(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's keys."""
-    return tile_at(rings.k, keys.base + i, order_of_k(i), S)
+    return tile_at(rings.k, keys.base + i, order_of_k(keys, i), S)
 
 
 @gluon.jit
@@ -151,24 +134,6 @@ def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
-    """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
-    QK: gl.constexpr = S.QK
-    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    await_all(K_READ, rings.k, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
-
-
-@gluon.jit
-def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
-    """`copy_keys` of a block's values."""
-    V: gl.constexpr = S.V
-    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-    await_all(V_READ, rings.v, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
-
-
-@gluon.jit
 def fill_first(i, at, keys, descriptors, to, S: gl.constexpr):
     """Begins to copy the first part of tile `i` of k or v, whose barrier then waits for both."""
     of_k, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.base + i
@@ -189,22 +154,43 @@ def fill_second(i, at, keys, descriptors, to, order, C: gl.constexpr, S: gl.cons
 
 
 @gluon.jit
-def copy_sharing(at, keys, k_d, v_d, rings, S: gl.constexpr):
-    """Copies a block's k and v whose second parts share buffers: a tile's first part when the tile two before has been left, its second
-    when the tile of three uses before has, which for a v is the k of the same number."""
+def copy_keys(i, at, keys, descriptor, rings, FIRST: gl.constexpr, S: gl.constexpr):
+    """Copies tile `i` of a block's keys (FIRST: the first), when all groups have left the tile whose place it takes.
+
+    Where second parts share buffers that is the tile of three uses before: for the first k the last k of the block before, for others the
+    v of two tiles before.
+    """
     QK: gl.constexpr = S.QK
+    use = keys.base + i
+    if S.SECONDS:
+        if FIRST:
+            await_all(K_READ, rings.k, use + 1, S)
+        else:
+            await_all(V_READ, rings.v, use - 1, S)
+        fill_first(i, at, keys, descriptor, rings.k, S)
+        fill_second(i, at, keys, descriptor, rings.k, order_of_k(keys, i), QK, S)
+    else:
+        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+        await_all(K_READ, rings.k, use, S)
+        fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+
+
+@gluon.jit
+def copy_values(i, at, keys, descriptor, rings, LAST: gl.constexpr, S: gl.constexpr):
+    """`copy_keys` of a block's values, behind the keys of the next tile (LAST: there is none)."""
     V: gl.constexpr = S.V
-    fill_first(0, at, keys, k_d, rings.k, S)
-    fill_second(0, at, keys, k_d, rings.k, 0, QK, S)
-    for i in range(keys.count):
-        await_all(V_READ, rings.v, i, S)
-        if i + 1 < keys.count:
-            fill_first(i + 1, at, keys, k_d, rings.k, S)
-            fill_second(i + 1, at, keys, k_d, rings.k, order_of_k(i + 1), QK, S)
-        fill_first(i, at, keys, v_d, rings.v, S)
-        if i + 1 < keys.count:
-            await_all(K_READ, rings.k, i + S.STAGES, S)
-        fill_second(i, at, keys, v_d, rings.v, order_of_v(keys, i), V, S)
+    use = keys.base + i
+    if S.SECONDS:
+        if LAST:
+            await_all(V_READ, rings.v, use, S)
+        fill_first(i, at, keys, descriptor, rings.v, S)
+        if not LAST:  # the second part takes the place of that of the k of the same number
+            await_all(K_READ, rings.k, use + S.STAGES, S)
+        fill_second(i, at, keys, descriptor, rings.v, order_of_v(keys, i), V, S)
+    else:
+        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+        await_all(V_READ, rings.v, use, S)
+        fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, use, V, S)
 
 
 @gluon.jit
@@ -218,18 +204,30 @@ def copy_queries(at, turn, descriptor, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(at, keys, descriptors, rings, S: gl.constexpr):
-    """Copies what the one block of a program needs: q and the first k, then k and v in the order in which they are read."""
-    q_d, k_d, v_d = descriptors
-    copy_queries(at, gl.to_tensor(0), q_d, rings, S)
-    if S.SECONDS:
-        copy_sharing(at, keys, k_d, v_d, rings, S)
-    else:
-        copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
-        for i in range(1, keys.count):  # k one tile ahead of v
-            copy_keys(i, at, keys, k_d, rings, S)
-            copy_values(i - 1, at, keys, v_d, rings, S)
-        copy_values(keys.count - 1, at, keys, v_d, rings, S)
+def copy_once(at, keys, descriptors, rings, S: gl.constexpr):
+    """Copies a block's k and v, in the order in which they are read."""
+    _, k_d, v_d = descriptors
+    copy_keys(0, at, keys, k_d, rings, True, S)
+    for i in range(keys.count - 1):
+        copy_keys(i + 1, at, keys, k_d, rings, False, S)
+        copy_values(i, at, keys, v_d, rings, False, S)
+    copy_values(keys.count - 1, at, keys, v_d, rings, True, S)
+
+
+@gluon.jit
+def copy_block(x, descriptors, rings, queue, n, S: gl.constexpr):
+    """Copies what the one block of a program needs; with FIRST_MAX again, k and v twice, if a group's verdict sends it back."""
+    q_d, _, _ = descriptors
+    at = find_queries(gl.program_id(0), x.table, n, S)
+    if has_queries(at):
+        keys = tiles_of_keys(at, gl.to_tensor(0), n, S)
+        copy_queries(at, gl.to_tensor(0), q_d, rings, S)
+        copy_once(at, keys, descriptors, rings, S)
+        if S.FIRST_MAX:
+            if sent_back(gl.to_tensor(0), queue, gl.to_tensor(0), S) != 0:
+                copy_queries(at, gl.to_tensor(1), q_d, rings, S)
+                for times in range(1, 3):
+                    copy_once(at, tiles_of_keys(at, times * keys.count, n, S), descriptors, rings, S)
 
 
 @gluon.jit
@@ -238,149 +236,67 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
 
     The number of the next block is drawn under the last but one: drawn earlier, a program with much left to do would hold a block that
     another one could begin. The first k of a block comes before its q, as its place is free before the groups end with the block before.
+
+    With FIRST_MAX a block that a group's verdict sends back comes again, its tiles twice, when the block after it has been copied.
     """
     q_d, k_d, v_d = descriptors
-    turn, base = gl.to_tensor(0), gl.to_tensor(0)
-    at = next_block(gl.program_id(0), x, queue, n, S)
-    tell_block(queue, turn, at, S)
+    turn, base, again = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    number, at = next_block(gl.program_id(0), x, queue, n, S)
+    before, drawn = (
+        gl.to_tensor(-1),
+        gl.to_tensor(-1),
+    )  # the block before, if it came the first time; a number for later
+    tell_block(queue, turn, at, again, S)
     while at.first >= 0:
         keys = tiles_of_keys(at, base, n, S)
-        copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
-        copy_queries(at, turn, q_d, rings, S)
+        if S.FIRST_MAX:
+            if again != 0:
+                copy_queries(at, turn, q_d, rings, S)
+                copy_once(at, keys, descriptors, rings, S)
+                base += keys.count
+                keys = tiles_of_keys(at, base, n, S)
+        copy_keys(0, at, keys, k_d, rings, True, S)
+        if again == 0:
+            copy_queries(at, turn, q_d, rings, S)
         following = gl.to_tensor(0)
         for i in range(gl.maximum(keys.count - 1, 1)):
             if i + 2 >= keys.count:  # once
-                following = begin_draw(queue, n)
+                following = begin_draw(queue, drawn < 0, n)
             if i + 1 < keys.count:  # k one tile ahead of v
-                copy_keys(i + 1, at, keys, k_d, rings, S)
-                copy_values(i, at, keys, v_d, rings, S)
-        then = next_block(end_draw(following, n), x, queue, n, S)
-        tell_block(queue, turn + 1, then, S)
-        copy_values(keys.count - 1, at, keys, v_d, rings, S)
-        at = then
+                copy_keys(i + 1, at, keys, k_d, rings, False, S)
+                copy_values(i, at, keys, v_d, rings, False, S)
+        following = end_draw(following, n)
+        last = keys.count - 1
+        if S.FIRST_MAX:
+            following = gl.where(drawn < 0, following, drawn)
+            came = again
+            again = sent_back(before, queue, turn - 1, S)
+            drawn = gl.where(again != 0, following, -1)
+            following = gl.where(again != 0, before, following)
+            before = gl.where(came != 0, -1, number)
+            following, then = next_block(following, x, queue, n, S)
+            if then.first >= 0:
+                tell_block(queue, turn + 1, then, again, S)
+            copy_values(last, at, keys, v_d, rings, True, S)
+            if then.first < 0:  # this one may come again
+                again = sent_back(before, queue, turn, S)
+                if again != 0:
+                    before = gl.to_tensor(-1)
+                    following, then = number, at
+                tell_block(queue, turn + 1, then, again, S)
+        else:
+            following, then = next_block(following, x, queue, n, S)
+            tell_block(queue, turn + 1, then, again, S)
+            copy_values(last, at, keys, v_d, rings, True, S)
+        number, at = following, then
         base += keys.count
         turn += 1
 
 
 @gluon.jit
 def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies, and draws the numbers of the program's blocks."""
-    if S.OWN_RESULTS:
+    """The warp that copies."""
+    if S.QUEUED:
         copy_blocks(x, descriptors, rings, queue, n, S)
     else:
-        at = find_queries(gl.program_id(0), x.table, n, S)
-        if has_queries(at):
-            copy_block(at, tiles_of_keys(at, gl.to_tensor(0), n, S), descriptors, rings, S)
-
-
-@gluon.jit
-def blocks_of_call(n):
-    """How many blocks of queries a call has, and slots of a packed table that have none."""
-    return n.blocks * n.batches * n.heads_q
-
-
-@gluon.jit
-def begin_draw(queue, n):
-    """Begins to draw the number of a block that no program has, which `end_draw` gives. Where every program has the only one, nothing is
-    counted."""
-    return begin_count(queue.counter, blocks_of_call(n) > gl.num_programs(0))
-
-
-@gluon.jit
-def end_draw(begun, n):
-    """The number that was drawn; at least `blocks_of_call` if there is none."""
-    return gl.num_programs(0) + counted(begun)
-
-
-@gluon.jit
-def next_block(number, x, queue, n, S: gl.constexpr):
-    """Where block `number` lies, or the first drawn after it that has queries; `first` is -1 past the last one."""
-    blocks = blocks_of_call(n)
-    at = find_queries(gl.minimum(number, blocks - 1), x.table, n, S)
-    if S.PACKED:  # slots of the table may be free
-        while (number < blocks) & (not has_queries(at)):
-            number = end_draw(begin_draw(queue, n), n)
-            at = find_queries(gl.minimum(number, blocks - 1), x.table, n, S)
-    first = gl.where(number < blocks, at.first, -1)
-    return AttentionBlock(at.batch, at.head, at.head_k, at.bh, first, at.start_q, at.tokens_q, at.start_k, at.tokens_k)
-
-
-@gluon.jit
-def tell_block(queue, turn, at, S: gl.constexpr):
-    """Tells of a program's `turn`-th block, as `told_block` reads it."""
-    if S.PACKED:
-        lengths = (at.start_q, at.tokens_q, at.start_k, at.tokens_k)
-        tell(queue, turn, (at.first, at.batch, at.head, at.head_k) + lengths)
-    else:
-        tell(queue, turn, (at.first, at.batch, at.head, at.head_k))
-
-
-@gluon.jit
-def has_queries(at):
-    """Whether a block has queries; a free slot of a packed table has none."""
-    return (at.first >= 0) & (at.first < at.tokens_q)
-
-
-@gluon.constexpr_function
-def place_of_queries(packed):
-    """How many numbers tell a block's place."""
-    return 8 if packed else 4
-
-
-@gluon.jit
-def block_queue(counter, S: gl.constexpr):
-    """The `Queue` of a program that takes several blocks; where it has one block, nothing that is used."""
-    if S.OWN_RESULTS:
-        PLACE: gl.constexpr = place_of_queries(S.PACKED)
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], plain())
-        return Queue(counter, numbers, allocate_barriers(2, 1), allocate_barriers(2, S.BM // 64))
-    else:
-        return counter
-
-
-@gluon.jit
-def told_block(queue, turn, n, S: gl.constexpr):
-    """The `AttentionBlock` of a program's `turn`-th block; `first` is -1 past the last one."""
-    COUNT: gl.constexpr = place_of_queries(S.PACKED)
-    wait_full(queue.full, turn)
-    first = told_number(queue, turn, 0, COUNT)
-    batch = told_number(queue, turn, 1, COUNT)
-    head = told_number(queue, turn, 2, COUNT)
-    head_k = told_number(queue, turn, 3, COUNT)
-    start_q, tokens_q, start_k, tokens_k = first * 0, n.tokens_q, first * 0, n.tokens_k
-    if S.PACKED:
-        start_q = told_number(queue, turn, 4, COUNT)
-        tokens_q = told_number(queue, turn, 5, COUNT)
-        start_k = told_number(queue, turn, 6, COUNT)
-        tokens_k = told_number(queue, turn, 7, COUNT)
-    release(queue.empty, turn)
-    return AttentionBlock(batch, head, head_k, batch * n.heads_q + head, first, start_q, tokens_q, start_k, tokens_k)
-
-
-@gluon.jit
-def tell(queue, use, numbers):
-    """The copying warp tells other roles some numbers of a block; `use` counts how often."""
-    COUNT: gl.constexpr = len(numbers)
-    wait_empty(queue.empty, use)
-    slot = use % queue.full.shape[0]
-    for i in gl.static_range(COUNT):
-        to = queue.numbers.index(slot * COUNT + i)
-        to.store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    signal(queue.full, use)
-
-
-@gluon.jit
-def told_number(queue, use, i, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Number `i` of COUNT that `tell` told and that have come, to a role of so many warps."""
-    at = use % queue.full.shape[0] * COUNT + i
-    number = queue.numbers.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0]))  # [1]
-    return gl.max(number, 0)
-
-
-@gluon.jit
-def told(queue, use, WARPS: gl.constexpr):
-    """The one number that `tell` told, to a role of so many warps."""
-    wait_full(queue.full, use)
-    number = told_number(queue, use, 0, 1, WARPS)
-    release(queue.empty, use)
-    return number
+        copy_block(x, descriptors, rings, queue, n, S)

@@ -116,8 +116,9 @@ def bias_of_tile(rows, start, n, S: gl.constexpr):
 
 
 @gluon.jit
-def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
-    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and the running maximum with it."""
+def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, FRESH: gl.constexpr, S: gl.constexpr):
+    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and what it is counted from: the running maximum with it, or (not FRESH)
+    m."""
     RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
     BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
     start = keys.low + i * S.BN
@@ -126,7 +127,9 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
     if RAW:
         if hidden(edge, KIND):
             s = keys_seen(s, rows.position, start, keys.tokens, n, S)
-        top = gl.maximum(m, gl.max(s, 1) * n.scale)
+        top = m
+        if FRESH:
+            top = gl.maximum(m, gl.max(s, 1) * n.scale)
         return s * n.scale - top[:, None], top
     else:
         y, _ = scaled(s, n, S)
@@ -141,7 +144,9 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
             y = biased(y, rows.position, key, rows.slope, rows.decay, decay_k, S)
         if hidden(edge, KIND):
             y = keys_seen(y, rows.position, start, keys.tokens, n, S)
-        top = gl.maximum(m, gl.max(y, 1))
+        top = m
+        if FRESH:
+            top = gl.maximum(m, gl.max(y, 1))
         return y - top[:, None], top
 
 

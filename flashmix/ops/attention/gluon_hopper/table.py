@@ -9,7 +9,7 @@ Rows = dict[tuple[int, int], AttentionConfig]
 # By the most channels of q and k, and of v, that a row serves (the first that fits is taken): queries and keys of a tile, warps that
 # compute, stages of the rings of keys and values.
 FORWARD: Rows = {
-    (64, 64): AttentionConfig(192, 128, 12, 2),
+    (64, 64): AttentionConfig(192, 128, 12, 3),
     (128, 128): AttentionConfig(128, 128, 8, 2),
     (192, 128): AttentionConfig(128, 128, 8, 2),
     (128, 192): AttentionConfig(128, 64, 8, 3),

@@ -59,6 +59,8 @@ class AttentionSpec(NamedTuple):
     WITH_V: bool
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
     OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
+    QUEUED: bool = False  # Hopper: programs of the forward take several blocks, one after another
+    FIRST_MAX: bool = False  # Hopper: the largest score of its first tile is what a row's scores are counted from
     V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
     SECONDS: int = 0  # Hopper: buffers that the second parts of tiles of k and v share; 0 where each ring has its own
     WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
