@@ -180,8 +180,8 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-def measure(row: Row, repeats: int, sides: Sequence[str]) -> dict[str, Any]:
-    """TFLOP/s of each side, forward and backward."""
+def measure(row: Row, repeats: int, sides: Sequence[str], both: bool = True) -> dict[str, Any]:
+    """TFLOP/s of each side, forward and (if `both`) backward."""
     leaves, flow, options = inputs_of(row)
     forward: dict[str, Callable[[], Any]] = {}
     backward: dict[str, Callable[[], Any]] = {}
@@ -200,45 +200,48 @@ def measure(row: Row, repeats: int, sides: Sequence[str]) -> dict[str, Any]:
         try:
             with context():
                 o = run()
-                found = (o.detach(), *torch.autograd.grad(o, leaves, flow, retain_graph=True))
+                gradients = torch.autograd.grad(o, leaves, flow, retain_graph=True) if both else ()
+                found = (o.detach(), *gradients)
         except Exception as problem:  # another library may raise anything; the row says what
             measured[f"{name}_failed"] = (str(problem).splitlines() or [type(problem).__name__])[0][:100]
             continue
         if not wanted:
             wanted = found
-        for what, got, right in zip(("o", "dq", "dk", "dv"), found, wanted, strict=True):
+        for what, got, right in zip(("o", "dq", "dk", "dv"), found, wanted, strict=False):
             if not error(got, right) < 2e-2:  # no speed-up over a wrong result
                 measured[f"{name}_wrong"] = f"{what} is {error(got, right):.1e} away"
         if name in sides and f"{name}_wrong" not in measured:
             forward[name], backward[name] = partial(once, run, context), partial(back, o, context)
     for kind, runs in (("forward", forward), ("backward", backward)):
-        if repeats:
+        if repeats and (both or kind == "forward"):
             for name, ms in timing.cuda_medians(runs, repeats=repeats).items():
                 measured[f"{name}_{kind}"] = round(row.operations(kind == "backward") / ms / 1e9, 1)
     return measured
 
 
-def compiled(task: tuple[Row, str]) -> None:
-    """Compiles what one side launches for a row into the cache that all processes share."""
-    row, side = task
+def compiled(task: tuple[Row, str, bool]) -> None:
+    """Compiles what one side launches for a row, forward and (if both) backward, into the cache that all processes share."""
+    row, side, both = task
     leaves, flow, options = inputs_of(row)
     run, context = runs_of(row, leaves, options, (side,))[side]
     with suppress(Exception), context():  # `measure` tells what failed
-        torch.autograd.grad(run(), leaves, flow)
+        o = run()
+        if both:
+            torch.autograd.grad(o, leaves, flow)
 
 
-def compile_all(rows: Sequence[Row], sides: Sequence[str], processes: int) -> None:
+def compile_all(rows: Sequence[Row], sides: Sequence[str], processes: int, both: bool = True) -> None:
     """Compiles all kernels at once, in so many processes; code is the same for every length and batch.
 
     The length chooses whose kernels a causal call of few channels takes.
     """
-    tasks = {}
+    tasks: dict[tuple[Row, str, bool], None] = {}
     for row in rows:
         least = (
             2 * PACKED if row.feature == "packed" else LEAST_TOKENS_CAUSAL if row.dim < LEAST_CHANNELS_CAUSAL else 512
         )
         small = replace(row, tokens=min(row.tokens, least), batch=1)
-        tasks |= {(small, side): None for side in runs_of(small, [], {}, sides) if side != "cudnn"}
+        tasks |= {(small, side, both): None for side in runs_of(small, [], {}, sides) if side != "cudnn"}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compiled, tasks))
 
@@ -294,13 +297,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[:3], help="who is timed")
     parser.add_argument("--processes", type=int, default=0, help="how many rows compile at a time, before")
+    parser.add_argument("--forward", action="store_true", help="the forward alone")
     parser.add_argument("--host", action="store_true", help="the host's time too")
     parser.add_argument("--first", action="store_true", help="the first call with an empty compile cache too")
     parser.add_argument("--write", action="store_true", help="write the results as dated JSON")
     chosen = parser.parse_args()
     rows = chosen_rows(chosen.rows)
     if chosen.processes:
-        compile_all(rows, chosen.sides, chosen.processes)
+        compile_all(rows, chosen.sides, chosen.processes, not chosen.forward)
     name = f"attention_{'fa4' if 'fa4' in chosen.sides else 'hopper_all'}_{timing.card()}"
     more = {"gpu": torch.cuda.get_device_name(), "triton": triton_version()}
     found: list[dict[str, Any]] = []
@@ -313,7 +317,7 @@ def main() -> None:
             timing.write_results(name, found, more=more)
 
     for row in rows:
-        note(measure(row, chosen.repeats, chosen.sides))
+        note(measure(row, chosen.repeats, chosen.sides, not chosen.forward))
     for dim in (64, 128, 192) if chosen.host else ():
         note(host_times(dim))
     for dim in (64, 128) if chosen.first else ():

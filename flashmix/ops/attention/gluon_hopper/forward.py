@@ -6,10 +6,10 @@ One warp copies the tiles of q, then k and v in turns through rings in shared me
     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m')
     o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
 
-In bfloat16 without gates and slopes m is the largest score of a row's first tile alone (FIRST_MAX), so that p = 2^(s - m) waits for no
-maximum and a is never rescaled; p, l and a are floating-point numbers, which keep their precision with any m. Sums that leave their range,
-where later scores are 70 natural units and more above the first tile's, are noticed at a block's end (`within_range`), and the block comes
-again with m the largest score of all.
+With FIRST_MAX (bfloat16, no gates or slopes, programs of several blocks) m is the largest score of a row's first tile alone, so that
+p = 2^(s - m) waits for no maximum and a is never rescaled; p, l and a are floating-point numbers, which keep their precision with any m.
+Sums that leave their range, where later scores are some 70 natural units above the first tile's, are noticed at a block's end
+(`within_range`), and the block comes again with m the largest score of all.
 
 Scores, masks and what is kept for backward are those of `triton_gpu`. A block of queries that see nothing takes one tile of which
 nothing is visible.
@@ -37,7 +37,7 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     tiles_of_keys,
     walks_alone,
 )
-from flashmix.ops.attention.gluon_hopper.forward_queue import block_queue, has_queries, judge, sent_back, told_block
+from flashmix.ops.attention.gluon_hopper.forward_queue import block_queue, has_queries, judge, told_block
 from flashmix.ops.attention.gluon_hopper.forward_walk import (
     LEAST,
     all_keys,
@@ -155,7 +155,7 @@ def attend_block(group: gl.constexpr, place, keys, turn, x, out, rings, queue, n
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
     write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
-    if not S.OWN_RESULTS and (S.QUEUED or S.FIRST_MAX):
+    if S.QUEUED and not S.OWN_RESULTS:
         fence_async_shared()
         release(rings.q.empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
@@ -179,16 +179,6 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
             base += keys.count * (1 + again)
             turn += 1
             at, again = told_block(queue, turn, n, S)
-    elif S.FIRST_MAX:
-        at = find_queries(gl.program_id(0), x.table, n, S)
-        again, going = gl.to_tensor(0), has_queries(at)
-        while going:  # twice at most
-            keys = tiles_of_keys(at, base, n, S)
-            attend_block(group, (at, again), keys, turn, x, out, rings, queue, n, S)
-            again = sent_back(0 - turn, queue, turn, S, 4)
-            going = again != 0
-            base += keys.count
-            turn += 1
     else:
         at = find_queries(gl.program_id(0), x.table, n, S)
         if has_queries(at):

@@ -73,20 +73,20 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
 
 
 @gluon.jit
-def order_of_k(keys, i):
-    """The place of tile `i` of k among all tiles of a program in the order in which they are read, k0 k1 v0 k2 v1 ... v of each block."""
-    return 2 * keys.base + gl.maximum(2 * i - 1, 0)
+def order_of_k(i):
+    """The place of tile `i` of k among a block's tiles in the order in which they are read, k0 k1 v0 k2 v1 ... v."""
+    return gl.maximum(2 * i - 1, 0)
 
 
 @gluon.jit
 def order_of_v(keys, i):
     """`order_of_k` of tile `i` of v."""
-    return 2 * keys.base + gl.minimum(2 * i + 2, 2 * keys.count - 1)
+    return gl.minimum(2 * i + 2, 2 * keys.count - 1)
 
 
 @gluon.jit
 def tile_at(ring_of, use, order, S: gl.constexpr):
-    """Both parts of use `use` of a ring. Second parts that k and v share come by their order."""
+    """Both parts of use `use` of a ring. Second parts that k and v share come by their order; programs that share them take one block."""
     if S.SECONDS:
         return parts_of(ring_of.tiles, use % S.STAGES, order % S.SECONDS)
     else:
@@ -96,7 +96,7 @@ def tile_at(ring_of, use, order, S: gl.constexpr):
 @gluon.jit
 def tile_of_k(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's keys."""
-    return tile_at(rings.k, keys.base + i, order_of_k(keys, i), S)
+    return tile_at(rings.k, keys.base + i, order_of_k(i), S)
 
 
 @gluon.jit
@@ -154,43 +154,21 @@ def fill_second(i, at, keys, descriptors, to, order, C: gl.constexpr, S: gl.cons
 
 
 @gluon.jit
-def copy_keys(i, at, keys, descriptor, rings, FIRST: gl.constexpr, S: gl.constexpr):
-    """Copies tile `i` of a block's keys (FIRST: the first), when all groups have left the tile whose place it takes.
-
-    Where second parts share buffers that is the tile of three uses before: for the first k the last k of the block before, for others the
-    v of two tiles before.
-    """
+def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
+    """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
     QK: gl.constexpr = S.QK
-    use = keys.base + i
-    if S.SECONDS:
-        if FIRST:
-            await_all(K_READ, rings.k, use + 1, S)
-        else:
-            await_all(V_READ, rings.v, use - 1, S)
-        fill_first(i, at, keys, descriptor, rings.k, S)
-        fill_second(i, at, keys, descriptor, rings.k, order_of_k(keys, i), QK, S)
-    else:
-        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-        await_all(K_READ, rings.k, use, S)
-        fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, use, QK, S)
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    await_all(K_READ, rings.k, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
 
 
 @gluon.jit
-def copy_values(i, at, keys, descriptor, rings, LAST: gl.constexpr, S: gl.constexpr):
-    """`copy_keys` of a block's values, behind the keys of the next tile (LAST: there is none)."""
+def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
+    """`copy_keys` of a block's values."""
     V: gl.constexpr = S.V
-    use = keys.base + i
-    if S.SECONDS:
-        if LAST:
-            await_all(V_READ, rings.v, use, S)
-        fill_first(i, at, keys, descriptor, rings.v, S)
-        if not LAST:  # the second part takes the place of that of the k of the same number
-            await_all(K_READ, rings.k, use + S.STAGES, S)
-        fill_second(i, at, keys, descriptor, rings.v, order_of_v(keys, i), V, S)
-    else:
-        of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
-        await_all(V_READ, rings.v, use, S)
-        fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, use, V, S)
+    of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
+    await_all(V_READ, rings.v, keys.base + i, S)
+    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
 
 
 @gluon.jit
@@ -204,30 +182,43 @@ def copy_queries(at, turn, descriptor, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_once(at, keys, descriptors, rings, S: gl.constexpr):
-    """Copies a block's k and v, in the order in which they are read."""
-    _, k_d, v_d = descriptors
-    copy_keys(0, at, keys, k_d, rings, True, S)
-    for i in range(keys.count - 1):
-        copy_keys(i + 1, at, keys, k_d, rings, False, S)
-        copy_values(i, at, keys, v_d, rings, False, S)
-    copy_values(keys.count - 1, at, keys, v_d, rings, True, S)
+def copy_sharing(at, keys, k_d, v_d, rings, S: gl.constexpr):
+    """Copies a block's k and v whose second parts share buffers: a tile's first part when the tile two before has been left, its second
+    when the tile of three uses before has, which for a v is the k of the same number."""
+    QK: gl.constexpr = S.QK
+    V: gl.constexpr = S.V
+    fill_first(0, at, keys, k_d, rings.k, S)
+    fill_second(0, at, keys, k_d, rings.k, 0, QK, S)
+    for i in range(keys.count):
+        await_all(V_READ, rings.v, i, S)
+        if i + 1 < keys.count:
+            fill_first(i + 1, at, keys, k_d, rings.k, S)
+            fill_second(i + 1, at, keys, k_d, rings.k, order_of_k(i + 1), QK, S)
+        fill_first(i, at, keys, v_d, rings.v, S)
+        if i + 1 < keys.count:
+            await_all(K_READ, rings.k, i + S.STAGES, S)
+        fill_second(i, at, keys, v_d, rings.v, order_of_v(keys, i), V, S)
 
 
 @gluon.jit
-def copy_block(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """Copies what the one block of a program needs; with FIRST_MAX again, k and v twice, if a group's verdict sends it back."""
-    q_d, _, _ = descriptors
-    at = find_queries(gl.program_id(0), x.table, n, S)
-    if has_queries(at):
-        keys = tiles_of_keys(at, gl.to_tensor(0), n, S)
-        copy_queries(at, gl.to_tensor(0), q_d, rings, S)
-        copy_once(at, keys, descriptors, rings, S)
-        if S.FIRST_MAX:
-            if sent_back(gl.to_tensor(0), queue, gl.to_tensor(0), S) != 0:
-                copy_queries(at, gl.to_tensor(1), q_d, rings, S)
-                for times in range(1, 3):
-                    copy_once(at, tiles_of_keys(at, times * keys.count, n, S), descriptors, rings, S)
+def copy_in_turns(at, keys, k_d, v_d, rings, S: gl.constexpr):
+    """Copies a block's k and v, k one tile ahead of v."""
+    copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
+    for i in range(1, keys.count):
+        copy_keys(i, at, keys, k_d, rings, S)
+        copy_values(i - 1, at, keys, v_d, rings, S)
+    copy_values(keys.count - 1, at, keys, v_d, rings, S)
+
+
+@gluon.jit
+def copy_block(at, keys, descriptors, rings, S: gl.constexpr):
+    """Copies what the one block of a program needs: q and the first k, then k and v in the order in which they are read."""
+    q_d, k_d, v_d = descriptors
+    copy_queries(at, gl.to_tensor(0), q_d, rings, S)
+    if S.SECONDS:
+        copy_sharing(at, keys, k_d, v_d, rings, S)
+    else:
+        copy_in_turns(at, keys, k_d, v_d, rings, S)
 
 
 @gluon.jit
@@ -252,10 +243,10 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
         if S.FIRST_MAX:
             if again != 0:
                 copy_queries(at, turn, q_d, rings, S)
-                copy_once(at, keys, descriptors, rings, S)
+                copy_in_turns(at, keys, k_d, v_d, rings, S)
                 base += keys.count
                 keys = tiles_of_keys(at, base, n, S)
-        copy_keys(0, at, keys, k_d, rings, True, S)
+        copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
         if again == 0:
             copy_queries(at, turn, q_d, rings, S)
         following = gl.to_tensor(0)
@@ -263,8 +254,8 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
             if i + 2 >= keys.count:  # once
                 following = begin_draw(queue, drawn < 0, n)
             if i + 1 < keys.count:  # k one tile ahead of v
-                copy_keys(i + 1, at, keys, k_d, rings, False, S)
-                copy_values(i, at, keys, v_d, rings, False, S)
+                copy_keys(i + 1, at, keys, k_d, rings, S)
+                copy_values(i, at, keys, v_d, rings, S)
         following = end_draw(following, n)
         last = keys.count - 1
         if S.FIRST_MAX:
@@ -277,7 +268,7 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
             following, then = next_block(following, x, queue, n, S)
             if then.first >= 0:
                 tell_block(queue, turn + 1, then, again, S)
-            copy_values(last, at, keys, v_d, rings, True, S)
+            copy_values(last, at, keys, v_d, rings, S)
             if then.first < 0:  # this one may come again
                 again = sent_back(before, queue, turn, S)
                 if again != 0:
@@ -287,7 +278,7 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
         else:
             following, then = next_block(following, x, queue, n, S)
             tell_block(queue, turn + 1, then, again, S)
-            copy_values(last, at, keys, v_d, rings, True, S)
+            copy_values(last, at, keys, v_d, rings, S)
         number, at = following, then
         base += keys.count
         turn += 1
@@ -295,8 +286,10 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
 
 @gluon.jit
 def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies."""
+    """The warp that copies, and draws the numbers of the program's blocks."""
     if S.QUEUED:
         copy_blocks(x, descriptors, rings, queue, n, S)
     else:
-        copy_block(x, descriptors, rings, queue, n, S)
+        at = find_queries(gl.program_id(0), x.table, n, S)
+        if has_queries(at):
+            copy_block(at, tiles_of_keys(at, gl.to_tensor(0), n, S), descriptors, rings, S)

@@ -46,7 +46,7 @@ class JudgedQueue(NamedTuple):
 
 @gluon.jit
 def block_queue(counter, S: gl.constexpr):
-    """The `Queue` of a program, with verdicts if there are any; of one that takes one block these alone are used."""
+    """The `Queue` of a program that takes several blocks, with verdicts if there are any; where it has one block, nothing that is used."""
     GROUPS: gl.constexpr = S.BM // 64
     PLACE: gl.constexpr = place_of_queries(S.PACKED)
     if S.QUEUED:
@@ -57,10 +57,6 @@ def block_queue(counter, S: gl.constexpr):
             return JudgedQueue(counter, numbers, full, empty, verdicts, allocate_barriers(2, GROUPS))
         else:
             return Queue(counter, numbers, full, empty)
-    elif S.FIRST_MAX:
-        verdicts = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 1], plain())
-        judged = allocate_barriers(2, GROUPS)
-        return JudgedQueue(counter, verdicts, judged, judged, verdicts, judged)
     else:
         return counter
 
@@ -151,15 +147,14 @@ def judge(group: gl.constexpr, verdict, turn, queue, S: gl.constexpr):
 
 
 @gluon.jit
-def sent_back(block, queue, turn, S: gl.constexpr, WARPS: gl.constexpr = 1):
-    """1 if a group's sums of the `turn`-th block are not `within_range`, and `block` is its number, not -1; else 0. To a role of so many
-    warps."""
+def sent_back(block, queue, turn, S: gl.constexpr):
+    """1 if a group's sums of the `turn`-th block are not `within_range`, and `block` is its number, not -1; else 0."""
     GROUPS: gl.constexpr = S.BM // 64
     wait_full(queue.judged, turn, turn >= 0)
     good = gl.to_tensor(1)
     for group in gl.static_range(GROUPS):
         at = gl.maximum(turn, 0) % 2 * GROUPS + group
-        verdict = queue.verdicts.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0]))  # [1]
+        verdict = queue.verdicts.index(at).load(gl.BlockedLayout([1], [32], [1], [0]))  # [1]
         good = good & gl.max(verdict, 0)
     return ((block >= 0) & (turn >= 0) & (good == 0)).to(gl.int32)
 
