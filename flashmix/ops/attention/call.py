@@ -113,7 +113,7 @@ class AttentionCall(Call):
         return o, torch.empty(size=shape, dtype=state_dtype(q.dtype), device=q.device)
 
     def row_statistics(self) -> Outputs:
-        """Empty tensors `[B, HQ, Tq]` for the largest score m of each row and the sum l of its exponentials, kept for backward."""
+        """Empty tensors `[B, HQ, Tq]`, kept for backward: what each row's scores are counted from, m, and the sum l of its exponentials."""
         q = self.q
         return tuple([torch.empty(self.rows, dtype=state_dtype(q.dtype), device=q.device) for _ in range(2)])
 

@@ -233,10 +233,8 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
     q_d, k_d, v_d = descriptors
     turn, base, again = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     number, at = next_block(gl.program_id(0), x, queue, n, S)
-    before, drawn = (
-        gl.to_tensor(-1),
-        gl.to_tensor(-1),
-    )  # the block before, if it came the first time; a number for later
+    before = gl.to_tensor(-1)  # the number of the block before, if it came the first time
+    drawn = gl.to_tensor(-1)  # a number that was drawn and is not used yet
     tell_block(queue, turn, at, again, S)
     while at.first >= 0:
         keys = tiles_of_keys(at, base, n, S)

@@ -133,7 +133,7 @@ def await_product(acc, p, l, shrink, FRESH: gl.constexpr, S: gl.constexpr):
 def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, FRESH: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`.
 
-    p is as it is `carried`.
+    p is as it is `carried`. FRESH: m is the running maximum; else it stays, and a is not multiplied.
     """
     V: gl.constexpr = S.V
     QUARTER: gl.constexpr = quarter_first(V.ALL, S.CAUSAL, S.DECAY or S.SOFTCAP, not S.FIRST_MAX)
@@ -195,7 +195,8 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
     A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
-    counted there. That is one addition an element instead of four.
+    counted there. That is one addition an element instead of four. With FIRST_MAX m stays, with a window from the first tile on that all
+    rows see whole.
     """
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
