@@ -93,9 +93,9 @@ def within_range(acc, l, S: gl.constexpr):
 
 
 @gluon.jit
-def attend_block(group: gl.constexpr, place, keys, turn, x, out, rings, queue, n, S: gl.constexpr):
-    """o, lse, m and l of 64 queries of a block."""
-    at, again = place
+def attend_block(group: gl.constexpr, place, keys, x, out, rings, queue, n, S: gl.constexpr):
+    """o, lse, m and l of 64 queries of a block, from its `place`: where it lies, whether it comes again, how many came before."""
+    at, again, turn = place
     V: gl.constexpr = S.V
     L: gl.constexpr = gl.SliceLayout(1, accumulator(S.BN))
     FIRST: gl.constexpr = EDGE if S.CAUSAL and (S.DECAY or S.ALIBI) else EITHER
@@ -122,7 +122,7 @@ def attend_block(group: gl.constexpr, place, keys, turn, x, out, rings, queue, n
     pass_turn(group, S)
     s = products_done(0, [s])
     let_go(K_READ, rings.k, keys.base, S)
-    y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, True, S)
+    y, m = exponents(s, m, rows, keys, 0, m, n, FIRST, S)
     found = ex2(y)
     one = gl.full([64], 1.0, gl.float32, L)
     state = (zero_sums(V), carried(found, dtype, S), m, row_sums(found), one)
@@ -175,14 +175,14 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
         at, again = told_block(queue, turn, n, S)
         while at.first >= 0:
             keys = tiles_of_keys(at, base, n, S)
-            attend_block(group, (at, again), keys, turn, x, out, rings, queue, n, S)
+            attend_block(group, (at, again, turn), keys, x, out, rings, queue, n, S)
             base += keys.count * (1 + again)
             turn += 1
             at, again = told_block(queue, turn, n, S)
     else:
         at = find_queries(gl.program_id(0), x.table, n, S)
         if has_queries(at):
-            attend_block(group, (at, 0), tiles_of_keys(at, base, n, S), turn, x, out, rings, queue, n, S)
+            attend_block(group, (at, 0, turn), tiles_of_keys(at, base, n, S), x, out, rings, queue, n, S)
 
 
 @with_sound_ptxas

@@ -27,6 +27,7 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import K_READ, V_READ, l
 from flashmix.ops.attention.gluon_hopper.scores import (
     EDGE,
     EITHER,
+    KEPT,
     WHOLE,
     bias_of_tile,
     exponents,
@@ -130,14 +131,15 @@ def await_product(acc, p, l, shrink, FRESH: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, FRESH: gl.constexpr, S: gl.constexpr):
+def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`.
 
-    p is as it is `carried`. FRESH: m is the running maximum; else it stays, and a is not multiplied.
+    p is as it is `carried`. If KEPT m stays, and a is not multiplied; else m is the running maximum.
     """
     V: gl.constexpr = S.V
     QUARTER: gl.constexpr = quarter_first(V.ALL, S.CAUSAL, S.DECAY or S.SOFTCAP, not S.FIRST_MAX)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
+    FRESH: gl.constexpr = KIND != KEPT
     LATE: gl.constexpr = FRESH and late(S.V.ALL, S.BN)
     BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
@@ -164,7 +166,7 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, FRESH: 
         s = products_done(PV, [s])
         let_go(K_READ, rings.k, use, S)
         # m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j
-        y, top = exponents(s, m, rows, keys, i, bias, n, KIND, FRESH, S)
+        y, top = exponents(s, m, rows, keys, i, bias, n, KIND, S)
         first, second = halves(y)
         if QUARTER:
             first, rest = halves(first)
@@ -201,25 +203,26 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
     if S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
         if S.LEFT:
-            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, reads, group, n, EDGE, True, S)
+            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, reads, group, n, EDGE, S)
         end = gl.maximum(begin, end)
         acc, p, m, l, shrink = state
         before = m - rows.bias
         acc, p, after, l, shrink = attend(
-            (acc, p, before, l, shrink), (begin, end), keys, rows, reads, group, n, WHOLE, True, S
+            (acc, p, before, l, shrink), (begin, end), keys, rows, reads, group, n, WHOLE, S
         )
         m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, reads, group, n, EDGE, True, S)
+        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, reads, group, n, EDGE, S)
     else:
         begin = 1
         if S.FIRST_MAX and S.LEFT:  # until each row has seen a key
             begin = gl.minimum(gl.maximum(keys.begin, 0) + 1, keys.count)
-            acc, p, m, l, shrink = attend(state, (1, begin), keys, rows, reads, group, n, EITHER, True, S)
+            acc, p, m, l, shrink = attend(state, (1, begin), keys, rows, reads, group, n, EITHER, S)
             if late(S.V.ALL, S.BN):
                 V: gl.constexpr = S.V
                 acc = times_rows(acc, shrink, V)
             state = (acc, p, m, l, shrink)
-        return attend(state, (begin, keys.count), keys, rows, reads, group, n, EITHER, not S.FIRST_MAX, S)
+        REST: gl.constexpr = KEPT if S.FIRST_MAX else EITHER
+        return attend(state, (begin, keys.count), keys, rows, reads, group, n, REST, S)
 
 
 @gluon.jit
@@ -244,7 +247,7 @@ def largest_scores(group: gl.constexpr, q, keys, all_tiles, rows, rings, n, S: g
         pass_turn(group, S)
         s = products_done(0, [s])
         let_go(K_READ, rings.k, keys.base + i, S)
-        _, m = exponents(s, m, rows, keys, i, m, n, EITHER, True, S)
+        _, m = exponents(s, m, rows, keys, i, m, n, EITHER, S)
         wait_full(rings.v.full, keys.base + i)
         let_go(V_READ, rings.v, keys.base + i, S)
     for i in range(keys.count, all_tiles):

@@ -8,8 +8,9 @@ from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
 from flashmix.ops.attention.triton_gpu.tiles import load_decay
 
-# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole
-WHOLE, EDGE, EITHER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole; likewise, where m
+# stays what it is
+WHOLE, EDGE, EITHER, KEPT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
@@ -116,9 +117,9 @@ def bias_of_tile(rows, start, n, S: gl.constexpr):
 
 
 @gluon.jit
-def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, FRESH: gl.constexpr, S: gl.constexpr):
-    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and what it is counted from: the running maximum with it, or (not FRESH)
-    m."""
+def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
+    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and what it is counted from: m if KEPT, else the running maximum with
+    it."""
     RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
     BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
     start = keys.low + i * S.BN
@@ -128,7 +129,7 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, FRESH: gl.conste
         if hidden(edge, KIND):
             s = keys_seen(s, rows.position, start, keys.tokens, n, S)
         top = m
-        if FRESH:
+        if KIND != KEPT:
             top = gl.maximum(m, gl.max(s, 1) * n.scale)
         return s * n.scale - top[:, None], top
     else:
@@ -145,7 +146,7 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, FRESH: gl.conste
         if hidden(edge, KIND):
             y = keys_seen(y, rows.position, start, keys.tokens, n, S)
         top = m
-        if FRESH:
+        if KIND != KEPT:
             top = gl.maximum(m, gl.max(y, 1))
         return y - top[:, None], top
 
