@@ -37,9 +37,9 @@ def quarter_first(channels, causal, featured, running):
 
 
 @gluon.constexpr_function
-def in_words(channels, biased):
-    """Whether loops carry p in words (`as_words`): where there are several loops, and up to 64 channels. One loop of more is slower so."""
-    return biased or channels <= 64
+def in_words(channels, several):
+    """Whether loops carry p in words (`as_words`): where there are `several` loops, and up to 64 channels. One loop of more is slower."""
+    return several or channels <= 64
 
 
 @gluon.constexpr_function
