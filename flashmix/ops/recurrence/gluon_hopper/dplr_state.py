@@ -49,7 +49,7 @@ def dplr_state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.const
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
         s16 = state.to(DT)
         wait_full(bars.v.full, n)
-        state = state * total_decay(tiles.vectors, n, S)[None, :]
+        state = state * total_decay(tiles.vectors, n, S.VALUES, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)

@@ -52,7 +52,7 @@ def dplr_backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.co
         A_ak = tiles.A.index(n % S.PAIRS).slice(64, 64, dim=0)  # [C, C]
         d16 = dstate.to(DT)
         wait_full(bars.v.full, n)
-        dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
+        dstate = dstate * total_decay(tiles.vectors, n, S.VALUES, S)[None, :]
         left = gl.convert_layout(d16, LEFT_64)
         wait_full(bars.k.full, n)
         wait_full(bars.made.full, n)

@@ -93,6 +93,8 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         ends._replace(VALUES=2, PAIRS=2) if basic.CORRECTED else ends
     )  # room for that beside the states, or for queries, a and b
     maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
+    if warpgroups == 2 and basic.BK == basic.BV == 128:  # one program on a multiprocessor, with room for more stages
+        maps = maps._replace(KEYS=3, VALUES=3) if channel else maps._replace(KEYS=4, VALUES=4, PAIRS=4)
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK, ONE_PASS=2 * own.scores.spec.LIMIT)
@@ -128,7 +130,7 @@ def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
     made = queries and not spec.CHANNEL
     if spec.BK == 256:
         return (_wide_state if spec.CORRECTED else _wide_linear)(kernel, spec, made)
-    registers = 128 if spec.WARPGROUPS + made == 3 else 168
+    registers = 128 if spec.WARPGROUPS + made in (1, 3) else 168
     if spec.BK == 64:
         stages, registers = (4, registers) if made else (3, 128)
         values = 3 if spec.WARPGROUPS == 2 else stages

@@ -68,16 +68,15 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         z = 0
         if SCARCE:  # no addresses hoisted, nothing loaded or kept while two products are made
             z = opaque_zero()
-        stage = (n % S.VALUES) * 4 + z
+        stage = (n % S.KEYS) * 4 + z
         s16 = state.to(DT)
-        wait_full(bars.v.full, n)
-        state = state * total_decay(tiles.vectors, n, S)[None, :]
+        wait_full(bars.k.full, n)
+        state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
         if SCARCE:
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w + z), BEFORE, S)
-        wait_full(bars.k.full, n)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
@@ -92,6 +91,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
+        wait_full(bars.v.full, n)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         if not SCARCE:
             v = in_float32(v)
@@ -169,10 +169,10 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
     for n in range(at.count):
         chunk = at.begin + n
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        stage = (n % S.VALUES) * 4
+        stage = (n % S.KEYS) * 4
         s16 = state.to(DT)
-        wait_full(bars.v.full, n)
-        total = total_decay(tiles.vectors, n, S)
+        wait_full(bars.k.full, n)
+        total = total_decay(tiles.vectors, n, S.KEYS, S)
         state = state * total[None, :]
         if MAPS:
             decay *= total
@@ -181,7 +181,6 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
         if SCARCE:
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
-        wait_full(bars.k.full, n)
         if S.OUTPUT:
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
@@ -189,6 +188,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
                 put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
+        wait_full(bars.v.full, n)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
         if S.CHANNEL:
             written = gl.convert_layout(v, operand(S.BK))

@@ -73,15 +73,15 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         if not MAKES_NU:
             wait_full(bars.v.full, n)
         chunk = at.begin + at.count - 1 - n
-        stage = (n % S.VALUES) * 4
+        stage = (n % S.KEYS) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         b = tiles.b.index(n % S.KEYS)  # [C, K]
         dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
         d16 = dstate.to(DT)
-        dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]
-        left = gl.convert_layout(d16, LEFT_64)
         wait_full(bars.k.full, n)
+        dstate = dstate * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
+        left = gl.convert_layout(d16, LEFT_64)
         if MAKES_NU:
             written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
         if S.SAVE:

@@ -2,7 +2,7 @@
 
 The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the last two 0-based on tokens that exist (beta is 0 past
 them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
-is 2^(G_C) of each channel.
+is 2^(G_C) of each channel. They come with the keys: `query_pairs` then waits for no values, and runs ahead where keys have more stages.
 
 A_qb (3.1) comes from memory with CHANNEL alone. Else `query_pairs`, a warpgroup beside those of the states, makes it of the queries and
 keys that lie in shared memory for them: no kernel writes it and none reads it.
@@ -58,7 +58,7 @@ def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: g
     READERS: gl.constexpr = S.WARPGROUPS + (1 if S.MAKES else 0)
     k = gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE)
     v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
-    vectors = gl.allocate_shared_memory(gl.float32, [(S.BK // 64 if S.CHANNEL else 4) * S.VALUES, 64], VECTOR)
+    vectors = gl.allocate_shared_memory(gl.float32, [(S.BK // 64 if S.CHANNEL else 4) * S.KEYS, 64], VECTOR)
     A = v
     made = v
     q = k
@@ -78,7 +78,7 @@ def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: g
     if TOKENS > 0:
         tokens = gl.allocate_shared_memory(DT, [TOKENS * S.WARPGROUPS, 64, 64], TILE)
     keys = ring(S.KEYS, 1, READERS)
-    values = ring(S.VALUES, 1, READERS)
+    values = ring(S.VALUES, 1, S.WARPGROUPS)
     pairs = values
     own = values
     if S.READS > 0:
@@ -98,19 +98,25 @@ def fetch_vectors(d, row, bar, vectors, n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
-    """Copies the keys of a chunk, and the queries, into their stage. With CHANNEL there are a and b, without corrections b alone as k."""
-    q_d, k_d = d
+def fetch_keys(d, at, chunk, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.constexpr):
+    """Copies the keys of a chunk, the queries and the vectors into their stage, when it is free. With CHANNEL there are a and b, without
+    corrections b alone as k.
+    """
+    q_d, k_d, vec_d = d
+    KINDS: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of keys
     stage = n % S.KEYS
+    t = chunk * 64
+    wait_empty(bars.k.empty, n)
+    VECTORS: gl.constexpr = vec_d.block_type.shape[1] * 4
+    bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + KINDS) * 64 * S.BK * 2 + VECTORS)
+    fetch_vectors(vec_d, (at.chunk0 + chunk) * S.HV + at.head, bar, tiles.vectors, n, S.KEYS)
     if S.CHANNEL:
-        bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + (2 if S.CORRECTED else 1)) * 64 * S.BK * 2)
         if QUERIES:
             fetch_tokens(k_d, at.span, t, at.head, 0, bar, tiles.q.index(stage), S)
         fetch_tokens(k_d, kind_of_keys(at.span, 1, numbers), t, at.head, 0, bar, tiles.k.index(stage), S)
         if S.CORRECTED:
             fetch_tokens(k_d, kind_of_keys(at.span, 2, numbers), t, at.head, 0, bar, tiles.b.index(stage), S)
     else:
-        bar = expect_bytes(bars.k.full, n, (2 if QUERIES else 1) * 64 * S.BK * 2)
         fetch_tokens(k_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.k.index(stage), S)
         if QUERIES:
             fetch_tokens(q_d, at.span, t, at.head // S.GROUP, 0, bar, tiles.q.index(stage), S)
@@ -118,11 +124,12 @@ def fetch_keys(d, at, t, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: gl.c
 
 @gluon.jit
 def fetch_values(d, at, t, row, n, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
-    """Copies the values of a chunk, or of a map's M none, and its vectors into their stage, when it is free."""
+    """Copies the values of a chunk, or of a map's M none, into their stage, when it is free, and its vectors where they lie there too."""
     v_d, vec_d = d
     WARPGROUPS: gl.constexpr = S.WARPGROUPS
+    VECTORS: gl.constexpr = 0 if vec_d is None else vec_d.block_type.shape[1] * 4
     wait_empty(bars.v.empty, n)
-    bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + vec_d.block_type.shape[1] * 4)
+    bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + VECTORS)
     t_v = t
     if MAPS:
         if S.CORRECTED:
@@ -130,7 +137,8 @@ def fetch_values(d, at, t, row, n, tiles, bars, MAPS: gl.constexpr, S: gl.conste
     for w in gl.static_range(WARPGROUPS):
         tile = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w)
         fetch_tokens(v_d, at.span, t_v, at.head, at.channel + w * 64, bar, tile, S)
-    fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
+    if vec_d is not None:
+        fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
 
 
 @gluon.jit
@@ -139,6 +147,7 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
     TILES: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of a chunk in memory
+    FIRST: gl.constexpr = S.KEYS >= S.VALUES  # the ring that is free first is filled first
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
@@ -149,14 +158,16 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
             chunk = at.begin + n
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
-        fetch_values((v_d, vec_d), at, t, row, n, tiles, bars, MAPS, S)
+        if FIRST:
+            fetch_keys((q_d, k_d, vec_d), at, chunk, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
+        fetch_values((v_d, None), at, t, row, n, tiles, bars, MAPS, S)
         if S.READS > 0:
             wait_empty(bars.A.empty, n)
             bar = expect_bytes(bars.A.full, n, S.READS * 64 * 64 * 2)
             to = row * (TILES * 64) + (TILES - S.READS) * 64
             fetch_tile(A_d, [to, 0], bar, tiles.A.index(n % S.PAIRS))
-        wait_empty(bars.k.empty, n)
-        fetch_keys((q_d, k_d), at, t, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
+        if not FIRST:
+            fetch_keys((q_d, k_d, vec_d), at, chunk, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
 
 
 @gluon.jit
@@ -184,16 +195,14 @@ def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
         count = gl.maximum(count, 1)
     for n in range(count):
         z = opaque_zero()  # lest masks and addresses be hoisted into registers
-        stage = (n % S.VALUES) * 4 + z
+        stage = (n % S.KEYS) * 4 + z
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         made = tiles.made.index(n % 2)
         wait_full(bars.k.full, n)
-        wait_full(bars.v.full, n)
         wait_empty(bars.made.empty, n)
         put_query_pairs(q, k, tiles.vectors, stage, made, numbers.scale, z)
         release(bars.k.empty, n)
-        release(bars.v.empty, n)
         fence_async_shared()
         signal(bars.made.full, n)
 
@@ -219,13 +228,13 @@ def inverse_tile(tiles, n, S: gl.constexpr):
 
 
 @gluon.jit
-def total_decay(vectors, n, S: gl.constexpr):
+def total_decay(vectors, n, STAGES: gl.constexpr, S: gl.constexpr):
     """2^(G_C) of tile n on the columns of a state: [1], the last of the rows' factors; with CHANNEL [K]."""
     if S.CHANNEL:
-        return reinterpret(vectors, gl.float32, [S.VALUES, S.BK], VECTOR).index(n % S.VALUES).load(columns(S.BK))
+        return reinterpret(vectors, gl.float32, [STAGES, S.BK], VECTOR).index(n % STAGES).load(columns(S.BK))
     else:
-        view = reinterpret(vectors, gl.float32, [S.VALUES * 256, 1], VECTOR)
-        return view.index((n % S.VALUES) * 256 + ROW_FACTOR * 64 + 63).load(columns(S.BK))
+        view = reinterpret(vectors, gl.float32, [STAGES * 256, 1], VECTOR)
+        return view.index((n % STAGES) * 256 + ROW_FACTOR * 64 + 63).load(columns(S.BK))
 
 
 @gluon.jit

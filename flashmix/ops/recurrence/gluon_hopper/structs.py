@@ -30,8 +30,8 @@ class HopperSpec(NamedTuple):
     )
     MAKES: bool = False  # else a warpgroup beside those of the states makes A_qb
     WARPGROUPS: int = 2  # of a state pass, 64 channels of values each; the others are other programs'
-    KEYS: int = 2  # stages of the ring of keys (and queries)
-    VALUES: int = 3  # of values or their gradients, with the vectors of a chunk
+    KEYS: int = 2  # stages of the ring of keys (and queries) with the vectors of a chunk
+    VALUES: int = 3  # of values or their gradients; of DPLR and of 256 channels with the vectors
     PAIRS: int = (
         3  # of tiles of pairs that come from memory; without corrections with 256 channels of A_qb, which is made
     )
@@ -156,7 +156,9 @@ class StateTiles(NamedTuple):
     k: Any  # [KEYS, 64, BK]
     b: Any  # [KEYS, 64, BK]: what is written under, k itself but with CHANNEL
     v: Any  # [WARPGROUPS VALUES, 64, 64]: 64 channels for each warpgroup; backward dO
-    vectors: Any  # [4 VALUES, 64]; with CHANNEL 2^(G_C) of each channel, [BK / 64 VALUES, 64]
+    vectors: (
+        Any  # [4 KEYS, 64] (256 channels: VALUES for KEYS); with CHANNEL 2^(G_C) of each channel, [BK / 64 KEYS, 64]
+    )
     A: Any  # from memory, [PAIRS, 128 or 64, 64]: T; with CHANNEL and the queries A_qb, T, without corrections A_qb
     made: Any  # [2, 64, 64]: A_qb but with CHANNEL
     states: Any  # [WARPGROUPS, 64, BK]: one a warpgroup, on its way to memory
@@ -171,7 +173,7 @@ class Ring(NamedTuple):
 
 
 class StateBarriers(NamedTuple):
-    """The rings of a state pass: keys and queries, values with vectors, tiles of pairs from memory and made here."""
+    """The rings of a state pass: keys and queries with vectors, values, tiles of pairs from memory and made here."""
 
     k: Ring
     v: Ring

@@ -160,7 +160,7 @@ def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
         fence_async_shared()
         signal(bars.state.full, n)
         wait_full(bars.v.full, n)
-        state = state * total_decay(tiles.vectors, n, S)[None, :]
+        state = state * total_decay(tiles.vectors, n, VSTAGES, S)[None, :]
         wait_full(bars.keys.full, n)
         nu = chunk_nu(w, s16, k, nu_own, n, z, tiles, bars, S)  # [v, C]
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(

@@ -170,7 +170,7 @@ def linear_consumer(
             shared = tiles.states.index(w + z)  # [v, K]
             share_state(state.to(DT), s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, shared, BEFORE, S.SAVE)
         wait_full(bars.v.full, n)
-        total = total_decay(tiles.vectors, n, S)
+        total = total_decay(tiles.vectors, n, S.VALUES, S)
         state = state * total[None, :]  # before the product, which ptxas would wait for
         if MAPS:
             decay *= total

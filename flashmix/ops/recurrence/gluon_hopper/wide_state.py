@@ -62,7 +62,9 @@ def wide_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexp
         if S.OUTPUT:
             signal(bars.states.full, n * S.WARPGROUPS + w)
         wait_full(bars.vectors.full, n)
-        state = state * total_decay(tiles.vectors, n, S)[None, :]  # before the product, which ptxas would wait for
+        state = (
+            state * total_decay(tiles.vectors, n, S.VALUES, S)[None, :]
+        )  # before the product, which ptxas would wait for
         wait_full(bars.k.full, n)
         ks = product(shared, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:

@@ -79,7 +79,9 @@ def wide_backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.co
         dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0))  # [v, C]
         share_state(dstate.to(DT), s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, shared, 1, S.SAVE)
         wait_full(bars.v.full, n)
-        dstate = dstate * total_decay(tiles.vectors, n, S)[None, :]  # before the product, which ptxas would wait for
+        dstate = (
+            dstate * total_decay(tiles.vectors, n, S.VALUES, S)[None, :]
+        )  # before the product, which ptxas would wait for
         wait_full(bars.k.full, n)
         dnu = product(shared, k.permute((1, 0)), ACC_64, 64, 64)
         row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
