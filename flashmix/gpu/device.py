@@ -126,6 +126,11 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+def is_current(t: torch.Tensor) -> bool:
+    """Whether a tensor lies on the current GPU."""
+    return t.is_cuda and t.get_device() == torch._C._cuda_getDevice()
+
+
 class _Beside(threading.local):
     """What `beside` says in this thread."""
 

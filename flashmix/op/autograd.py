@@ -82,6 +82,7 @@ def save(op: Any, ctx: Any, call: Any, outputs: Sequence[Tensor], kept: Sequence
     ctx.shared = _dtypes(op, call) if op.shares else None
     kept = all_kept(op, outputs, kept)
     values = {**call.for_backward(outputs).__dict__}
+    values.pop("of_kind", None)  # hooks of saved tensors may change these
     given, tensors = [], []
     for name in call.names:
         t = values[name]

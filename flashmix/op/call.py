@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -45,6 +45,7 @@ class Call:
     packings: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[str, ...]]
     written: ClassVar[tuple[str, ...]]  # of the tensors, those that the op overwrites
+    of_kind: ClassVar[Hashable] = None  # a `CallKind`, which all calls like this one share; None: not known
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +80,9 @@ class Call:
         """The call with other values of some fields, as `dataclasses.replace` makes it, at less cost to the host."""
         if sys.version_info >= (3, 13) and torch.compiler.is_compiling():  # which traces no `__dict__` there
             return dataclasses.replace(self, **changes)
-        return self.make({**self.__dict__, **changes})
+        values = {**self.__dict__, **changes}
+        values.pop("of_kind", None)
+        return self.make(values)
 
 
 def refused(tensors: Iterable[Tensor | None]) -> str | None:

@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from flashmix.op.call import Op
 from flashmix.op.checks import contents_everywhere
-from flashmix.op.choose import choose, explaining
+from flashmix.op.choose import choose
+from flashmix.op.kind import keep, ordinary
 
 Tensors = Mapping[str, Any]  # the tensor fields of a call, absent ones None
 Again = Callable[
     [Tensors], Tensor
 ]  # the output of a call with tensors like those it was made for; writes what the op writes
-MOST = 1024  # signatures
 
 
 class Remembered:
@@ -79,9 +78,7 @@ def rememberable(tensors: Tensors) -> bool:
             return False
     elif not first.is_cpu or torch.is_autocast_enabled("cpu"):
         return False
-    if explaining() or contents_everywhere() or forward_ad._current_level >= 0:
-        return False
-    if torch._C._are_functorch_transforms_active():
+    if contents_everywhere() or not ordinary():
         return False
     if torch.is_grad_enabled():
         for t in tensors.values():
@@ -132,10 +129,3 @@ def by_signature(prepare: Callable[[Any], Again | None]) -> Callable[[Any], Agai
         return found[key]
 
     return prepared
-
-
-def keep(found: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keeps `value`; forgets all where sizes change without end."""
-    if len(found) >= MOST:
-        found.clear()
-    found[key] = value

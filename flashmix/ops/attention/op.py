@@ -22,6 +22,7 @@ from flashmix.op.checks import (
 )
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast
+from flashmix.op.kind import ByKind
 from flashmix.op.packing import Packing, as_packing
 from flashmix.op.public import public
 from flashmix.ops.attention import sdpa
@@ -42,6 +43,35 @@ IMPLEMENTATIONS = (
 )
 SHARDED = "flashmix.ops.attention.sharded"
 ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,), sharded=SHARDED)
+
+
+def fitted(call: AttentionCall) -> AttentionCall:
+    """The call with its packings, scale and seed, in the autocast dtype; raises unless tensors fit one another, and numbers their range."""
+    q, k, v, slopes = call.q, call.k, call.v, call.alibi_slopes
+    _check_qkv(q, k, v)
+    by_sequence = False
+    if call.sink is not None or slopes is not None or call.log_decay is not None:
+        if slopes is not None:
+            check_tensor("alibi_slopes", slopes)
+            by_sequence = slopes.shape == (q.shape[0], q.shape[2])
+        decay_shape = k.shape[0], k.shape[1], q.shape[2]
+        check_features(q, call.sink, slopes, call.log_decay, decay_shape, call.right, by_sequence=by_sequence)
+    check_softcap(call.softcap)
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {call.dropout_p}")
+    packing, packing_k = _check_packing(q, k, call.packing, call.packing_k)
+    scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
+    if call.ranged:
+        _check_ranges(q, call.key_starts, call.key_lengths, packing)
+    if by_sequence and slopes is not None and packing is not None:
+        slopes = slopes[0]  # one row, whatever it packs
+    seed = torch.randint(2**62, (), device=q.device) if call.dropout_p > 0 else None
+    q, k, v = autocast(q, k, v)
+    changes: dict[str, Any] = {"packing": packing, "packing_k": packing_k, "scale": scale, "seed": seed}
+    return call.but(q=q, k=k, v=v, alibi_slopes=slopes, **changes)
+
+
+CALLS = ByKind(ATTENTION, fitted)
 
 
 @public
@@ -118,35 +148,15 @@ def softmax_attention(
         >>> o.shape, lse.shape
         (torch.Size([2, 5, 8, 24]), torch.Size([2, 8, 5]))
     """
-    _check_qkv(q, k, v)
-    left, right = check_window(window)
-    if causal:
-        right = 0
-    by_sequence = False
-    if sink is not None or alibi_slopes is not None or log_decay is not None:
-        if alibi_slopes is not None:
-            check_tensor("alibi_slopes", alibi_slopes)
-            by_sequence = alibi_slopes.shape == (q.shape[0], q.shape[2])
-        check_features(
-            q, sink, alibi_slopes, log_decay, (k.shape[0], k.shape[1], q.shape[2]), right, by_sequence=by_sequence
-        )
-    check_softcap(softcap)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    packing, packing_k = _check_packing(q, k, cu_seqlens, cu_seqlens_k)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if key_starts is not None or key_lengths is not None:
-        _check_ranges(q, key_starts, key_lengths, packing)
-    if by_sequence and alibi_slopes is not None and packing is not None:
-        alibi_slopes = alibi_slopes[0]  # one row, whatever it packs
-    seed = torch.randint(2**62, (), device=q.device) if dropout_p > 0 else None
-    q, k, v = autocast(q, k, v)
-    values: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": sink, "alibi_slopes": alibi_slopes, "seed": seed}
-    values |= {"log_decay": log_decay, "packing": packing, "packing_k": packing_k, "scale": scale, "left": left}
-    values |= {"right": right, "key_starts": key_starts, "key_lengths": key_lengths, "softcap": softcap}
-    values["dropout_p"], values["return_lse"] = dropout_p, return_lse
-    call = AttentionCall.make(values)
-    o, *rest = ATTENTION(call, impl)
+    left = right = None
+    if window is not None:
+        _check_qkv(q, k, v)  # whose errors come first
+        left, right = check_window(window)
+    values: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": sink, "alibi_slopes": alibi_slopes, "seed": None}
+    values |= {"log_decay": log_decay, "packing": cu_seqlens, "packing_k": cu_seqlens_k, "scale": scale, "left": left}
+    values |= {"right": 0 if causal else right, "key_starts": key_starts, "key_lengths": key_lengths}
+    values |= {"softcap": softcap, "dropout_p": dropout_p, "return_lse": return_lse}
+    o, *rest = CALLS(values, impl, "softmax_attention")
     return o, rest[0] if return_lse else None
 
 

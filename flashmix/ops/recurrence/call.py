@@ -12,8 +12,9 @@ from torch import Tensor
 from flashmix.op.call import Call, Outputs
 from flashmix.op.checks import check_dtype, check_floating, check_like, check_multiple, check_shape, check_tensor, dims
 from flashmix.op.dtypes import state_dtype
+from flashmix.op.kind import keep
 from flashmix.op.packing import Packing, as_packing
-from flashmix.op.remember import keep, kinds
+from flashmix.op.remember import kinds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FITTING: dict[Hashable, bool] = {}  # names of keys and `kinds` of operands that were found to fit

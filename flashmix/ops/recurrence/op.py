@@ -10,6 +10,7 @@ from flashmix.op.call import Op, always, native_refuses
 from flashmix.op.choose import Implementation
 from flashmix.op.dtypes import autocast, product_dtype, state_dtype
 from flashmix.op.heads import repeat_heads
+from flashmix.op.kind import ByKind
 from flashmix.op.packing import Packing
 from flashmix.op.public import public
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule, check_operands
@@ -75,6 +76,20 @@ IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
 RECURRENCE = Op("recurrence", RecurrenceCall, IMPLEMENTATIONS, sharded="flashmix.ops.recurrence.sharded")
 
 
+def fitted(call: RecurrenceCall) -> RecurrenceCall:
+    """The call with its packing and scale, in the autocast dtype; raises unless its operands fit one another."""
+    keys = {name: t for name, t in (("k", call.k), ("a", call.a), ("b", call.b)) if t is not None}
+    decay, of_values = (None, call.log_decay) if call.value_decay else (call.log_decay, None)
+    packing = check_operands(
+        call.q, call.v, keys, call.beta, decay, call.initial_state, call.packing, value_log_decay=of_values
+    )
+    q, k, v, a, b = autocast(call.q, call.k, call.v, call.a, call.b)
+    return call.but(q=q, k=k, v=v, a=a, b=b, packing=packing, scale=_scale(call.scale, q))
+
+
+CALLS = ByKind(RECURRENCE, fitted)
+
+
 @public
 def linear_attention(
     q: Tensor,
@@ -129,16 +144,14 @@ def linear_attention(
         >>> o.shape, state.shape
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
-    packing = check_operands(
-        q, v, {"k": k}, None, log_decay, initial_state, cu_seqlens, value_log_decay=value_log_decay
-    )
-    q, k, v = autocast(q, k, v)
-    decay, scale = log_decay if value_log_decay is None else value_log_decay, _scale(scale, q)
+    if log_decay is not None and value_log_decay is not None:
+        check_operands(q, v, {"k": k}, None, log_decay, None, None, value_log_decay=value_log_decay)  # raises
+    decay = log_decay if value_log_decay is None else value_log_decay
     operands = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": decay}
-    options = {"packing": packing, "scale": scale, "read_before": read_before}
+    options = {"packing": cu_seqlens, "scale": scale, "read_before": read_before}
     options["value_decay"] = value_log_decay is not None
-    call = RecurrenceCall.make({**operands, "initial_state": initial_state, **options})
-    o, state = RECURRENCE(call, impl, "linear_attention")
+    values = {**operands, "initial_state": initial_state, **options}
+    o, state = CALLS(values, impl, "linear_attention")
     return o, state if return_state else None
 
 
@@ -207,25 +220,26 @@ def delta_rule(
         >>> o.shape, state.shape
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
+    if erase is None and write is None:
+        operands = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": beta, "log_decay": log_decay}
+        options = {"packing": cu_seqlens, "scale": scale, "read_before": read_before, "value_decay": False}
+        values = {**operands, "initial_state": initial_state, **options}
+        o, state = CALLS(values, impl, "delta_rule")
+        return o, state if return_state else None
     keys = {"k": k}
     if erase is not None:
         keys["erase"] = erase
     if write is not None:
         keys["write"] = write
     packing = check_operands(q, v, keys, beta, log_decay, initial_state, cu_seqlens)
-    a = b = None
-    dtype = exact = v.dtype
-    if erase is not None or write is not None:
-        exact = product_dtype(q, impl)
-        q, k, v = q.to(exact), k.to(exact), v.to(exact)
-        a = _default_erase(k, v, beta, log_decay) if erase is None else -erase.to(exact)
-        b = k if write is None else write.to(exact)
-        v = (v * beta.unsqueeze(-1)).to(v.dtype)
-    q, k, v, a, b = autocast(q, k, v, a, b)
-    scale = _scale(scale, q)
-    key, strength = (k, beta) if a is None else (None, None)
-    operands = {"q": q, "k": key, "v": v, "a": a, "b": b, "beta": strength, "log_decay": log_decay}
-    options = {"packing": packing, "scale": scale, "read_before": read_before, "value_decay": False}
+    dtype, exact = v.dtype, product_dtype(q, impl)
+    q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    a = _default_erase(k, v, beta, log_decay) if erase is None else -erase.to(exact)
+    b = k if write is None else write.to(exact)
+    v = (v * beta.unsqueeze(-1)).to(v.dtype)
+    q, v, a, b = autocast(q, v, a, b)
+    operands = {"q": q, "k": None, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay}
+    options = {"packing": packing, "scale": _scale(scale, q), "read_before": read_before, "value_decay": False}
     call = RecurrenceCall.make({**operands, "initial_state": initial_state, **options})
     o, state = RECURRENCE(call, impl, "delta_rule")
     return o if exact == dtype else o.to(dtype), state if return_state else None
@@ -283,10 +297,10 @@ def dplr(
         >>> o.shape
         torch.Size([2, 100, 4, 32])
     """
-    packing = check_operands(q, v, {"k": k, "a": a, "b": b}, None, log_decay, initial_state, cu_seqlens)
-    q, k, v, a, b = autocast(q, k, v, a, b)
-    call = RecurrenceCall(q, k, v, a, b, None, log_decay, initial_state, packing, scale=_scale(scale, q))
-    o, state = RECURRENCE(call, impl, "dplr")
+    operands = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay}
+    options = {"packing": cu_seqlens, "scale": scale, "read_before": False, "value_decay": False}
+    values = {**operands, "initial_state": initial_state, **options}
+    o, state = CALLS(values, impl, "dplr")
     return o, state if return_state else None
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 
-from flashmix.op.remember import keep
+from flashmix.op.kind import keep
 from flashmix.ops.attention.call import AttentionCall
 from flashmix.ops.attention.triton_gpu.spec import aligned, laid_out
 
 
-def kind_of(call: AttentionCall, d_o: Tensor | None) -> tuple[Any, ...] | None:
+def kind_of(call: AttentionCall, d_o: Tensor | None) -> Hashable:
     """All that launches for a call (and for `d_o`) depend on but addresses; None if a tensor does not begin on 16 bytes."""
-    found: list[Any] = []
-    for t in (call.q, call.k, call.v, call.sink, call.alibi_slopes, call.log_decay, d_o):
-        if t is None:
-            found.append(None)
-        elif t.data_ptr() & 15:
+    tensors = call.q, call.k, call.v, call.sink, call.alibi_slopes, call.log_decay, d_o
+    for t in tensors:
+        if t is not None and t.data_ptr() & 15:
             return None
-        else:
-            found += (t.dtype, t.shape, t.stride())
+    if call.of_kind is not None and d_o is None:
+        return call.of_kind
+    found: list[Any] = []
+    for t in tensors:
+        found += (None,) if t is None else (t.dtype, t.shape, t.stride())
     for packing in (call.packing, call.packing_k):
         if packing is not None:
             found += (packing.count, packing.total)

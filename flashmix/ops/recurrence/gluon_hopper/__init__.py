@@ -18,7 +18,7 @@ from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.memory import MemoryPart, allocate, views
 from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Gradients, Outputs
-from flashmix.op.remember import keep
+from flashmix.op.kind import keep
 from flashmix.ops.recurrence import triton_gpu
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.gluon_hopper import dplr

@@ -14,7 +14,7 @@ from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.memory import MemoryPart
 from flashmix.op.call import Gradients
-from flashmix.op.remember import keep
+from flashmix.op.kind import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import plan
@@ -59,6 +59,8 @@ KNOWN: dict[Hashable, CallMemory] = {}  # of calls that are not packed
 
 def kind_of(call: RecurrenceCall) -> Hashable:
     """What all sizes and launches of a call follow from, but for addresses; None of a packed one, which has tables to be made."""
+    if call.of_kind is not None:
+        return call.of_kind
     if call.packing is not None:
         return None
     beta, decay = call.beta, call.log_decay
