@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,15 @@ def said_again(ptx: str) -> str:
 
 
 @contextmanager
+def forgotten_kinds() -> Iterator[None]:
+    """Within it the recurrence on Hopper knows no kinds of calls from before, when a card may have been another one."""
+    with ExitStack() as stack:
+        for name in ("FORWARD", "SAVING", "BACKWARD"):
+            stack.enter_context(mock.patch.dict(f"flashmix.ops.recurrence.gluon_hopper.{name}", clear=True))
+        yield
+
+
+@contextmanager
 def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     """Within it, Triton implementations accept CPU tensors and launch nothing; what they would launch is in the list."""
     from triton.runtime.jit import JITFunction
@@ -108,6 +117,7 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         mock.patch.object(
             gpu, "hopper_refuses", lambda device, dtype, dtypes: None if capability == (9, 0) else "not Hopper"
         ),
+        forgotten_kinds(),
     ):
         yield launches
 

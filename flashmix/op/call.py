@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import sys
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -45,7 +45,7 @@ class Call:
     packings: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[str, ...]]
     written: ClassVar[tuple[str, ...]]  # of the tensors, those that the op overwrites
-    of_kind: ClassVar[Hashable] = None  # a `CallKind`, which all calls like this one share; None: not known
+    of_kind: ClassVar[Any] = None  # a `CallKind`, which all calls like this one share; None: not known
 
     @property
     def device(self) -> torch.device:
@@ -267,6 +267,9 @@ class Op:
 
     def forward(self, call: Call, save: bool, impl: str) -> tuple[Outputs, Outputs]:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
+        if call.of_kind is not None:
+            found: tuple[Outputs, Outputs] = call.of_kind.forward(call, save)
+            return found
         module = self._loaded.get(impl) or self.module(impl)
         first = getattr(call, call.names[0])
         again = None if self.writes or self.once else lambda: autograd.both_ways(self, call, save, module)

@@ -69,9 +69,8 @@ class _Explained(BaseException):
 _explaining: ContextVar[bool] = ContextVar("flashmix_explaining", default=False)
 
 
-def explaining() -> bool:
-    """Whether `explain` is asking: then an op must come to its `choose`, whatever it knows from calls before."""
-    return _explaining.get()
+# Whether `explain` is asking: then an op must come to its `choose`, whatever it knows from calls before.
+explaining = _explaining.get
 
 
 def preparing() -> AbstractContextManager[None]:

@@ -25,15 +25,16 @@ MOST = 1024  # entries that `keep` leaves in a dict
 class CallKind:
     """Calls with the same `features` and options. Implementations keep by it, as `Call.of_kind`, what follows from these.
 
-    `forward` of the implementation that runs them; `names` of the given tensors; `saves`: autograd records the calls; `options`: fields of
-    a checked call that are no tensors.
+    `forward` of the implementation that runs them; `names` of the given tensors, which may all be `contiguous`; `saves`: autograd records
+    the calls; `options`: fields of a checked call that are no tensors.
     """
 
-    __slots__ = ("forward", "implementation", "names", "options", "saves")
+    __slots__ = ("contiguous", "forward", "implementation", "names", "options", "saves")
 
     def __init__(self, implementation: str, forward: Callable[..., Any], call: Any) -> None:
         self.implementation, self.forward = implementation, forward
-        self.names, _, _, gradient = given(call)
+        self.names, tensors, _, gradient = given(call)
+        self.contiguous = all(t.is_contiguous() for t in tensors)
         self.saves = gradient and torch.is_grad_enabled()
         self.options = {name: getattr(call, name) for name in call.options} | {"of_kind": self}
 

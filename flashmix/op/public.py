@@ -65,8 +65,13 @@ def public(op: Function, check_of: Callable[[inspect.Parameter], Check | None] |
                 options[name] = named[name](name, options[name])
         given = len(args)
         for place, name, check in placed:
-            if place < given and (value := check(name, args[place])) is not args[place]:
-                args = (*args[:place], value, *args[place + 1 :])
+            if place >= given:
+                break
+            value = args[place]
+            if value is not None and check is check_given:  # most are, and a call costs
+                continue
+            if (found := check(name, value)) is not value:
+                args = (*args[:place], found, *args[place + 1 :])
         return op(*args, **options)
 
     return checked  # type: ignore[return-value]

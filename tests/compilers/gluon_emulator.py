@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kernels import forgotten_kinds
 from torch import Tensor
 
 from compilers.gluon_memory import (
@@ -343,5 +344,6 @@ def hopper_card(multiprocessors: int = 1, seed: int = 0, beside: Sequence[str] =
         mock.patch.object(gpu, "target", lambda device: target),
         mock.patch.object(gpu, "refuses", lambda device, dtype: None),
         mock.patch.object(gpu, "hopper_refuses", lambda device, dtype, dtypes: None),
+        forgotten_kinds(),
     ):
         yield launched

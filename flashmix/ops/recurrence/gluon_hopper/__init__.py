@@ -9,13 +9,13 @@ channel the state passes read decayed keys, `output`'s backward is `channel_outp
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashmix.gpu.blocks import cdiv
-from flashmix.gpu.memory import MemoryPart, allocate, views
+from flashmix.gpu.memory import allocate, views
 from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Gradients, Outputs
 from flashmix.op.kind import keep
@@ -23,16 +23,15 @@ from flashmix.ops.recurrence import triton_gpu
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall, Rule
 from flashmix.ops.recurrence.gluon_hopper import dplr
 from flashmix.ops.recurrence.gluon_hopper.memory import (
+    BackwardMemory,
+    ForwardMemory,
     Saved,
     aligned,
-    backward_parts,
     kept_parts,
     kind_of,
     ready,
     results,
     sizes_of,
-    symbolic_sizes_of,
-    walks,
 )
 from flashmix.ops.recurrence.gluon_hopper.phases import (
     ChunkReads,
@@ -51,11 +50,13 @@ from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
 from flashmix.ops.recurrence.triton_gpu.run import Run
 from flashmix.parallel.halves import Halves
 
+Memory = TypeVar("Memory")
 __all__ = ["backward", "forward", "halves", "keeps"]
 
-FORWARD: dict[Hashable, LaunchSeries] = {}
-SAVING: dict[Hashable, LaunchSeries] = {}  # a forward that keeps nu or states
-BACKWARD: dict[Hashable, LaunchSeries] = {}  # by the kind of a call
+# By the kind of a call; that of a backward with the number of allocations that its forward left.
+FORWARD: dict[Hashable, ForwardMemory] = {}
+SAVING: dict[Hashable, ForwardMemory] = {}  # of forwards for a backward
+BACKWARD: dict[Hashable, BackwardMemory] = {}
 
 
 def halves(call: RecurrenceCall) -> Halves | None:
@@ -76,40 +77,25 @@ BackwardParts = tuple[
 ]
 
 
-def launch(
-    known: dict[Hashable, LaunchSeries],
-    device: torch.device,
-    kind: Hashable,
-    tensors: Sequence[Tensor | None],
-    make: Callable[[], None],
-) -> None:
-    """Makes the launches of a call, which touch these tensors; as the series of its kind, if it has one."""
-    if kind is None:
-        make()
-        return
-    series = known.get(kind)
-    if series is None:
-        series = LaunchSeries()
-        keep(known, kind, series)
-    series(device, tensors, make)
-
-
 def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     """Output and final state; keeps T, the vectors of chunks, and the segments' maps and starts; and nu, states or both."""
-    if is_step(call):
-        return step(call), ()
-    if call.tokens == 0 or call.batch == 0:
-        return empty(call), ()
-    if call.rule is Rule.DPLR:
-        return dplr.forward(call, save)
+    known = SAVING if save else FORWARD
+    own = known.get(call.of_kind)
+    if own is None:
+        if is_step(call):
+            return step(call), ()
+        if call.tokens == 0 or call.batch == 0:
+            return empty(call), ()
+        if call.rule is Rule.DPLR:
+            return dplr.forward(call, save)
     call, operands = ready(call)
-    device, kind = call.q.device, kind_of(call)
-    sizes = sizes_of(call, kind)
+    if own is None:
+        own = of_kind(known, kind_of(call), lambda kind: ForwardMemory(call, kind, save))
+    device, sizes = call.q.device, own.sizes
     o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
     kept, decayed = allocate(sizes.kept_bytes, device), allocate(sizes.decayed_bytes, device)
-    parts = kept_parts(call, sizes) if save else ()
-    more = allocate(sum(part.bytes for part in parts), device) if parts else None
-    if call.packed:
+    more = allocate(own.more_bytes, device)
+    if call.packing is not None:
         o.zero_()  # tokens past the last sequence
 
     def make() -> None:
@@ -120,11 +106,30 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
             write_maps(run, reads, maps)
             base = run.base
             base.plan.join_forward(base.join_programs(), maps, call.initial_state, starts, None, None, base.segmented)
-        state_output(run, reads, joined, o, state, Saved.of(call, views(more, parts)))
+        state_output(run, reads, joined, o, state, Saved.of(call, views(more, own.more)))
 
-    known = FORWARD if more is None else SAVING
-    launch(known, device, kind, (*operands, o, state, kept, decayed, more), make)
-    return (o, state), tuple(t for t in (kept, more) if t is not None) if save else ()
+    launch(own.series, device, (*operands, o, state, kept, decayed, more), make)
+    return (o, state), tuple([t for t in (kept, more) if t is not None]) if save else ()
+
+
+def of_kind(known: dict[Hashable, Memory], kind: Hashable, make: Callable[[Hashable], Memory]) -> Memory:
+    """What is known of a kind of calls, made if it is not; it is not kept where there is no kind."""
+    found = known.get(kind)
+    if found is None:
+        found = make(kind)
+        if kind is not None:
+            keep(known, kind, found)
+    return found
+
+
+def launch(
+    series: LaunchSeries | None, device: torch.device, tensors: Sequence[Tensor | None], make: Callable[[], None]
+) -> None:
+    """Makes the launches of a call, which touch these tensors; as the series of its kind, if it has one."""
+    if series is None:
+        make()
+    else:
+        series(device, tensors, make)
 
 
 def empty(call: RecurrenceCall) -> Outputs:
@@ -137,7 +142,7 @@ def keeps(call: RecurrenceCall) -> Outputs:
     """Empty tensors like those that `forward` keeps, if it does."""
     if call.rule is Rule.DPLR:
         return triton_gpu.keeps(call)
-    sizes = symbolic_sizes_of(call)
+    sizes = sizes_of(call)
     if is_step(call) or not sizes.kept or call.tokens == 0 or call.batch == 0:
         return ()
     more = [sum(part.bytes for part in parts)] if (parts := kept_parts(call, sizes)) else []
@@ -160,29 +165,26 @@ def launch_backward(
 ) -> Gradients:
     """What `results` has, made. The memory that it is made in, the most of a backward, is free again before value heads are summed."""
     device, kind = call.q.device, kind_of(call)
-    sizes = sizes_of(call, kind)
+    key = None if kind is None else (kind, len(kept))
+    own = of_kind(BACKWARD, key, lambda key: BackwardMemory(call, key, len(kept)))
+    sizes, parts, stretches = own.sizes, own.parts, own.stretches
     do, dstate = grads
-    do = torch.zeros_like(call.v) if do is None else aligned(do.to(call.dtype))
+    do = torch.zeros_like(call.v) if do is None else aligned(do if do.dtype == call.dtype else do.to(call.dtype))
     dstate = None if dstate is None else dstate.contiguous()
     memory = kept[0] if kept else allocate(sizes.kept_bytes, device)  # of one token a sequence nothing is kept
-    decayed, (parts, stretches) = allocate(sizes.decayed_bytes, device), backward_parts(call, sizes)
-    saved = Saved.of(call, views(kept[1], kept_parts(call, sizes))) if len(kept) > 1 else Saved()
-    walked = saved.states is None and walks(call, sizes)
-    missing = tuple(part for part, there in zip(sizes.states, saved, strict=False) if there is None)
-    worked = [part.of(parts * stretches) for part in sizes.work + (sizes.counters if walked else missing)]
-    worked += [MemoryPart(torch.float32, (stretches - 1, *sizes.state))] if stretches > 1 else []
-    work = allocate(sum(part.bytes for part in worked), device)
+    decayed, work = allocate(sizes.decayed_bytes, device), allocate(own.work_bytes, device)
     found = results(call)
 
     def make() -> None:
         run = HopperRun(Run.of(call))
-        own = views(memory, sizes.kept), views(decayed, sizes.decayed)
-        scored = scores(run, *own, not kept and call.decay is not Decay.CHANNEL)
-        room = views(work, worked)
+        saved = Saved.of(call, views(kept[1], own.more)) if own.more else Saved()
+        scores_of = views(memory, sizes.kept), views(decayed, sizes.decayed)
+        scored = scores(run, *scores_of, not kept and call.decay is not Decay.CHANNEL)
+        room = views(work, own.work)
         between = room.pop() if stretches > 1 else None
         more = iter(room[len(sizes.work) :])
-        counters = next(more, None) if walked else None
-        made = saved if walked else Saved(*(next(more, None) if t is None else t for t in saved))
+        counters = next(more, None) if own.walked else None
+        made = saved if own.walked else Saved(*(next(more, None) if t is None else t for t in saved))
         starts = None
         if scored[1]:
             ends, starts = room[1:3]
@@ -194,16 +196,15 @@ def launch_backward(
         whole = run, scored, (do, dstate, starts), found
         each: Iterable[BackwardParts] = [whole]
         if between is not None:
-            each = stretches_of(whole, own[0], between)
+            each = stretches_of(whole, scores_of[0], between)
         elif parts > 1:
-            each = sequences(whole, own[0], parts)
+            each = sequences(whole, scores_of[0], parts)
         for one, read, given, its in each:
             if made.states is not saved.states:
                 save_states(one, read, made, saved.nu is not None)
             gradients(one, read, given, room[0], made, its, counters)
 
-    own = memory, *kept[1:], decayed, work
-    launch(BACKWARD, device, kind, (*operands, dstate, *own, do, *found.values()), make)
+    launch(own.series, device, (*operands, dstate, memory, *kept[1:], decayed, work, do, *found.values()), make)
     return found
 
 
@@ -246,6 +247,6 @@ def finished(call: RecurrenceCall, found: Gradients, wanted: frozenset[str]) -> 
         del found["log_decay"]
     elif decay is not None and decay.dim() == 1:
         found["log_decay"] = found["log_decay"].sum((0, 1), dtype=torch.float64).to(decay.dtype)
-    elif decay is not None:
+    elif decay is not None and found["log_decay"].dtype != decay.dtype:
         found["log_decay"] = found["log_decay"].to(decay.dtype)
     return found | {name: for_heads(found[name], getattr(call, name)) for name in ("q", "k")}

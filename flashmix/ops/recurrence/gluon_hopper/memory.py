@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.memory import MemoryPart
+from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Gradients
-from flashmix.op.kind import keep
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.triton_gpu.layout import count_chunks
 from flashmix.ops.recurrence.triton_gpu.plan import plan
@@ -54,9 +54,6 @@ class CallMemory(NamedTuple):
     decayed_bytes: int
 
 
-KNOWN: dict[Hashable, CallMemory] = {}  # of calls that are not packed
-
-
 def kind_of(call: RecurrenceCall) -> Hashable:
     """What all sizes and launches of a call follow from, but for addresses; None of a packed one, which has tables to be made."""
     if call.of_kind is not None:
@@ -69,18 +66,8 @@ def kind_of(call: RecurrenceCall) -> Hashable:
     return call.q.shape, call.v.shape, strength, gate, call.scale, call.q.get_device()
 
 
-def sizes_of(call: RecurrenceCall, kind: Hashable) -> CallMemory:
-    """What a call of a kind allocates."""
-    found = KNOWN.get(kind)
-    if found is None:
-        found = symbolic_sizes_of(call)
-        if kind is not None:
-            keep(KNOWN, kind, found)
-    return found
-
-
-def symbolic_sizes_of(call: RecurrenceCall) -> CallMemory:
-    """The same of a call whose numbers may be symbols of a compiler."""
+def sizes_of(call: RecurrenceCall) -> CallMemory:
+    """What a call allocates; its numbers may be symbols of a compiler."""
     N, B, T, HV, K, V = call.sequences, call.batch, call.tokens, call.value_heads, call.K, call.V
     chunks, tiles, dtype = count_chunks(call, 64), plan(call).tiles, call.dtype
     kept, decayed, float32 = [], [], torch.float32
@@ -150,8 +137,8 @@ class Saved(NamedTuple):
     nu: Tensor | None = None  # with corrections, [B, T, HV, V]
 
     @staticmethod
-    def of(call: RecurrenceCall, kept: Sequence[Tensor]) -> Saved:
-        """The tensors of `kept_parts`."""
+    def of(call: RecurrenceCall, kept: Sequence[Any]) -> Saved:
+        """The tensors of `kept_parts`, or these."""
         rest = iter(kept)
         return Saved(*(next(rest, None) if keeps(call) else None for keeps in (keeps_states, keeps_values)))
 
@@ -168,12 +155,44 @@ def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
     That is with tiles of 128 channels and at most one decay per token, where its programs fill most of a card. The gradients have the same
     bits either way with one value head a key head.
     """
-    tiles = call.value_heads <= GROUPED * call.heads and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
-    if not tiles or call.decay is Decay.CHANNEL:
+    heads, K = call.q.shape[2:]
+    value_heads, V = call.v.shape[2:]
+    if value_heads > GROUPED * heads or min(K, V) <= 64 or max(K, V) > 128 or call.decay is Decay.CHANNEL:
         return False
     segments = sizes.kept[-1].shape[2] if len(sizes.work) > 1 else 1
-    programs, multiprocessors = call.sequences * call.value_heads * segments, gpu.target(call.device).multiprocessors
+    programs, multiprocessors = call.sequences * value_heads * segments, gpu.target(call.device).multiprocessors
     return programs > FILLED * cdiv(programs, multiprocessors) * multiprocessors
+
+
+class ForwardMemory:
+    """What the forward of calls of one `kind` allocates, `more` what it keeps beside `sizes.kept`; its launches, where there is a kind."""
+
+    def __init__(self, call: RecurrenceCall, kind: Hashable, save: bool) -> None:
+        self.sizes = sizes_of(call)
+        self.more = kept_parts(call, self.sizes) if save else ()
+        self.more_bytes = sum(part.bytes for part in self.more)
+        self.series = None if kind is None else LaunchSeries()
+
+
+class BackwardMemory:
+    """The same of a backward, to which its forward left one allocation or two, and in how many parts or stretches it is made.
+
+    `walked`: whether `walks`. `work` is what it works on, all of one part.
+    """
+
+    def __init__(self, call: RecurrenceCall, kind: Hashable, kept: int) -> None:
+        sizes = self.sizes = sizes_of(call)
+        self.parts, self.stretches = backward_parts(call, sizes)
+        self.more = kept_parts(call, sizes) if kept > 1 else ()
+        saved = Saved.of(call, self.more) if self.more else Saved()
+        self.walked = saved.states is None and walks(call, sizes)
+        missing = tuple(part for part, there in zip(sizes.states, saved, strict=False) if there is None)
+        work = [
+            part.of(self.parts * self.stretches) for part in sizes.work + (sizes.counters if self.walked else missing)
+        ]
+        work += [MemoryPart(torch.float32, (self.stretches - 1, *sizes.state))] if self.stretches > 1 else []
+        self.work, self.work_bytes = tuple(work), sum(part.bytes for part in work)
+        self.series = None if kind is None else LaunchSeries()
 
 
 def results(call: RecurrenceCall) -> Gradients:
@@ -182,13 +201,13 @@ def results(call: RecurrenceCall) -> Gradients:
     """
     make_like = torch.zeros_like if call.packed else torch.empty_like
     found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
-    decay = call.log_decay
-    if decay is not None:
-        per_token = call.v[..., 0]
-        narrow = decay.dtype == torch.float64 and call.decay is Decay.CHANNEL
-        like, dtype = (decay, decay.dtype) if decay.dim() > 1 else (per_token, torch.float32)
-        found["log_decay"] = make_like(like, dtype=torch.float32 if narrow else dtype)
-    if (call.decay is Decay.CHANNEL or max(call.K, call.V) > 128) and call.heads != call.value_heads:
+    decay, channel = call.log_decay, call.decay is Decay.CHANNEL
+    if decay is not None and decay.dim() == 1:
+        found["log_decay"] = make_like(call.v[..., 0], dtype=torch.float32)
+    elif decay is not None:
+        narrow = decay.dtype == torch.float64 and channel
+        found["log_decay"] = make_like(decay, dtype=torch.float32 if narrow else decay.dtype)
+    if (channel or max(call.K, call.V) > 128) and call.heads != call.value_heads:
         shape = *call.v.shape[:3], call.K
         found |= {name: call.v.new_zeros(shape) if call.packed else call.v.new_empty(shape) for name in ("q", "k")}
     if call.initial_state is not None:
@@ -199,15 +218,14 @@ def results(call: RecurrenceCall) -> Gradients:
 def aligned(x: Tensor) -> Tensor:
     """The tensor contiguous and at an address that TMA can read from."""
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    return x.clone() if x.data_ptr() & 15 else x
 
 
 def ready(call: RecurrenceCall) -> tuple[RecurrenceCall, list[Tensor | None]]:
     """The call with contiguous operands, those of TMA at addresses that it can read from; and these operands."""
-    changed, operands = {}, []
-    for name in OPERANDS:
-        t = getattr(call, name)
-        if t is not None and (not t.is_contiguous() or (t.data_ptr() & 15 and name in TILED)):
-            t = changed[name] = aligned(t)
-        operands.append(t)
+    operands = [call.q, call.k, call.v, call.beta, call.log_decay, call.initial_state]
+    contiguous, changed = call.of_kind is not None and call.of_kind.contiguous, {}
+    for i, t in enumerate(operands):
+        if t is not None and ((i < len(TILED) and t.data_ptr() & 15) or not (contiguous or t.is_contiguous())):
+            operands[i] = changed[OPERANDS[i]] = aligned(t)
     return call.but(**changed) if changed else call, operands

@@ -12,7 +12,7 @@ from flashmix.gpu.memory import allocate, views
 from flashmix.op.call import Gradients, Outputs
 from flashmix.ops.recurrence.call import RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import finished
-from flashmix.ops.recurrence.gluon_hopper.memory import Saved, aligned, results, symbolic_sizes_of, walks
+from flashmix.ops.recurrence.gluon_hopper.memory import Saved, aligned, results, sizes_of, walks
 from flashmix.ops.recurrence.gluon_hopper.phases import (
     ChunkReads,
     HopperRun,
@@ -45,7 +45,7 @@ class Scored(NamedTuple):
     @staticmethod
     def of(run: HopperRun, kept: Sequence[Tensor] | None = None) -> Scored:
         """Made, or as far as they are in what the forward `kept`: with a decay per channel again, and for the backward more."""
-        sizes, device = symbolic_sizes_of(run.call), run.call.device
+        sizes, device = sizes_of(run.call), run.call.device
         decayed = views(allocate(sizes.decayed_bytes, device), sizes.decayed)
         own = [] if decayed or kept is None else list(kept[:2])
         if not decayed and kept is None:
@@ -148,7 +148,7 @@ class HopperBackward:
     def gradients(self, dstate: Tensor, wanted: frozenset[str]) -> Gradients:
         """The gradients of the call's tensors, with those of the states at the end of every piece."""
         run, found = self.run, results(self.run.call)
-        sizes = symbolic_sizes_of(run.call)
+        sizes = sizes_of(run.call)
         walked = walks(run.call, sizes)
         parts = (sizes.work[0], *(sizes.counters if walked else sizes.states))
         dstates, *others = [torch.empty(size=part.shape, dtype=part.dtype, device=self.do.device) for part in parts]
