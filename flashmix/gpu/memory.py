@@ -27,6 +27,11 @@ class MemoryPart(NamedTuple):
         return self if parts == 1 else MemoryPart(self.dtype, (-(-first // parts), *rest))
 
 
+def is_plain(t: Tensor) -> bool:
+    """Whether `torch.empty_like` is `torch.empty` of the same sizes, at half of its cost to the host."""
+    return t.stride() == torch.empty(t.shape, device="meta").stride()
+
+
 def allocate(size: int, device: torch.device) -> Tensor | None:
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 

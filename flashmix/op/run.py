@@ -32,7 +32,7 @@ def plain(t: Tensor) -> bool:
     if t.is_cpu:
         return not torch.is_autocast_enabled("cpu")
     if t.is_cuda:
-        return t.get_device() == torch.cuda.current_device() and not torch.is_autocast_enabled("cuda")
+        return gpu.is_current(t) and not torch.is_autocast_enabled("cuda")
     return not torch.is_autocast_enabled(t.device.type)
 
 

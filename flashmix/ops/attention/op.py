@@ -152,10 +152,25 @@ def softmax_attention(
     if window is not None:
         _check_qkv(q, k, v)  # whose errors come first
         left, right = check_window(window)
-    values: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": sink, "alibi_slopes": alibi_slopes, "seed": None}
-    values |= {"log_decay": log_decay, "packing": cu_seqlens, "packing_k": cu_seqlens_k, "scale": scale, "left": left}
-    values |= {"right": 0 if causal else right, "key_starts": key_starts, "key_lengths": key_lengths}
-    values |= {"softcap": softcap, "dropout_p": dropout_p, "return_lse": return_lse}
+    values: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "sink": sink,
+        "alibi_slopes": alibi_slopes,
+        "log_decay": log_decay,
+        "seed": None,
+        "packing": cu_seqlens,
+        "packing_k": cu_seqlens_k,
+        "key_starts": key_starts,
+        "key_lengths": key_lengths,
+        "scale": scale,
+        "left": left,
+        "right": 0 if causal else right,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "return_lse": return_lse,
+    }
     o, *rest = CALLS(values, impl, "softmax_attention")
     return o, rest[0] if return_lse else None
 

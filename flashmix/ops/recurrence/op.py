@@ -147,10 +147,20 @@ def linear_attention(
     if log_decay is not None and value_log_decay is not None:
         check_operands(q, v, {"k": k}, None, log_decay, None, None, value_log_decay=value_log_decay)  # raises
     decay = log_decay if value_log_decay is None else value_log_decay
-    operands = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": None, "log_decay": decay}
-    options = {"packing": cu_seqlens, "scale": scale, "read_before": read_before}
-    options["value_decay"] = value_log_decay is not None
-    values = {**operands, "initial_state": initial_state, **options}
+    values = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "a": None,
+        "b": None,
+        "beta": None,
+        "log_decay": decay,
+        "initial_state": initial_state,
+        "packing": cu_seqlens,
+        "scale": scale,
+        "read_before": read_before,
+        "value_decay": value_log_decay is not None,
+    }
     o, state = CALLS(values, impl, "linear_attention")
     return o, state if return_state else None
 
@@ -221,9 +231,20 @@ def delta_rule(
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
     if erase is None and write is None:
-        operands = {"q": q, "k": k, "v": v, "a": None, "b": None, "beta": beta, "log_decay": log_decay}
-        options = {"packing": cu_seqlens, "scale": scale, "read_before": read_before, "value_decay": False}
-        values = {**operands, "initial_state": initial_state, **options}
+        values = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "a": None,
+            "b": None,
+            "beta": beta,
+            "log_decay": log_decay,
+            "value_decay": False,
+            "initial_state": initial_state,
+            "packing": cu_seqlens,
+            "scale": scale,
+            "read_before": read_before,
+        }
         o, state = CALLS(values, impl, "delta_rule")
         return o, state if return_state else None
     keys = {"k": k}

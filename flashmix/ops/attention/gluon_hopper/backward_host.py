@@ -11,7 +11,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv, even_groups, power_of_two
 from flashmix.gpu.launch import bound
-from flashmix.gpu.memory import MemoryPart, views
+from flashmix.gpu.memory import MemoryPart, is_plain, views
 from flashmix.gpu.series import LaunchSeries
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients
@@ -243,7 +243,7 @@ class BackwardPlan:
 
     def __init__(self, call: AttentionCall) -> None:
         self.gradients = (Together if one_pass(call) else Apart)(call)
-        self.series = LaunchSeries()
+        self.series, self.plain = LaunchSeries(), all(is_plain(x) for x in (call.q, call.k, call.v))
         self.row_parts = row_parts(call, self.gradients.counters)
         parts = (*self.gradients.memory, *self.row_parts)
         self.bytes = sum(part.bytes for part in parts)
@@ -289,6 +289,11 @@ def rows_in(call: AttentionCall, parts: Sequence[Tensor]) -> RowResults:
     return RowResults(level, None, delta, *[x if x.numel() else None for x in (d_sink, counters)])
 
 
+def new_like(x: Tensor) -> Tensor:
+    """Memory for a contiguous tensor of the same sizes."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 PLANS = Plans(BackwardPlan)
 
 
@@ -300,11 +305,8 @@ def attention_backward(
     d_lse = None if d_lse is None else d_lse.contiguous()
     plan, call, tiled = PLANS.of(call, d_o)
     q, k, v, device = call.q, call.k, call.v, call.q.device
-    found = {
-        "q": torch.empty(q.shape, dtype=q.dtype, device=device),
-        "k": torch.empty(k.shape, dtype=k.dtype, device=device),
-        "v": torch.empty(v.shape, dtype=v.dtype, device=device),
-    }
+    make_like = torch.empty_like if plan.plain else new_like
+    found = {"q": make_like(q), "k": make_like(k), "v": make_like(v)}
     memory = torch.empty(plan.bytes, dtype=torch.uint8, device=device)
     more, flow = plan.sums(call), Flow(o, kept, d_lse, d_o, None if tiled is d_o else tiled)
     given = q, k, v, call.sink, call.alibi_slopes, *flow, memory, *more, found["q"], found["k"], found["v"]

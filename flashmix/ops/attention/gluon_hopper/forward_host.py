@@ -10,6 +10,7 @@ from torch import Tensor
 from flashmix.gpu import device as gpu
 from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import bound
+from flashmix.gpu.memory import is_plain
 from flashmix.gpu.series import LaunchSeries
 from flashmix.op.call import Outputs
 from flashmix.ops.attention.call import AttentionCall
@@ -54,6 +55,7 @@ class ForwardPlan:
         self.grid = min(programs, at_once) if spec.QUEUED else programs
         self.n, self.kernel = numbers_of(call, spec, blocks), bound(hopper_forward_kernel, spec, **options)
         self.o = (*call.q.shape[:3], call.v.shape[3])
+        self.like_q = self.o == call.q.shape and is_plain(call.q)
         self.lse = call.rows[1:] if call.packed else call.rows
         self.memory, self.series = memory_of(call), LaunchSeries()
 
@@ -88,7 +90,7 @@ def attention_forward(call: AttentionCall) -> tuple[Outputs, Outputs]:
         _, table = blocks_of(call.packing, call.tokens_q, plan.spec.BM, call.packing_k)
     if call.log_decay is not None:
         decay, decay_tiles = running_sums(call, plan.spec._replace(SCALED=False))
-    o = torch.empty(plan.o, dtype=call.q.dtype, device=device)
+    o = torch.empty_like(call.q) if plan.like_q else torch.empty(plan.o, dtype=call.q.dtype, device=device)
     kept = plan.allocate(plan.memory, dtype=torch.float32, device=device)
     if call.return_lse:
         lse = torch.empty(plan.lse, dtype=torch.float32, device=device)

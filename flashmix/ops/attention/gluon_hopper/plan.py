@@ -14,15 +14,16 @@ from flashmix.ops.attention.triton_gpu.spec import aligned, laid_out
 
 def kind_of(call: AttentionCall, d_o: Tensor | None) -> Hashable:
     """All that launches for a call (and for `d_o`) depend on but addresses; None if a tensor does not begin on 16 bytes."""
-    tensors = call.q, call.k, call.v, call.sink, call.alibi_slopes, call.log_decay, d_o
-    for t in tensors:
-        if t is not None and t.data_ptr() & 15:
-            return None
-    if call.of_kind is not None and d_o is None:
-        return call.of_kind
     found: list[Any] = []
-    for t in tensors:
-        found += (None,) if t is None else (t.dtype, t.shape, t.stride())
+    for t in (call.q, call.k, call.v, call.sink, call.alibi_slopes, call.log_decay, d_o):
+        if t is None:
+            found.append(None)
+        elif t.data_ptr() & 15:
+            return None
+        elif call.of_kind is None or t is d_o:
+            found += (t.dtype, t.shape, t.stride())
+    if call.of_kind is not None:
+        return (call.of_kind, *found)
     for packing in (call.packing, call.packing_k):
         if packing is not None:
             found += (packing.count, packing.total)

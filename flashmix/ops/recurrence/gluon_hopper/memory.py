@@ -200,16 +200,21 @@ def results(call: RecurrenceCall) -> Gradients:
     float32, and in float32 that of a float64 decay per channel, which the copy engine does not write.
     """
     make_like = torch.zeros_like if call.packed else torch.empty_like
-    found = {name: make_like(t) for name in ("q", "k", "v", "beta") if (t := getattr(call, name)) is not None}
-    decay, channel = call.log_decay, call.decay is Decay.CHANNEL
-    if decay is not None and decay.dim() == 1:
-        found["log_decay"] = make_like(call.v[..., 0], dtype=torch.float32)
-    elif decay is not None:
-        narrow = decay.dtype == torch.float64 and channel
-        found["log_decay"] = make_like(decay, dtype=torch.float32 if narrow else decay.dtype)
+    v, decay, channel = call.v, call.log_decay, call.decay is Decay.CHANNEL
+    found: Gradients = {}
     if (channel or max(call.K, call.V) > 128) and call.heads != call.value_heads:
-        shape = *call.v.shape[:3], call.K
-        found |= {name: call.v.new_zeros(shape) if call.packed else call.v.new_empty(shape) for name in ("q", "k")}
+        shape = *v.shape[:3], call.K
+        found = {name: v.new_zeros(shape) if call.packed else v.new_empty(shape) for name in ("q", "k")}
+    for name in ("q", "k", "v", "beta"):
+        t = getattr(call, name)
+        if t is not None and name not in found:
+            found[name] = make_like(t)
+    if decay is not None and (decay.dim() == 1 or (channel and decay.dtype == torch.float64)):
+        make = torch.zeros if call.packed else torch.empty
+        shape = v.shape[:3] if decay.dim() == 1 else decay.shape
+        found["log_decay"] = make(shape, dtype=torch.float32, device=v.device)
+    elif decay is not None:
+        found["log_decay"] = make_like(decay)
     if call.initial_state is not None:
         found["initial_state"] = torch.empty_like(call.initial_state)
     return found
