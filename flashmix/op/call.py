@@ -268,7 +268,7 @@ class Op:
     def forward(self, call: Call, save: bool, impl: str) -> tuple[Outputs, Outputs]:
         """Outputs and what is kept, of an implementation; autograd sees nothing of it."""
         if call.of_kind is not None:
-            found: tuple[Outputs, Outputs] = call.of_kind.forward(call, save)
+            found: tuple[Outputs, Outputs] = call.of_kind.module.forward(call, save)
             return found
         module = self._loaded.get(impl) or self.module(impl)
         first = getattr(call, call.names[0])

@@ -25,14 +25,14 @@ MOST = 1024  # entries that `keep` leaves in a dict
 class CallKind:
     """Calls with the same `features` and options. Implementations keep by it, as `Call.of_kind`, what follows from these.
 
-    `forward` of the implementation that runs them; `names` of the given tensors, which may all be `contiguous`; `saves`: autograd records
+    `implementation` that runs them and its `module`; `names` of the given tensors, which may all be `contiguous`; `saves`: autograd records
     the calls; `options`: fields of a checked call that are no tensors.
     """
 
-    __slots__ = ("contiguous", "forward", "implementation", "names", "options", "saves")
+    __slots__ = ("contiguous", "implementation", "module", "names", "options", "saves")
 
-    def __init__(self, implementation: str, forward: Callable[..., Any], call: Any) -> None:
-        self.implementation, self.forward = implementation, forward
+    def __init__(self, implementation: str, module: Any, call: Any) -> None:
+        self.implementation, self.module = implementation, module
         self.names, tensors, _, gradient = given(call)
         self.contiguous = all(t.is_contiguous() for t in tensors)
         self.saves = gradient and torch.is_grad_enabled()
@@ -56,7 +56,7 @@ class ByKind:
             call = op.call.make(values)
             if kind.saves:
                 return run_eager(op, call, kind.implementation, kind.names, [values[name] for name in kind.names])
-            outputs: Outputs = kind.forward(call, False)[0]
+            outputs: Outputs = kind.module.forward(call, False)[0]
             return outputs
         call = self.fit(op.call.make({**values}))
         outputs = op(call, impl, asked)
@@ -77,8 +77,8 @@ class ByKind:
         """Notes who runs calls like this one, unless that is a formula, which torch differentiates."""
         implementation = choose(asked, self.op.implementations, call, impl)
         if implementation.formula is None:
-            forward = self.op.module(implementation.name).forward
-            keep(self.known, key, CallKind(implementation.name, forward, call))
+            module = self.op.module(implementation.name)
+            keep(self.known, key, CallKind(implementation.name, module, call))
 
 
 def features(values: Mapping[str, Any], names: Sequence[str]) -> list[Any] | None:
