@@ -40,9 +40,11 @@ class CallKind:
 
 
 class ByKind:
-    """An op whose calls are checked once for each kind, by `fit(call)`: the call as the op takes it; it raises where fields do not fit."""
+    """An op whose calls are checked once for each kind, by `fit(values)`: the fields of a call become those that the op takes; it raises
+    where they do not fit.
+    """
 
-    def __init__(self, op: Op, fit: Callable[[Any], Any]) -> None:
+    def __init__(self, op: Op, fit: Callable[[dict[str, Any]], None]) -> None:
         self.op, self.fit = op, fit
         self.known: dict[tuple[Any, ...], CallKind] = {}
 
@@ -58,9 +60,11 @@ class ByKind:
                 return run_eager(op, call, kind.implementation, kind.names, [values[name] for name in kind.names])
             outputs: Outputs = kind.module.forward(call, False)[0]
             return outputs
-        call = self.fit(op.call.make({**values}))
+        unchecked = values if key is None else {**values}
+        self.fit(values)
+        call = op.call.make(values)
         outputs = op(call, impl, asked)
-        if key is not None and all(getattr(call, name) is values[name] for name in call.names):
+        if key is not None and all(values[name] is unchecked[name] for name in op.call.names):
             self._note(key, call, impl, asked)
         return outputs
 

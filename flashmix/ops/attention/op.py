@@ -45,33 +45,33 @@ SHARDED = "flashmix.ops.attention.sharded"
 ATTENTION = Op("softmax_attention", AttentionCall, IMPLEMENTATIONS, keeps_outputs=(0,), sharded=SHARDED)
 
 
-def fitted(call: AttentionCall) -> AttentionCall:
-    """The call with its packings, scale and seed, in the autocast dtype; raises unless tensors fit one another, and numbers their range."""
-    q, k, v, slopes = call.q, call.k, call.v, call.alibi_slopes
+def fit(values: dict[str, Any]) -> None:
+    """Gives fields of a call their packings, scale, seed and the autocast dtype; raises unless tensors fit, and numbers are in range."""
+    q, k, v, slopes = values["q"], values["k"], values["v"], values["alibi_slopes"]
     _check_qkv(q, k, v)
-    by_sequence = False
-    if call.sink is not None or slopes is not None or call.log_decay is not None:
+    by_sequence, sink, decay, dropout_p = False, values["sink"], values["log_decay"], values["dropout_p"]
+    if sink is not None or slopes is not None or decay is not None:
         if slopes is not None:
             check_tensor("alibi_slopes", slopes)
             by_sequence = slopes.shape == (q.shape[0], q.shape[2])
         decay_shape = k.shape[0], k.shape[1], q.shape[2]
-        check_features(q, call.sink, slopes, call.log_decay, decay_shape, call.right, by_sequence=by_sequence)
-    check_softcap(call.softcap)
-    if not 0 <= call.dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {call.dropout_p}")
-    packing, packing_k = _check_packing(q, k, call.packing, call.packing_k)
-    scale = q.shape[3] ** -0.5 if call.scale is None else float(call.scale)
-    if call.ranged:
-        _check_ranges(q, call.key_starts, call.key_lengths, packing)
-    if by_sequence and slopes is not None and packing is not None:
-        slopes = slopes[0]  # one row, whatever it packs
-    seed = torch.randint(2**62, (), device=q.device) if call.dropout_p > 0 else None
-    q, k, v = autocast(q, k, v)
-    changes: dict[str, Any] = {"packing": packing, "packing_k": packing_k, "scale": scale, "seed": seed}
-    return call.but(q=q, k=k, v=v, alibi_slopes=slopes, **changes)
+        check_features(q, sink, slopes, decay, decay_shape, values["right"], by_sequence=by_sequence)
+    check_softcap(values["softcap"])
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    packing, values["packing_k"] = _check_packing(q, k, values["packing"], values["packing_k"])
+    values["packing"], scale = packing, values["scale"]
+    values["scale"] = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if values["key_starts"] is not None or values["key_lengths"] is not None:
+        _check_ranges(q, values["key_starts"], values["key_lengths"], packing)
+    if by_sequence and packing is not None:
+        values["alibi_slopes"] = slopes[0]  # one row, whatever it packs
+    if dropout_p > 0:
+        values["seed"] = torch.randint(2**62, (), device=q.device)
+    values["q"], values["k"], values["v"] = autocast(q, k, v)
 
 
-CALLS = ByKind(ATTENTION, fitted)
+CALLS = ByKind(ATTENTION, fit)
 
 
 @public

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,18 +78,18 @@ IMPLEMENTATIONS: tuple[Implementation[RecurrenceCall], ...] = (
 RECURRENCE = Op("recurrence", RecurrenceCall, IMPLEMENTATIONS, sharded="flashmix.ops.recurrence.sharded")
 
 
-def fitted(call: RecurrenceCall) -> RecurrenceCall:
-    """The call with its packing and scale, in the autocast dtype; raises unless its operands fit one another."""
-    keys = {name: t for name, t in (("k", call.k), ("a", call.a), ("b", call.b)) if t is not None}
-    decay, of_values = (None, call.log_decay) if call.value_decay else (call.log_decay, None)
-    packing = check_operands(
-        call.q, call.v, keys, call.beta, decay, call.initial_state, call.packing, value_log_decay=of_values
-    )
-    q, k, v, a, b = autocast(call.q, call.k, call.v, call.a, call.b)
-    return call.but(q=q, k=k, v=v, a=a, b=b, packing=packing, scale=_scale(call.scale, q))
+def fit(values: dict[str, Any]) -> None:
+    """Gives fields of a call their packing and scale, and the autocast dtype; raises unless the operands fit one another."""
+    q, k, v, a, b = values["q"], values["k"], values["v"], values["a"], values["b"]
+    keys = {name: t for name, t in (("k", k), ("a", a), ("b", b)) if t is not None}
+    decay, state, cu_seqlens = values["log_decay"], values["initial_state"], values["packing"]
+    decay, of_values = (None, decay) if values["value_decay"] else (decay, None)
+    values["packing"] = check_operands(q, v, keys, values["beta"], decay, state, cu_seqlens, value_log_decay=of_values)
+    values["q"], values["k"], values["v"], values["a"], values["b"] = autocast(q, k, v, a, b)
+    values["scale"] = _scale(values["scale"], q)
 
 
-CALLS = ByKind(RECURRENCE, fitted)
+CALLS = ByKind(RECURRENCE, fit)
 
 
 @public
