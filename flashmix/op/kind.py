@@ -1,7 +1,7 @@
 """Kinds of calls: those like one that ran are neither checked nor is their implementation chosen again.
 
-On a GPU the host's part of a short call is longer than the GPU's, and half of it is spent on checks and choices, which depend on sizes,
-dtypes, devices, strides and options alone.
+On a GPU the host's part of a short call is longer than the GPU's. More than a third of it went to checks and choices, which depend on
+sizes, dtypes, devices, strides, options and which tensors want a gradient alone.
 """
 
 from __future__ import annotations
