@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from flashmix.gpu import device as gpu
 from flashmix.op.autograd import run_eager
 from flashmix.op.call import Op, Outputs, given
+from flashmix.op.checks import contents_everywhere
 from flashmix.op.choose import choose, explaining
 
 MOST = 1024  # entries that `keep` leaves in a dict
@@ -110,8 +111,10 @@ def features(values: Mapping[str, Any], names: Sequence[str]) -> list[Any] | Non
 
 
 def ordinary() -> bool:
-    """Whether a call runs for its results alone: neither `explain` nor a transform asks for it."""
-    return not (explaining() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
+    """Whether a call runs for its results alone: neither `explain` nor a transform asks for it, and no contents are checked."""
+    if explaining() or contents_everywhere():
+        return False
+    return not (forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active())
 
 
 def keep(found: dict[Any, Any], key: Any, value: Any) -> None:

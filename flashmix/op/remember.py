@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from flashmix.op.call import Op
-from flashmix.op.checks import contents_everywhere
 from flashmix.op.choose import choose
 from flashmix.op.kind import keep, ordinary
 
@@ -78,7 +77,7 @@ def rememberable(tensors: Tensors) -> bool:
             return False
     elif not first.is_cpu or torch.is_autocast_enabled("cpu"):
         return False
-    if contents_everywhere() or not ordinary():
+    if not ordinary():
         return False
     if torch.is_grad_enabled():
         for t in tensors.values():
