@@ -131,7 +131,7 @@ def hopper_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if not LEAST_CHANNELS_HOPPER <= channels <= MOST_CHANNELS_BACKWARD:
         return f"its tiles take head dims from {LEAST_CHANNELS_HOPPER} to {MOST_CHANNELS_BACKWARD}, got {channels}"
-    biased = call.alibi_slopes is not None or call.log_decay is not None
+    biased = call.log_decay is not None or (call.alibi_slopes is not None and call.right != 0)
     short = call.right == 0 and not call.packed and call.tokens_q < LEAST_TOKENS_CAUSAL
     if channels < LEAST_CHANNELS_CAUSAL and (biased or short):
         return f"Triton's kernels are as fast for such calls with head dims below {LEAST_CHANNELS_CAUSAL}"

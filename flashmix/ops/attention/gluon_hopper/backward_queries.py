@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from flashmix.gpu.hopper import accumulator, await_readers, ex2, gl, gluon, leave, products_done, row_pieces, wait_full
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.attention.gluon_hopper.forward import tiles_of_keys
-from flashmix.ops.attention.gluon_hopper.scores import bias_of_tile, keys_seen, row_sums, scaled
+from flashmix.ops.attention.gluon_hopper.scores import (
+    bias_of_tile,
+    gates_at_end,
+    keys_seen,
+    row_sums,
+    scaled,
+    way_of_tile,
+)
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -101,7 +108,8 @@ def row_probabilities(s, level, rows, keys, i, n, S: gl.constexpr):
                 decay_k = expanded(load_decay(rows.gates, at, keys.tokens, True), 0)  # [1, BN]
             y = biased(y, rows.position, at[None, :], rows.slope, rows.decay, decay_k, S) - level[:, None]
         else:
-            y = y + bias_of_tile(rows, start, n, S) - (level - rows.bias)[:, None]
+            way = way_of_tile(rows, start, gates_at_end(rows, start, S), S)
+            y = y + bias_of_tile(rows, start, S) - (level - rows.bias - way)[:, None]
     elif S.ALIBI:
         y = biased(y, rows.position, at[None, :], rows.slope, rows.decay, (0.0, 0.0), S) - level[:, None]
     else:

@@ -27,7 +27,7 @@ K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
 class KeyTiles(NamedTuple):
     """The tiles of keys of BM queries, from token `low`: numbers `begin` to `end` are seen whole by all of them.
 
-    Tile `i` is use `base + i` of the rings.
+    The `i`-th that is read is use `base + i` of the rings; it is number `i`, or with `from_last` number `count - 1 - i`.
     """
 
     base: Any
@@ -45,6 +45,28 @@ class ForwardRings(NamedTuple):
     k: Any
     v: Any
     o: Any
+
+
+@gluon.constexpr_function
+def from_last(first_max, biased):
+    """Whether a block's tiles are read from the last: gates and slopes take more off the scores of keys that are further away, so that
+    scores are counted from the largest of those nearby."""
+    return first_max and biased
+
+
+@gluon.jit
+def number_of(keys, i, S: gl.constexpr):
+    """The number of the `i`-th tile that is read."""
+    if from_last(S.FIRST_MAX, S.DECAY or S.ALIBI):
+        return keys.count - 1 - i
+    else:
+        return i
+
+
+@gluon.jit
+def first_key(keys, i, S: gl.constexpr):
+    """The first key of the `i`-th tile that is read."""
+    return keys.low + number_of(keys, i, S) * S.BN
 
 
 @gluon.jit
@@ -140,7 +162,7 @@ def fill_first(i, at, keys, descriptors, to, S: gl.constexpr):
     first, second = descriptors
     tiles, _ = to.tiles
     barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
-    copy_part(first, of_k, keys.low + i * S.BN, 0, barrier, tiles.index(use % S.STAGES), S)
+    copy_part(first, of_k, first_key(keys, i, S), 0, barrier, tiles.index(use % S.STAGES), S)
 
 
 @gluon.jit
@@ -150,7 +172,7 @@ def fill_second(i, at, keys, descriptors, to, order, C: gl.constexpr, S: gl.cons
     _, second = descriptors
     _, tiles = to.tiles
     barrier = to.full.index(use % S.STAGES)
-    copy_part(second, of_k, keys.low + i * S.BN, C.FIRST, barrier, tiles.index(order % S.SECONDS), S)
+    copy_part(second, of_k, first_key(keys, i, S), C.FIRST, barrier, tiles.index(order % S.SECONDS), S)
 
 
 @gluon.jit
@@ -159,7 +181,7 @@ def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
     QK: gl.constexpr = S.QK
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     await_all(K_READ, rings.k, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.k, keys.base + i, QK, S)
+    fill_tile(descriptor, of_k, first_key(keys, i, S), rings.k, keys.base + i, QK, S)
 
 
 @gluon.jit
@@ -168,7 +190,7 @@ def copy_values(i, at, keys, descriptor, rings, S: gl.constexpr):
     V: gl.constexpr = S.V
     of_k = (at.batch, at.head_k, at.start_k, at.tokens_k)
     await_all(V_READ, rings.v, keys.base + i, S)
-    fill_tile(descriptor, of_k, keys.low + i * S.BN, rings.v, keys.base + i, V, S)
+    fill_tile(descriptor, of_k, first_key(keys, i, S), rings.v, keys.base + i, V, S)
 
 
 @gluon.jit

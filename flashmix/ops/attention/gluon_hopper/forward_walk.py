@@ -23,17 +23,30 @@ from flashmix.ops.attention.gluon_hopper.forward_choices import (
     quarter_first,
     take_turns,
 )
-from flashmix.ops.attention.gluon_hopper.forward_copies import K_READ, V_READ, let_go, tile_of_k, tile_of_v
+from flashmix.ops.attention.gluon_hopper.forward_copies import (
+    K_READ,
+    V_READ,
+    first_key,
+    from_last,
+    let_go,
+    tile_of_k,
+    tile_of_v,
+)
 from flashmix.ops.attention.gluon_hopper.scores import (
     EDGE,
     EITHER,
     KEPT,
     WHOLE,
+    WHOLE_KEPT,
     bias_of_tile,
     exponents,
+    gates_at_end,
     halves,
+    is_whole,
     joined,
+    keeps_m,
     row_sums,
+    way_of_tile,
 )
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -134,22 +147,27 @@ def await_product(acc, p, l, shrink, FRESH: gl.constexpr, S: gl.constexpr):
 def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.constexpr):
     """Takes the `span` of tiles of the keys into `state`: `(a, p of the tile before, m, l, what a is still to be multiplied by)`.
 
-    p is as it is `carried`. If KEPT m stays, and a is not multiplied; else m is the running maximum.
+    p is as it is `carried`. Where m stays what it is a is not multiplied; else m is the running maximum.
     """
     V: gl.constexpr = S.V
     QUARTER: gl.constexpr = quarter_first(V.ALL, S.CAUSAL, S.DECAY or S.SOFTCAP, not S.FIRST_MAX)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
-    FRESH: gl.constexpr = KIND != KEPT
+    FRESH: gl.constexpr = not keeps_m(KIND)
     LATE: gl.constexpr = FRESH and late(S.V.ALL, S.BN)
-    BY_TILE: gl.constexpr = KIND == WHOLE and S.CAUSAL and (S.DECAY or S.ALIBI)
+    BY_TILE: gl.constexpr = is_whole(KIND) and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
     q, rings = reads
     dtype: gl.constexpr = rings.v.tiles[0].dtype
+    gates = (0.0, 0.0)
+    if BY_TILE:
+        gates = gates_at_end(rows, first_key(keys, gl.minimum(begin, keys.count - 1), S), S)
     for i in range(begin, end):
         bias = m
         if BY_TILE:
-            bias = bias_of_tile(rows, keys.low + i * S.BN, n, S)
+            start = first_key(keys, i, S)
+            bias = (bias_of_tile(rows, start, S), way_of_tile(rows, start, gates, S))
+            gates = gates_at_end(rows, first_key(keys, gl.minimum(i + 1, keys.count - 1), S), S)  # a tile ahead
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
         await_turn(group, S)
@@ -193,14 +211,45 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
 
 
 @gluon.jit
+def settled(state, S: gl.constexpr):
+    """The state of `attend` where m is to stay, with a multiplied by what it still was to be."""
+    V: gl.constexpr = S.V
+    acc, p, m, l, shrink = state
+    if late(S.V.ALL, S.BN):
+        acc = times_rows(acc, shrink, V)
+    return acc, p, m, l, shrink
+
+
+@gluon.jit
+def all_keys_from_last(state, keys, rows, reads, group, n, S: gl.constexpr):
+    """`all_keys` with a bias, from the last: those that not all rows see, until each has seen its own key, then those that all see whole,
+    then those that a window cuts off."""
+    end = keys.end - gl.where((rows.reference + 1 - keys.low) % S.BN == 0, 1, 0)  # the first row's own key ends a tile
+    own = gl.minimum(gl.maximum(keys.count - end, 1), keys.count)
+    state = settled(attend(state, (1, own), keys, rows, reads, group, n, EDGE, S), S)
+    cut = keys.count
+    if S.LEFT:
+        cut = gl.maximum(keys.count - keys.begin, own)
+    acc, p, m, l, shrink = state
+    acc, p, _, l, shrink = attend(
+        (acc, p, m - rows.bias, l, shrink), (own, cut), keys, rows, reads, group, n, WHOLE_KEPT, S
+    )
+    state = (acc, p, m, l, shrink)
+    if S.LEFT:
+        state = attend(state, (cut, keys.count), keys, rows, reads, group, n, KEPT, S)
+    return state
+
+
+@gluon.jit
 def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
     """Takes all tiles after the first into `state`.
 
     A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
-    counted there. That is one addition an element instead of four. With FIRST_MAX m stays, with a window from the first tile on that all
-    rows see whole.
+    counted there. That is one addition an element instead of four. With FIRST_MAX m stays when each row has seen a key.
     """
-    if S.CAUSAL and (S.DECAY or S.ALIBI):
+    if from_last(S.FIRST_MAX, S.DECAY or S.ALIBI):
+        return all_keys_from_last(state, keys, rows, reads, group, n, S)
+    elif S.CAUSAL and (S.DECAY or S.ALIBI):
         begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
         if S.LEFT:
             state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, reads, group, n, EDGE, S)
@@ -216,11 +265,7 @@ def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
         begin = 1
         if S.FIRST_MAX and S.LEFT:  # until each row has seen a key
             begin = gl.minimum(gl.maximum(keys.begin, 0) + 1, keys.count)
-            acc, p, m, l, shrink = attend(state, (1, begin), keys, rows, reads, group, n, EITHER, S)
-            if late(S.V.ALL, S.BN):
-                V: gl.constexpr = S.V
-                acc = times_rows(acc, shrink, V)
-            state = (acc, p, m, l, shrink)
+            state = settled(attend(state, (1, begin), keys, rows, reads, group, n, EITHER, S), S)
         REST: gl.constexpr = KEPT if S.FIRST_MAX else EITHER
         return attend(state, (begin, keys.count), keys, rows, reads, group, n, REST, S)
 

@@ -3,14 +3,15 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from flashmix.gpu.hopper import accumulator, gl, gluon, row_pieces
+from flashmix.gpu.hopper import accumulator, gl, gluon, opaque_zero, row_pieces
+from flashmix.ops.attention.gluon_hopper.forward_copies import first_key, number_of
 from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
 from flashmix.ops.attention.triton_gpu.tiles import load_decay
 
-# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole; likewise, where m
-# stays what it is
-WHOLE, EDGE, EITHER, KEPT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole. The first and
+# the last also where m stays what it is.
+WHOLE, EDGE, EITHER, WHOLE_KEPT, KEPT = (gl.constexpr(kind) for kind in range(5))
 
 
 @gluon.jit
@@ -24,10 +25,22 @@ def scaled(s, n, S: gl.constexpr):
     return y, squashed
 
 
+@gluon.constexpr_function
+def is_whole(kind):
+    """Whether all rows see all of a tile."""
+    return kind in (WHOLE, WHOLE_KEPT)
+
+
+@gluon.constexpr_function
+def keeps_m(kind):
+    """Whether m stays what it is."""
+    return kind in (WHOLE_KEPT, KEPT)
+
+
 @gluon.jit
 def hidden(edge, KIND: gl.constexpr):
     """Whether a tile has scores that are not seen; `edge`: whether it may have."""
-    if KIND == WHOLE:
+    if is_whole(KIND):
         return False
     elif KIND == EDGE:
         return True
@@ -98,44 +111,63 @@ def known_and_own(columns):
 
 
 @gluon.jit
-def bias_of_tile(rows, start, n, S: gl.constexpr):
-    """What is added to the scores of a whole tile for the way from its keys to the block's first row, `[1, BN]`."""
-    L: gl.constexpr = gl.SliceLayout(0, accumulator(S.BN))
-    place = gl.arange(0, S.BN, L)
-    distance = rows.reference - start - (S.BN - 1)
-    end = (0.0, 0.0)
+def bias_of_tile(rows, start, S: gl.constexpr):
+    """What is added to the scores of a whole tile for the way from its keys to the tile's end, `[1, BN]`."""
+    place = gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN)))
+    from_end = (place - (S.BN - 1)).to(gl.float32)
     if S.DECAY:
-        high, low = rows.gates
-        end = (gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1)))  # []
-    bias = bias_of_way(rows.decay_ref, end, distance, rows.slope, S)
-    falls = gl.full([S.BN], 0.0, gl.float32, L) + bias
-    if S.DECAY:
-        falls += gl.load(rows.gates_to_end + start + place)  # [BN]
-    if S.ALIBI:
-        falls += rows.slope * (place - (S.BN - 1)).to(gl.float32)
+        known, own = known_and_own(place)
+        falls = gl.load(
+            rows.gates_to_end + (start + own + opaque_zero()) + known
+        )  # [BN]; one address, not one a column
+    else:
+        falls = rows.slope * from_end
+    if S.DECAY and S.ALIBI:
+        falls += rows.slope * from_end
     return falls[None, :]
 
 
 @gluon.jit
+def gates_at_end(rows, start, S: gl.constexpr):
+    """Both parts of G at a tile's end."""
+    if S.DECAY:
+        high, low = rows.gates
+        return gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1))  # []
+    else:
+        return 0.0, 0.0
+
+
+@gluon.jit
+def way_of_tile(rows, start, end, S: gl.constexpr):
+    """What is added for the way from a tile's end, where G is `end`, to the block's first row."""
+    return bias_of_way(rows.decay_ref, end, rows.reference - start - (S.BN - 1), rows.slope, S)
+
+
+@gluon.jit
 def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
-    """log2 of P of `q k^T` of tile `i` of the keys, `[64, BN]`, and what it is counted from: m if KEPT, else the running maximum with
-    it."""
+    """log2 of P of `q k^T` of the `i`-th tile of keys, `[64, BN]`, and what it is counted from: m if that stays, else the running maximum
+    with it."""
     RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
     BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
-    start = keys.low + i * S.BN
-    edge = (i < keys.begin) | (i >= keys.end)
+    start = first_key(keys, i, S)
+    number = number_of(keys, i, S)
+    edge = (number < keys.begin) | (number >= keys.end)
     key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
     if RAW:
         if hidden(edge, KIND):
             s = keys_seen(s, rows.position, start, keys.tokens, n, S)
         top = m
-        if KIND != KEPT:
+        if not keeps_m(KIND):
             top = gl.maximum(m, gl.max(s, 1) * n.scale)
         return s * n.scale - top[:, None], top
     else:
         y, _ = scaled(s, n, S)
-        if BY_TILE and KIND == WHOLE:
-            y += bias
+        way = 0.0
+        if BY_TILE and is_whole(KIND):
+            falls, way = bias
+            if not keeps_m(KIND):
+                falls, way = falls + way, 0.0
+            y += falls
         elif S.DECAY or S.ALIBI:
             decay_k = (0.0, 0.0)
             if S.DECAY:
@@ -146,9 +178,9 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
         if hidden(edge, KIND):
             y = keys_seen(y, rows.position, start, keys.tokens, n, S)
         top = m
-        if KIND != KEPT:
+        if not keeps_m(KIND):
             top = gl.maximum(m, gl.max(y, 1))
-        return y - top[:, None], top
+        return y - (top - way)[:, None], top
 
 
 @gluon.jit

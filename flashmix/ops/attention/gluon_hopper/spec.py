@@ -21,7 +21,7 @@ MOST_IN_PARTS = (
 MOST_WITH_VALUES = 128  # up to which one pass over the keys makes dV besides dK and dQ
 SECONDS = 3  # second parts of tiles of 192 channels that fit beside q and first parts of four
 MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
-# channels of v, from 129 on, and as many of q, with which programs of one block are faster than those of several
+# channels of v, from 129 on, and as many of q, with which programs of one block are faster than those of several, unless scores have a bias
 MOST_ALONE = 192
 
 
@@ -47,11 +47,13 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     else:
         own = max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK)
-        queued = own or spec.V.ALL <= MOST_WITH_OWN_RESULTS or spec.V.ALL > MOST_ALONE
+        # without a running maximum programs of several blocks are faster there too, but not without gates or slopes
+        first_max = call.dtype == torch.bfloat16 and (spec.CAUSAL or not biased)
+        queued = own or spec.V.ALL <= MOST_WITH_OWN_RESULTS or spec.V.ALL > MOST_ALONE or (first_max and biased)
         spec = spec._replace(
             OWN_RESULTS=own,
             QUEUED=queued,
-            FIRST_MAX=queued and call.dtype == torch.bfloat16 and not biased,
+            FIRST_MAX=queued and first_max,
             SECONDS=SECONDS if spec.BN == 128 and spec.V.ALL > 128 else 0,
         )
     return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
