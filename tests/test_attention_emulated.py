@@ -48,6 +48,11 @@ FAST = (
     Case("packed everything but slopes", **SMALL | {"heads_q": 2}, dim=96, softcap=3.0, sink=True, lengths=(70, 0, 5)),
     Case("grouped heads, dims 60 and 100", **SMALL | {"heads_q": 2, "tokens": 90}, dim=60, dim_v=100, window=(30, 0)),
     Case("dims 256, gates and slopes", **SMALL | {"tokens": 90}, dim=256, decay=True, alibi=True),
+    Case(
+        "gates over several tiles, window", **SMALL | {"tokens": 700}, dim=128, decay=True, gate=0.01, window=(300, 0)
+    ),
+    Case("gates, more keys, first row's at a tile's end", **SMALL | {"tokens": 257}, tokens_k=512, dim=96, decay=True),
+    Case("slopes, dims 64", **SMALL | {"tokens": 410}, dim=64, alibi=True),
 )
 # The cases of all implementations, with head dims that these kernels take.
 ALL = [
@@ -137,34 +142,46 @@ def test_programs_may_run_in_any_order(case: Case, few_channels: None) -> None:
         assert torch.equal(found, in_order(case)[name]), name
 
 
-def within_budget(call: Call, found: dict[str, Tensor]) -> None:
-    exact, plain = call.definition(torch.float64), call.definition(BF16)
+def within_budget(call: Call, found: dict[str, Tensor], dtype: torch.dtype = BF16) -> None:
+    exact, plain = call.definition(torch.float64), call.definition(dtype)
     for name, wanted in exact.items():
         empty = torch.isinf(wanted)  # lse of rows that see nothing
         assert torch.equal(torch.isinf(found[name]), empty), name
         got, wanted, base = (x.masked_fill(empty, 0) for x in (found[name], wanted, plain[name]))
-        assert_within_budget(name, got, wanted, base, BF16)
+        assert_within_budget(name, got, wanted, base, dtype)
 
 
-# Scores that rise from one tile to the next by more than float32 has room for when they are counted from the first: blocks come again.
+# Scores that rise from one tile to the next by more than P has room for when they are counted from the first that is read, of gates and
+# slopes the last: blocks come again.
 RISING = (
     Case("rising, three groups of 64 queries, sink", **SMALL | {"tokens": 450, "heads_q": 2}, dim=64, sink=True),
     Case("rising, not causal", **SMALL | {"tokens": 300, "heads": 3, "heads_q": 3}, dim=128, causal=False),
     Case("rising, packed", **SMALL, dim=96, lengths=(290, 0, 5, 150)),
     Case("rising, window", **SMALL | {"tokens": 650}, dim=128, window=(450, 0)),
+    Case("rising, dims 192", **SMALL | {"tokens": 450}, dim=192),
+    Case("falling, gates, window", **SMALL | {"tokens": 650}, dim=128, decay=True, gate=0.0001, window=(450, 0)),
+    Case("falling, slopes, sink", **SMALL | {"tokens": 450, "heads_q": 2}, dim=80, alibi=True, sink=True),
 )
+OF_HALF = {case for case in RISING if case.dim == 64 or case.decay}
 
 
-@pytest.mark.parametrize("case", RISING, ids=str)
-def test_scores_that_leave_the_range_of_the_first_tile(case: Case) -> None:
-    call = make_call(case, BF16)
+@pytest.mark.parametrize(
+    "case, dtype",
+    [*((case, BF16) for case in RISING), *((case, torch.float16) for case in RISING if case in OF_HALF)],
+    ids=str,
+)
+def test_scores_that_leave_the_range_of_the_first_tile(case: Case, dtype: torch.dtype) -> None:
+    call = make_call(case, dtype)
     q, k = (call.tensors[name][0] for name in ("q", "k"))
     direction = torch.nn.functional.normalize(q[0, 0].float(), dim=0)
-    q += (30 * direction).to(BF16)
-    k += (45.0 * (torch.arange(k.shape[0]) // 130)[:, None, None] * direction).to(BF16)
+    places = torch.arange(k.shape[0])
+    places = places.flip(0) if case.decay or case.alibi else places
+    q += (30 * direction).to(dtype)
+    k += ((45.0 if dtype == BF16 else 15.0) * (places // 130)[:, None, None] * direction).to(dtype)
     scores = (q[280, 0].double() @ k[:281, 0].double().T) * case.dim**-0.5 / math.log(2)
-    assert scores.max() - scores[:128].max() > 128
-    within_budget(call, emulated(call, 0))
+    first = scores[-25:] if case.decay or case.alibi else scores[:128]
+    assert scores.max() - first.max() > (128 if dtype == BF16 else 24)
+    within_budget(call, emulated(call, 0), dtype)
 
 
 IN_ANY_ORDER = (*FAST[:2], next(case for case in FAST if case.name == "dims 192"))

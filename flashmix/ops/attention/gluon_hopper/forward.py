@@ -1,15 +1,16 @@
 """Forward of softmax attention on Hopper: warps that copy, and groups of four warps, 64 queries each, that compute.
 
-One warp copies the tiles of q, then k and v in turns through rings in shared memory. Each group walks over the keys from the first:
+One warp copies the tiles of q, then k and v in turns through rings in shared memory. Each group walks over the keys:
 
     S_i = q k_i^T and a += P_{i-1} v_{i-1} are issued together; the softmax of S_i runs under the second product
     m' = max(m, max_j s_j);  p_j = 2^(s_j - m');  l = l 2^(m - m') + sum_j p_j;  a = a 2^(m - m')
     o = a / l;  lse = (m + log2 l) / log2 e;  a sink comes last, as a score whose value is 0
 
-With FIRST_MAX (bfloat16, no gates or slopes, programs of several blocks) m is the largest score of a row's first tile alone, so that
-p = 2^(s - m) waits for no maximum and a is never rescaled; p, l and a are floating-point numbers, which keep their precision with any m.
-Sums that leave their range, where later scores are some 70 natural units above the first tile's, are noticed at a block's end
-(`within_range`), and the block comes again with m the largest score of all.
+With FIRST_MAX (all but slopes that are not causal) m is the largest score of a row's first tile alone, so that p = 2^(s - m) waits for no
+maximum and a is never rescaled; p, l and a are floating-point numbers, which keep their precision with any m. Sums that leave their range,
+where later scores are some 70 natural units above the first tile's, are noticed at a block's end (`within_range`), and the block comes
+again with m the largest score of all. In float16, whose range is smaller, m lies HEADROOM above that. With gates and slopes the keys are
+walked over from the last, near which scores have the least taken off them.
 
 Scores, masks and what is kept for backward are those of `triton_gpu`. A block of queries that see nothing takes one tile of which
 nothing is visible.
@@ -37,7 +38,7 @@ from flashmix.ops.attention.gluon_hopper.forward_copies import (
     tiles_of_keys,
     walks_alone,
 )
-from flashmix.ops.attention.gluon_hopper.forward_queue import block_queue, has_queries, judge, told_block
+from flashmix.ops.attention.gluon_hopper.forward_queue import block_queue, judge, told_block
 from flashmix.ops.attention.gluon_hopper.forward_walk import (
     LEAST,
     all_keys,
@@ -56,7 +57,6 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
     allocate_results,
     ring,
-    rings_sharing,
     tile_of,
     times_rows,
     waited,
@@ -65,7 +65,7 @@ from flashmix.ops.attention.gluon_hopper.tiles import (
 )
 from flashmix.ops.attention.triton_gpu.forward import query_rows
 from flashmix.ops.attention.triton_gpu.scores import in_units, log_sum
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, result_rows
+from flashmix.ops.attention.triton_gpu.tiles import result_rows
 
 MOST = gl.constexpr(2.0**100)  # sums l from here on are not `within_range`
 REGISTERS_OF_TWO, COPIES_OF_TWO = gl.constexpr(REGISTERS[2][1]), gl.constexpr(REGISTERS[2][2])
@@ -133,7 +133,7 @@ def attend_block(group: gl.constexpr, place, keys, x, out, rings, queue, n, S: g
     # the last product
     last = keys.base + keys.count - 1
     wait_full(rings.v.full, last)
-    if not S.FIRST_MAX and late(S.V.ALL, S.BN):
+    if not S.FIRST_MAX and late(S.V.ALL):
         acc = times_rows(acc, shrink, V)
     p = carried_operand(p, dtype, S)
     acc = waited(accumulate(acc, p, tile_of_v(rings, keys, keys.count - 1, S), V), V)
@@ -155,7 +155,7 @@ def attend_block(group: gl.constexpr, place, keys, x, out, rings, queue, n, S: g
     acc = times_rows(acc, gl.where(l == 0, 0.0, shrink / gl.where(l == 0, 1.0, l)), V)
     o = result_rows(out.o, at, n.heads_q, at.head, n.tokens_q, at.start_q, V)
     write_rows(o, acc, tile_of(rings.o, group), at.first + group * 64, at.tokens_q, V)
-    if S.QUEUED and not S.OWN_RESULTS:
+    if not S.OWN_RESULTS:
         fence_async_shared()
         release(rings.q.empty, turn * GROUPS + group)
     row = at.bh.to(gl.int64) * n.tokens_q + at.start_q  # of lse `[B, HQ, Tq]`
@@ -171,18 +171,13 @@ def forward_group(group: gl.constexpr, x, out, rings, queue, n, S: gl.constexpr)
     if group == S.BM // 64 - 1:  # the first group begins
         pass_turn(group, S)
     turn, base = gl.to_tensor(0), gl.to_tensor(0)
-    if S.QUEUED:
+    at, again = told_block(queue, turn, n, S)
+    while at.first >= 0:
+        keys = tiles_of_keys(at, base, n, S)
+        attend_block(group, (at, again, turn), keys, x, out, rings, queue, n, S)
+        base += keys.count * (1 + again)
+        turn += 1
         at, again = told_block(queue, turn, n, S)
-        while at.first >= 0:
-            keys = tiles_of_keys(at, base, n, S)
-            attend_block(group, (at, again, turn), keys, x, out, rings, queue, n, S)
-            base += keys.count * (1 + again)
-            turn += 1
-            at, again = told_block(queue, turn, n, S)
-    else:
-        at = find_queries(gl.program_id(0), x.table, n, S)
-        if has_queries(at):
-            attend_block(group, (at, 0, turn), tiles_of_keys(at, base, n, S), x, out, rings, queue, n, S)
 
 
 @with_sound_ptxas
@@ -192,10 +187,7 @@ def hopper_forward_kernel(x, out, q_tiles, q_rest, k_tiles, k_rest, v_tiles, v_r
     GROUPS: gl.constexpr = S.BM // 64
     q = ring(GROUPS, (q_tiles, q_rest), 1)
     READERS: gl.constexpr = 0 if left_by_name(S.QK.FIRST, S.QK.SECOND) else GROUPS
-    if S.SECONDS:
-        k, v = rings_sharing((k_tiles, k_rest), (v_tiles, v_rest), READERS, S)
-    else:
-        k, v = ring(S.STAGES, (k_tiles, k_rest), READERS), ring(S.STAGES, (v_tiles, v_rest), READERS)
+    k, v = ring(S.STAGES, (k_tiles, k_rest), READERS), ring(S.STAGES, (v_tiles, v_rest), READERS)
     o = q.tiles
     if S.OWN_RESULTS:
         o = allocate_results(GROUPS, (v_tiles, v_rest))

@@ -14,11 +14,9 @@ def take_turns(rows, channels):
 
 
 @gluon.constexpr_function
-def holds_queries(columns, channels, sums, causal):
+def holds_queries(columns, channels, causal):
     """Whether groups hold q in registers: with narrow tiles of keys, `columns`, and from 97 channels on but causal ones up to 128, whose
-    masks take its place, and wide tiles with more than 128 channels of v, whose `sums` do."""
-    if columns == 128 and sums > 128:
-        return False
+    masks take its place."""
     return channels <= 192 and (columns == 64 or channels > 128 or (channels > 96 and not causal))
 
 
@@ -29,11 +27,11 @@ def holds_half(first, biased):
 
 
 @gluon.constexpr_function
-def quarter_first(channels, causal, featured, running):
+def quarter_first(channels, featured, running):
     """Whether a quarter of a tile's exponentials, not half of them, is made before `p v` is waited for, and the turn passed on before
-    `p v` is issued. With 65 to 80 in causal calls, 81 to 96 where the maximum is a `running` one, with more than 128 channels and with
-    gates or a softcap (`featured`) that gains nothing."""
-    return channels <= (64 if causal else 80) or ((96 if running else 80) < channels <= 128 and not featured)
+    `p v` is issued. With 65 to 80 channels, 81 to 96 where the maximum is a `running` one, more than 128, and from 65 on with gates or a
+    softcap (`featured`) that gains nothing."""
+    return channels <= 64 or ((96 if running else 80) < channels <= 128 and not featured)
 
 
 @gluon.constexpr_function
@@ -43,7 +41,7 @@ def in_words(channels, several):
 
 
 @gluon.constexpr_function
-def late(channels, columns):
-    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: for so many channels the exponentials of `columns` keys are
-    too short."""
-    return channels > 128 and columns == 64
+def late(channels):
+    """Whether a is multiplied by 2^(m - m') under the scores of the next tile: with so many channels tiles have 64 keys, whose exponentials
+    are too short."""
+    return channels > 128

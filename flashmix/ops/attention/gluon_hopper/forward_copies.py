@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from flashmix.gpu.hopper import await_readers, expect_bytes, gl, gluon, leave, release, take_turn, wait_empty
-from flashmix.ops.attention.gluon_hopper.forward_queue import (
-    begin_draw,
-    end_draw,
-    has_queries,
-    next_block,
-    sent_back,
-    tell_block,
-)
-from flashmix.ops.attention.gluon_hopper.tiles import copy_part, copy_tile, fill_tile, parts_of, tile_of
-from flashmix.ops.attention.triton_gpu.tiles import find_queries, keys_of_rows
+from flashmix.gpu.hopper import await_readers, gl, gluon, leave, release, take_turn, wait_empty
+from flashmix.ops.attention.gluon_hopper.forward_queue import begin_draw, end_draw, next_block, sent_back, tell_block
+from flashmix.ops.attention.gluon_hopper.tiles import copy_tile, fill_tile, tile_of
+from flashmix.ops.attention.triton_gpu.tiles import keys_of_rows
 
 # Named barriers of each tile of k and of v, by which its readers leave
 K_READ, V_READ = gl.constexpr(8), gl.constexpr(11)
@@ -95,36 +88,15 @@ def tiles_of_group(group: gl.constexpr, at, keys, n, S: gl.constexpr):
 
 
 @gluon.jit
-def order_of_k(i):
-    """The place of tile `i` of k among a block's tiles in the order in which they are read, k0 k1 v0 k2 v1 ... v."""
-    return gl.maximum(2 * i - 1, 0)
-
-
-@gluon.jit
-def order_of_v(keys, i):
-    """`order_of_k` of tile `i` of v."""
-    return gl.minimum(2 * i + 2, 2 * keys.count - 1)
-
-
-@gluon.jit
-def tile_at(ring_of, use, order, S: gl.constexpr):
-    """Both parts of use `use` of a ring. Second parts that k and v share come by their order; programs that share them take one block."""
-    if S.SECONDS:
-        return parts_of(ring_of.tiles, use % S.STAGES, order % S.SECONDS)
-    else:
-        return tile_of(ring_of.tiles, use % S.STAGES)
-
-
-@gluon.jit
 def tile_of_k(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's keys."""
-    return tile_at(rings.k, keys.base + i, order_of_k(i), S)
+    return tile_of(rings.k.tiles, (keys.base + i) % S.STAGES)
 
 
 @gluon.jit
 def tile_of_v(rings, keys, i, S: gl.constexpr):
     """Both parts of tile `i` of a block's values."""
-    return tile_at(rings.v, keys.base + i, order_of_v(keys, i), S)
+    return tile_of(rings.v.tiles, (keys.base + i) % S.STAGES)
 
 
 @gluon.constexpr_function
@@ -156,26 +128,6 @@ def await_all(barrier: gl.constexpr, ring_of, use, S: gl.constexpr):
 
 
 @gluon.jit
-def fill_first(i, at, keys, descriptors, to, S: gl.constexpr):
-    """Begins to copy the first part of tile `i` of k or v, whose barrier then waits for both."""
-    of_k, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.base + i
-    first, second = descriptors
-    tiles, _ = to.tiles
-    barrier = expect_bytes(to.full, use, first.block_type.nbytes + second.block_type.nbytes)
-    copy_part(first, of_k, first_key(keys, i, S), 0, barrier, tiles.index(use % S.STAGES), S)
-
-
-@gluon.jit
-def fill_second(i, at, keys, descriptors, to, order, C: gl.constexpr, S: gl.constexpr):
-    """Begins to copy the second part of tile `i`, to the shared buffer that its order says."""
-    of_k, use = (at.batch, at.head_k, at.start_k, at.tokens_k), keys.base + i
-    _, second = descriptors
-    _, tiles = to.tiles
-    barrier = to.full.index(use % S.STAGES)
-    copy_part(second, of_k, first_key(keys, i, S), C.FIRST, barrier, tiles.index(order % S.SECONDS), S)
-
-
-@gluon.jit
 def copy_keys(i, at, keys, descriptor, rings, S: gl.constexpr):
     """Copies tile `i` of a block's keys, when all groups have left the tile whose place it takes."""
     QK: gl.constexpr = S.QK
@@ -204,25 +156,6 @@ def copy_queries(at, turn, descriptor, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_sharing(at, keys, k_d, v_d, rings, S: gl.constexpr):
-    """Copies a block's k and v whose second parts share buffers: a tile's first part when the tile two before has been left, its second
-    when the tile of three uses before has, which for a v is the k of the same number."""
-    QK: gl.constexpr = S.QK
-    V: gl.constexpr = S.V
-    fill_first(0, at, keys, k_d, rings.k, S)
-    fill_second(0, at, keys, k_d, rings.k, 0, QK, S)
-    for i in range(keys.count):
-        await_all(V_READ, rings.v, i, S)
-        if i + 1 < keys.count:
-            fill_first(i + 1, at, keys, k_d, rings.k, S)
-            fill_second(i + 1, at, keys, k_d, rings.k, order_of_k(i + 1), QK, S)
-        fill_first(i, at, keys, v_d, rings.v, S)
-        if i + 1 < keys.count:
-            await_all(K_READ, rings.k, i + S.STAGES, S)
-        fill_second(i, at, keys, v_d, rings.v, order_of_v(keys, i), V, S)
-
-
-@gluon.jit
 def copy_in_turns(at, keys, k_d, v_d, rings, S: gl.constexpr):
     """Copies a block's k and v, k one tile ahead of v."""
     copy_keys(gl.to_tensor(0), at, keys, k_d, rings, S)
@@ -233,19 +166,8 @@ def copy_in_turns(at, keys, k_d, v_d, rings, S: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(at, keys, descriptors, rings, S: gl.constexpr):
-    """Copies what the one block of a program needs: q and the first k, then k and v in the order in which they are read."""
-    q_d, k_d, v_d = descriptors
-    copy_queries(at, gl.to_tensor(0), q_d, rings, S)
-    if S.SECONDS:
-        copy_sharing(at, keys, k_d, v_d, rings, S)
-    else:
-        copy_in_turns(at, keys, k_d, v_d, rings, S)
-
-
-@gluon.jit
-def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """Copies what the blocks of a program need, one after another, and tells of each before the last tile of the one before.
+def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
+    """The warp that copies what the blocks of a program need, one after another, and tells of each before the last tile of the one before.
 
     The number of the next block is drawn under the last but one: drawn earlier, a program with much left to do would hold a block that
     another one could begin. The first k of a block comes before its q, as its place is free before the groups end with the block before.
@@ -302,14 +224,3 @@ def copy_blocks(x, descriptors, rings, queue, n, S: gl.constexpr):
         number, at = following, then
         base += keys.count
         turn += 1
-
-
-@gluon.jit
-def forward_copies(x, descriptors, rings, queue, n, S: gl.constexpr):
-    """The warp that copies, and draws the numbers of the program's blocks."""
-    if S.QUEUED:
-        copy_blocks(x, descriptors, rings, queue, n, S)
-    else:
-        at = find_queries(gl.program_id(0), x.table, n, S)
-        if has_queries(at):
-            copy_block(at, tiles_of_keys(at, gl.to_tensor(0), n, S), descriptors, rings, S)

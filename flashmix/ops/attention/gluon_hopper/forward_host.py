@@ -51,8 +51,8 @@ class ForwardPlan:
         spec = self.spec
         blocks, _ = blocks_of(call.packing, call.tokens_q, spec.BM, call.packing_k)
         programs, at_once = blocks * call.batch * call.heads_q, gpu.target(call.device).multiprocessors
-        self.allocate = torch.zeros if spec.QUEUED and programs > at_once else torch.empty  # for the counter
-        self.grid = min(programs, at_once) if spec.QUEUED else programs
+        self.allocate = torch.zeros if programs > at_once else torch.empty  # for the counter
+        self.grid = min(programs, at_once)
         self.n, self.kernel = numbers_of(call, spec, blocks), bound(hopper_forward_kernel, spec, **options)
         self.o = (*call.q.shape[:3], call.v.shape[3])
         self.like_q = self.o == call.q.shape and is_plain(call.q)

@@ -46,19 +46,16 @@ class JudgedQueue(NamedTuple):
 
 @gluon.jit
 def block_queue(counter, S: gl.constexpr):
-    """The `Queue` of a program that takes several blocks, with verdicts if there are any; where it has one block, nothing that is used."""
+    """The `Queue` of a program, with verdicts if there are any."""
     GROUPS: gl.constexpr = S.BM // 64
     PLACE: gl.constexpr = place_of_queries(S.PACKED)
-    if S.QUEUED:
-        numbers = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], plain())
-        full, empty = allocate_barriers(2, 1), allocate_barriers(2, GROUPS)
-        if S.FIRST_MAX:
-            verdicts = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 1], plain())
-            return JudgedQueue(counter, numbers, full, empty, verdicts, allocate_barriers(2, GROUPS))
-        else:
-            return Queue(counter, numbers, full, empty)
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * PLACE, 1], plain())
+    full, empty = allocate_barriers(2, 1), allocate_barriers(2, GROUPS)
+    if S.FIRST_MAX:
+        verdicts = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 1], plain())
+        return JudgedQueue(counter, numbers, full, empty, verdicts, allocate_barriers(2, GROUPS))
     else:
-        return counter
+        return Queue(counter, numbers, full, empty)
 
 
 @gluon.jit

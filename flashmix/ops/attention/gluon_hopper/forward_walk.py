@@ -83,7 +83,7 @@ def pass_turn(group: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def queries_of(q, S: gl.constexpr):
     """The left operand of `scores_of`, in shared memory, which each product would read again, or in registers where those have room."""
-    if holds_queries(S.BN, S.QK.ALL, S.V.ALL, S.CAUSAL):
+    if holds_queries(S.BN, S.QK.ALL, S.CAUSAL):
         QK: gl.constexpr = S.QK
         return in_registers(q, S.BN, QK)
     elif holds_half(S.QK.FIRST, S.DECAY or S.ALIBI):
@@ -150,10 +150,10 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
     p is as it is `carried`. Where m stays what it is a is not multiplied; else m is the running maximum.
     """
     V: gl.constexpr = S.V
-    QUARTER: gl.constexpr = quarter_first(V.ALL, S.CAUSAL, S.DECAY or S.SOFTCAP, not S.FIRST_MAX)
+    QUARTER: gl.constexpr = quarter_first(V.ALL, S.DECAY or S.SOFTCAP, not S.FIRST_MAX)
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
     FRESH: gl.constexpr = not keeps_m(KIND)
-    LATE: gl.constexpr = FRESH and late(S.V.ALL, S.BN)
+    LATE: gl.constexpr = FRESH and late(S.V.ALL)
     BY_TILE: gl.constexpr = is_whole(KIND) and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
@@ -215,7 +215,7 @@ def settled(state, S: gl.constexpr):
     """The state of `attend` where m is to stay, with a multiplied by what it still was to be."""
     V: gl.constexpr = S.V
     acc, p, m, l, shrink = state
-    if late(S.V.ALL, S.BN):
+    if late(S.V.ALL):
         acc = times_rows(acc, shrink, V)
     return acc, p, m, l, shrink
 

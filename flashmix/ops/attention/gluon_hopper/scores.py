@@ -144,6 +144,14 @@ def way_of_tile(rows, start, end, S: gl.constexpr):
 
 
 @gluon.jit
+def raised(m, largest, S: gl.constexpr):
+    """What scores are counted from: m, or what lies above the `largest` of each row."""
+    if S.HEADROOM > 0:
+        largest += S.HEADROOM
+    return gl.maximum(m, largest)
+
+
+@gluon.jit
 def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
     """log2 of P of `q k^T` of the `i`-th tile of keys, `[64, BN]`, and what it is counted from: m if that stays, else the running maximum
     with it."""
@@ -158,7 +166,7 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
             s = keys_seen(s, rows.position, start, keys.tokens, n, S)
         top = m
         if not keeps_m(KIND):
-            top = gl.maximum(m, gl.max(s, 1) * n.scale)
+            top = raised(m, gl.max(s, 1) * n.scale, S)
         return s * n.scale - top[:, None], top
     else:
         y, _ = scaled(s, n, S)
@@ -179,7 +187,7 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
             y = keys_seen(y, rows.position, start, keys.tokens, n, S)
         top = m
         if not keeps_m(KIND):
-            top = gl.maximum(m, gl.max(y, 1))
+            top = raised(m, gl.max(y, 1), S)
         return y - (top - way)[:, None], top
 
 

@@ -19,10 +19,9 @@ MOST_IN_PARTS = (
     96  # channels of the larger head dim that the backward takes in two parts, as the tiles of 128 are too wide
 )
 MOST_WITH_VALUES = 128  # up to which one pass over the keys makes dV besides dK and dQ
-SECONDS = 3  # second parts of tiles of 192 channels that fit beside q and first parts of four
 MOST_WITH_OWN_RESULTS = 128  # channels for which shared memory has room beside q, k and v
-# channels of v, from 129 on, and as many of q, with which programs of one block are faster than those of several, unless scores have a bias
-MOST_ALONE = 192
+# float16 ends at 2^16: P of scores 2^24 times as large as the first tile's are in its range, and those down to 2^-6 of it normal numbers
+HEADROOM = {torch.float16: 8, torch.bfloat16: 0}
 
 
 def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[str, int]]:
@@ -46,16 +45,12 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     else:
-        own = max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK)
-        # without a running maximum programs of several blocks are faster there too, but not without gates or slopes
-        first_max = call.dtype == torch.bfloat16 and (spec.CAUSAL or not biased)
-        queued = own or spec.V.ALL <= MOST_WITH_OWN_RESULTS or spec.V.ALL > MOST_ALONE or (first_max and biased)
         spec = spec._replace(
-            OWN_RESULTS=own,
-            QUEUED=queued,
-            FIRST_MAX=queued and first_max,
-            SECONDS=SECONDS if spec.BN == 128 and spec.V.ALL > 128 else 0,
+            OWN_RESULTS=max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK),
+            FIRST_MAX=spec.CAUSAL or not biased,
         )
+        if spec.FIRST_MAX:
+            spec = spec._replace(HEADROOM=HEADROOM[call.dtype])
     return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
 
 

@@ -12,8 +12,7 @@ FORWARD: Rows = {
     (64, 64): AttentionConfig(192, 128, 12, 3),
     (128, 128): AttentionConfig(128, 128, 8, 2),
     (192, 128): AttentionConfig(128, 128, 8, 2),
-    (128, 192): AttentionConfig(128, 64, 8, 3),
-    (192, 192): AttentionConfig(128, 128, 8, 2),
+    (192, 192): AttentionConfig(128, 64, 8, 3),
     (256, 256): AttentionConfig(128, 64, 8, 2),
 }
 BACKWARD: Rows = {(64, 64): AttentionConfig(128, 128, 8, 2), (192, 192): AttentionConfig(64, 128, 8, 2)}
@@ -25,7 +24,7 @@ WIDE: Rows = {(256, 256): AttentionConfig(64, 64, 8, 2)}
 QUERIES: Rows = {(128, 128): AttentionConfig(128, 128, 8, 2), (256, 256): AttentionConfig(128, 64, 8, 2)}
 # with ALiBi or a forget gate, which keep more a row
 BIASED = {
-    "forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2), (192, 192): AttentionConfig(128, 64, 8, 3)},
+    "forward": FORWARD | {(64, 64): AttentionConfig(128, 128, 8, 2)},
     "queries": {(256, 256): AttentionConfig(128, 64, 8, 2)},
 }
 PHASES = {"forward": FORWARD, "backward": BACKWARD, "values": VALUES, "wide": WIDE, "queries": QUERIES}

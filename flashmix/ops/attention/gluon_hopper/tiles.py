@@ -71,18 +71,6 @@ def ring(count: gl.constexpr, descriptors, readers: gl.constexpr, writers: gl.co
 
 
 @gluon.jit
-def rings_sharing(of_k, of_v, READERS: gl.constexpr, S: gl.constexpr):
-    """Rings of k and v whose second parts share buffers; both are as wide."""
-    k_first, second = of_k
-    v_first, _ = of_v
-    k, v = ring(S.STAGES, (k_first, None), READERS), ring(S.STAGES, (v_first, None), READERS)
-    shared, _ = allocate_tiles(S.SECONDS, (second, None))
-    a, _ = k.tiles
-    b, _ = v.tiles
-    return TileRing((a, shared), k.full, k.empty), TileRing((b, shared), v.full, v.empty)
-
-
-@gluon.jit
 def allocate_results(count: gl.constexpr, like):
     """`count` buffers for 64 rows of results whose channels are those of the descriptors `like`."""
     first, second = like
@@ -97,19 +85,11 @@ def allocate_results(count: gl.constexpr, like):
 
 
 @gluon.jit
-def parts_of(buffers, i, j):
-    """The first part of buffer `i` and the second of buffer `j`, `[rows, FIRST]` and `[rows, SECOND]`."""
+def tile_of(buffers, i):
+    """Both parts of buffer `i`, `[rows, FIRST]` and `[rows, SECOND]`."""
     first, second = buffers
     rows: gl.constexpr = first.shape[-2]
-    a = first.index(i).reshape([rows, first.shape[-1]])
-    b = second.index(j).reshape([rows, second.shape[-1]])
-    return a, b
-
-
-@gluon.jit
-def tile_of(buffers, i):
-    """Both parts of buffer `i`."""
-    return parts_of(buffers, i, i)
+    return first.index(i).reshape([rows, first.shape[-1]]), second.index(i).reshape([rows, second.shape[-1]])
 
 
 @gluon.jit

@@ -59,10 +59,9 @@ class AttentionSpec(NamedTuple):
     WITH_V: bool
     DELTA: bool  # whether a pass over the queries makes delta, instead of dQ
     OWN_RESULTS: bool = False  # Hopper: results leave through shared memory of their own, not that of q
-    QUEUED: bool = False  # Hopper: programs of the forward take several blocks, one after another
     FIRST_MAX: bool = False  # Hopper: the largest score of its first tile is what a row's scores are counted from
+    HEADROOM: int = 0  # Hopper: so much above it, in units of log 2
     V_STAGES: int = 0  # Hopper: of a ring of values other than that of keys
-    SECONDS: int = 0  # Hopper: buffers that the second parts of tiles of k and v share; 0 where each ring has its own
     WITH_Q: bool = True  # Hopper: whether the pass over the keys adds to dQ
     BY_HEAD: bool = False  # Hopper: whether each query head has dK and dV of its own, to be added up by group
     TWO_WAYS: bool = False  # Hopper: whether the pass over the keys goes through every eighth head from its first keys
