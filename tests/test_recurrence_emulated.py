@@ -500,13 +500,35 @@ def test_parts_cost_no_round_of_programs() -> None:
 def test_emulated_segments_are_within_budget(
     rule: str, K: int, V: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence cut into segments, which Triton's kernels join."""
+    """A sequence cut into segments, which Triton's kernels join, or with corrections and 65 to 128 channels `join.py`."""
     cut_into(2, monkeypatch)
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
     case = Case("segments", rule, "token", B=1, T=140, H=1, HV=1, K=K, V=V)
     with hopper_card(multiprocessors) as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    assert {"segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
+    triton = rule == "linear" or not 64 < min(K, V) <= max(K, V) <= 128
+    joins = ["segments_forward_kernel", "segments_backward_kernel"] if triton else ["join_kernel"] * 2
+    assert [name for name in launched if name.startswith(("segments_", "join_"))] == joins, launched
+
+
+@pytest.mark.parametrize(
+    "gate, K, V, states",
+    sample_of_rows(
+        [("token", 128, 128, True), ("token", 72, 104, False), ("token", 104, 72, True), ("channel", 72, 72, True)],
+        [("token", 128, 128, True), ("token", 72, 104, False)],
+    ),
+)
+def test_emulated_join_is_within_budget(
+    gate: str, K: int, V: int, states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several segments, whose slow decay leaves the next ones much of the state; with states of a sequence and without."""
+    cut_into(5, monkeypatch)  # a map more than its ring has stages
+    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
+    decay = "-0.02" if gate == "token" else "mild"
+    case = Case("join", "delta", gate, B=1, T=314, H=1, HV=2, K=K, V=V, decay=decay, states=states)
+    with hopper_card(132) as launched:
+        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
+    assert launched.count("join_kernel") == 2, launched
 
 
 def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:

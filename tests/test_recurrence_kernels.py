@@ -240,6 +240,7 @@ HOPPER_REGISTERS = {
     "state_forward_kernel": 168,
     "state_backward_kernel": 168,
     "output_backward_kernel": 128,
+    "join_kernel": 168,
 }
 HOPPER_STACK = {
     "channel_output_kernel": 40,
@@ -451,6 +452,15 @@ def test_hopper_kernels_compile(case):
     found = launches(case, torch.bfloat16, (9, 0), "gluon")
     assert {"state_forward_kernel", "state_backward_kernel"} <= {launch.name for launch in found}
     assert_compile_on_hopper(found, HOPPER_STACK, HOPPER_REGISTERS)
+
+
+@pytest.mark.parametrize("K, V, states", [(128, 128, False), (72, 104, True)])
+def test_the_join_of_segments_compiles(K, V, states):
+    """Forward and backward, without spills, and no product awaited early."""
+    found = launches(replace(HOPPER["segments"], K=K, V=V, states=states), torch.bfloat16, (9, 0), "gluon")
+    found = [launch for launch in found if launch.name == "join_kernel"]
+    assert [launch.args[-1].BACK for launch in found] == [False, True]
+    assert_compile_on_hopper(found, {}, HOPPER_REGISTERS)
 
 
 def test_hopper_kernels_of_a_decay_per_channel_compile():

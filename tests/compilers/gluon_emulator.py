@@ -47,6 +47,7 @@ from compilers.gluon_roles import (
     copy_to_global,
     copy_to_shared,
     count_up,
+    cut,
     products_done,
     stores_done,
     sync_group,
@@ -80,13 +81,6 @@ def most_of(x: Any, y: Any) -> Any:
 def ex2(x: Tensor) -> Tensor:
     found = torch.exp2(x.float())
     return torch.where(found < 2.0**-126, 0.0, found)
-
-
-def cut(x: Tensor) -> Tensor:
-    """What a tensor core sees of a number: of float32 the ten bits of TF32."""
-    return (
-        (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32) if x.dtype == torch.float32 else x.float()
-    )
 
 
 def mma_v2(a: Tensor, b: Tensor, acc: Tensor, **_: Any) -> Tensor:

@@ -174,9 +174,16 @@ class Sum:
             self.value = self.make()
 
 
+def cut(x: Tensor) -> Tensor:
+    """What a tensor core sees of a number: of float32 the ten bits of TF32."""
+    return (
+        (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32) if x.dtype == torch.float32 else x.float()
+    )
+
+
 def operand(x: Any) -> Callable[[], Tensor]:
     """Reads an operand when the product is made, if it lies in shared memory."""
-    return (lambda: x.load().float()) if isinstance(x, Shared) else (lambda: x.float())
+    return (lambda: cut(x.load())) if isinstance(x, Shared) else (lambda: cut(x))
 
 
 def warpgroup_mma(a: Any, b: Any, acc: Any, *, use_acc: Any = True, is_async: bool = False, **_: Any) -> Any:

@@ -37,6 +37,8 @@ from flashmix.ops.recurrence.gluon_hopper.phases import (
     ChunkReads,
     HopperRun,
     gradients,
+    join_backward,
+    join_forward,
     reads_of,
     save_states,
     scores,
@@ -94,7 +96,7 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
     device, sizes = call.q.device, own.sizes
     o, state = torch.empty_like(call.v), torch.empty(sizes.state, dtype=torch.float32, device=device)
     kept, decayed = allocate(sizes.kept_bytes, device), allocate(sizes.decayed_bytes, device)
-    more = allocate(own.more_bytes, device)
+    more, turned = allocate(own.more_bytes, device), allocate(sizes.turned_bytes, device)
     if call.packing is not None:
         o.zero_()  # tokens past the last sequence
 
@@ -103,12 +105,12 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         reads, joined, _ = scores(run, views(kept, sizes.kept), views(decayed, sizes.decayed), True)
         if joined:
             maps, starts = joined
-            write_maps(run, reads, maps)
-            base = run.base
-            base.plan.join_forward(base.join_programs(), maps, call.initial_state, starts, None, None, base.segmented)
+            M = next(iter(views(turned, sizes.turned)), None)
+            write_maps(run, reads, maps, M)
+            join_forward(run, maps, M, starts)
         state_output(run, reads, joined, o, state, Saved.of(call, views(more, own.more)))
 
-    launch(own.series, device, (*operands, o, state, kept, decayed, more), make)
+    launch(own.series, device, (*operands, o, state, kept, decayed, more, turned), make)
     return (o, state), tuple([t for t in (kept, more) if t is not None]) if save else ()
 
 
@@ -189,10 +191,7 @@ def launch_backward(
         if scored[1]:
             ends, starts = room[1:3]
             write_ends(run, scored[0], do, ends)
-            base = run.base
-            base.plan.join_backward(
-                base.join_programs(), scored[1][0], ends, dstate, starts, None, None, base.segmented
-            )
+            join_backward(run, scored[1][0], ends, dstate, starts)
         whole = run, scored, (do, dstate, starts), found
         each: Iterable[BackwardParts] = [whole]
         if between is not None:

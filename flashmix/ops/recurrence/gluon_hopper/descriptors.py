@@ -37,6 +37,12 @@ def totals(x: Tensor) -> Tiles:
     return Tiles(x, (x.numel() // K, K), (K, 1), (1, 128), swizzle=0)
 
 
+def segments(x: Tensor, rows: int, block: int) -> Tiles:
+    """`[N, HV, segments, at least `rows`, K]` in float32, in blocks of `block` rows of the first `rows` of a segment."""
+    under, K = x.shape[3:]
+    return Tiles(x, (x.numel() // (under * K), rows, K), (under * K, K, 1), (1, block, 128))
+
+
 def states(x: Tensor, rows: int, columns: int) -> Tiles:
     """`[chunks, HV, V, K]` in blocks of `rows` by `columns` of a state."""
     chunks, heads, V, K = x.shape

@@ -52,6 +52,10 @@ class CallMemory(NamedTuple):
     counters: tuple[MemoryPart, ...]
     kept_bytes: int
     decayed_bytes: int
+    turned_bytes: int = 0
+    turned: tuple[
+        MemoryPart, ...
+    ] = ()  # with `join.py`: M of the segments' maps, only forward and only until they are joined
 
 
 def kind_of(call: RecurrenceCall) -> Hashable:
@@ -87,13 +91,23 @@ def sizes_of(call: RecurrenceCall) -> CallMemory:
     work = [MemoryPart(dtype, (chunks, HV, V, K))]
     states = [*work, MemoryPart(dtype, (B, T, HV, V))] if corrected else [*work]
     counters = [MemoryPart(torch.int32, (2 * N * HV * tiles.segments + 1,))] if HV > call.heads else []
+    turned: tuple[MemoryPart, ...] = ()
     if tiles.segments > 1:
         starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
         under = K if corrected else 1
         kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
         work += [starts, starts]
+        if has_join(call):
+            turned = (MemoryPart(float32, (N, HV, tiles.segments, K, K)),)
     parts = tuple(kept), tuple(decayed), tuple(work), tuple(states), tuple(counters)
-    return CallMemory((N, HV, K, V), *parts, *[sum(part.bytes for part in some) for some in parts[:2]])
+    kept_bytes, decayed_bytes, turned_bytes = (sum(part.bytes for part in some) for some in (*parts[:2], turned))
+    return CallMemory((N, HV, K, V), *parts, kept_bytes, decayed_bytes, turned_bytes, turned)
+
+
+def has_join(call: RecurrenceCall) -> bool:
+    """Whether segments of a call are joined by `join.py`; its products have the TF32 of bfloat16 calls."""
+    tiles = 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
+    return tiles and call.rule.corrected and call.dtype == torch.bfloat16
 
 
 def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> tuple[int, int]:

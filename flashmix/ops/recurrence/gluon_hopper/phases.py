@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flashmix.gpu import device as gpu
+from flashmix.gpu.blocks import cdiv
 from flashmix.gpu.launch import Kernel
 from flashmix.gpu.tma import Tiles
 from flashmix.op.call import Gradients
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
-from flashmix.ops.recurrence.gluon_hopper.memory import Saved, ready
+from flashmix.ops.recurrence.gluon_hopper.memory import Saved, has_join, ready
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.gluon_hopper.walk_launch import walk_backward
@@ -45,7 +46,7 @@ class HopperRun:
         return descriptors.tokens(x, width, self.call.packed)
 
     def memory(self, *given: Tensor | None) -> StateMemory:
-        """Of the state to begin with, those of segments, the results for sequences and segments, and the counters of `walk.py`."""
+        """Of the state to begin with, those of segments, the results for sequences and segments, counters of `walk.py`, and M of maps."""
         return StateMemory(self.base.where.cu_seqlens, self.base.where.offsets, *given)
 
 
@@ -101,13 +102,40 @@ def scores(
     return reads, joined, None
 
 
-def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor) -> None:
-    """Writes the map of each segment, or of a whole sequence that is not cut, from nothing."""
+def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor, turned: Tensor | None = None) -> None:
+    """Writes the map of each segment, or of a whole sequence that is not cut, from nothing; M into `turned` too, not transposed."""
     tiles = reads.without(run.tokens(run.call.v, 64))
-    x = run.memory(None, None, None, maps)
+    x = run.memory(None, None, None, maps, None, turned)
     kernel = run.plan.state_maps
     channels = run.plan.BV + (run.plan.BK if run.call.rule.corrected else 0)
     kernel(run.programs(kernel, channels), *tiles, None, None, None, x, run.segmented)
+
+
+def join_forward(run: HopperRun, maps: Tensor, turned: Tensor | None, starts: Tensor) -> None:
+    """Writes the state that each segment starts from; by Triton's kernel without `turned`."""
+    base, state = run.base, run.call.initial_state
+    if turned is None:
+        base.plan.join_forward(base.join_programs(), maps, state, starts, None, None, base.segmented)
+    else:
+        join(run, run.plan.join_forward, (turned, maps, starts), state)
+
+
+def join_backward(run: HopperRun, maps: Tensor, ends: Tensor, dstate: Tensor | None, starts: Tensor) -> None:
+    """Writes the gradient that reaches the end of each segment."""
+    base = run.base
+    if has_join(run.call):
+        join(run, run.plan.join_backward, (maps, ends, starts), dstate)
+    else:
+        base.plan.join_backward(base.join_programs(), maps, ends, dstate, starts, None, None, base.segmented)
+
+
+def join(run: HopperRun, kernel: Kernel, given: tuple[Tensor, Tensor, Tensor], state: Tensor | None) -> None:
+    """Launches `join.py` with maps, what segments leave, and the memory of starts."""
+    maps, own, starts = given
+    V, BV = run.call.V, kernel.spec.BV
+    left = descriptors.segments(maps, maps.shape[3], 128)
+    tiles = left, descriptors.segments(own, V, BV), descriptors.segments(starts, V, BV)
+    kernel(run.base.rows * cdiv(V, BV), *tiles, state, run.segmented)
 
 
 def write_last_state(run: HopperRun, reads: ChunkReads, initial_state: Tensor | None, state: Tensor) -> None:

@@ -12,11 +12,12 @@ from flashmix.ops.recurrence.gluon_hopper.channel_far_rows import channel_far_ro
 from flashmix.ops.recurrence.gluon_hopper.channel_inverse import channel_inverse_kernel
 from flashmix.ops.recurrence.gluon_hopper.channel_output import channel_output_kernel
 from flashmix.ops.recurrence.gluon_hopper.channel_scores import channel_scores_kernel
+from flashmix.ops.recurrence.gluon_hopper.join import join_kernel
 from flashmix.ops.recurrence.gluon_hopper.output import output_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.scores import scores_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state import state_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.state_backward import state_backward_kernel
-from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec
+from flashmix.ops.recurrence.gluon_hopper.structs import HopperSpec, JoinSpec
 from flashmix.ops.recurrence.gluon_hopper.walk import walk_backward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_linear import wide_linear_backward_kernel, wide_linear_forward_kernel
 from flashmix.ops.recurrence.gluon_hopper.wide_output import wide_output_backward_kernel
@@ -26,8 +27,8 @@ from flashmix.ops.recurrence.triton_gpu.plan import Plan
 
 
 class HopperPlan(NamedTuple):
-    """Kernels, named as in `Plan`; `triton` has the tiles of segments and the kernels that join them. Their tiles are BK channels of
-    keys and BV of values wide.
+    """Kernels, named as in `Plan`; `triton` has the tiles of segments, and the kernels that join them where `join_forward` and
+    `join_backward` do not. Their tiles are BK channels of keys and BV of values wide.
     """
 
     triton: Plan
@@ -43,6 +44,8 @@ class HopperPlan(NamedTuple):
     state_backward: Kernel
     state_ends: Kernel
     output: Kernel
+    join_forward: Kernel
+    join_backward: Kernel
     walk: Kernel
     walk_given: Kernel
     channel_scores: Kernel
@@ -97,6 +100,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         maps = maps._replace(KEYS=3, VALUES=3) if channel else maps._replace(KEYS=4, VALUES=4, PAIRS=4)
     decayed = basic._replace(DECAY=decay is not Decay.NONE)
     stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
+    join = JoinSpec(basic.K, basic.V, BACK=False)
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK, ONE_PASS=2 * own.scores.spec.LIMIT)
     return HopperPlan(
         triton=own,
@@ -112,6 +116,8 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
         state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
         output=_output(decayed),
+        join_forward=Kernel(join_kernel, join, num_warps=8, maxnreg=168),
+        join_backward=Kernel(join_kernel, join._replace(BACK=True), num_warps=8, maxnreg=168),
         walk=Kernel(walk_backward_kernel, decayed._replace(STAGES=stages, NUS=stages), num_warps=4, maxnreg=128),
         walk_given=Kernel(walk_backward_kernel, decayed._replace(GIVEN=True, NUS=2), num_warps=4, maxnreg=128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),

@@ -272,7 +272,7 @@ def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
+    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it; where it is asked for, M too, as it is."""
     v, k = state_indices(at, w, S)
     stored = S.V
     if MAPS:
@@ -284,6 +284,10 @@ def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
         to = x.ends + at.index.to(gl.int64) * (S.V * S.K)
     inside = (v < stored)[:, None] & (k < S.K)[None, :]
     gl.store(to + v[:, None] * S.K + k[None, :], state, mask=inside)
+    if x.turned is not None:  # M of a map as well, [k, v]: 8 threads store 8 numbers of a row
+        if at.map == 1:
+            turned = x.turned + at.index.to(gl.int64) * (S.K * S.K)
+            gl.store(turned + k[None, :] * S.K + v[:, None], state, mask=inside)
 
 
 @gluon.jit

@@ -63,6 +63,7 @@ class StateMemory(NamedTuple):
     result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
     ends: Any  # what each segment ends with: maps [N, HV, segments, V + K (without corrections V + 1), K], backward [N, HV, segments, V, K]
     counters: Any = None  # [2 N HV segments + 1] int32: backward made 0, for `walk.py`
+    turned: Any = None  # [N, HV, segments, K, K]: M of maps, not transposed as in `ends`, for `join.py`
 
 
 class OutputMemory(NamedTuple):
@@ -179,6 +180,31 @@ class StateBarriers(NamedTuple):
     v: Ring
     A: Ring
     made: Ring
+
+
+class JoinSpec(NamedTuple):
+    """What the join of segments (`join.py`) is compiled for."""
+
+    K: int
+    V: int
+    BACK: bool
+    BV: int = 16  # channels of values of a program
+    STAGES: int = 3  # of the ring of maps
+
+
+class JoinTiles(NamedTuple):
+    """Its shared memory."""
+
+    maps: Any  # [STAGES, 128, 128]: M, backward M^T
+    own: Any  # [2, BV, 128]: N^T, backward dN^T
+    states: Any  # [2, BV, 128]: S^T or dS^T
+
+
+class JoinBarriers(NamedTuple):
+    """The rings of what TMA fills."""
+
+    maps: Ring
+    own: Ring
 
 
 class WideBarriers(NamedTuple):
