@@ -81,37 +81,58 @@ def put_start(state, starts_d, i, n, tiles, S: gl.constexpr):
 
 
 @gluon.jit
-def join_states(starts_d, x, n, tiles, bars, S: gl.constexpr):
-    """The chain of products."""
+def take_own(tiles, bars, i, S: gl.constexpr):
+    """What segment number `i` leaves from nothing, [128, BV]."""
     SUMS: gl.constexpr = join_sums(S.BV)
+    wait_full(bars.own.full, i)
+    own = tiles.own.index(i % 2).permute((1, 0)).load(SUMS)  # [128, BV]
+    release(bars.own.empty, i)
+    return own
+
+
+@gluon.jit
+def join_states(starts_d, x, n, tiles, bars, S: gl.constexpr):
+    """The chain of products. A state of 0 that enters a sequence has none.
+
+    All that makes warps wait for each other, but for the state itself, is done while a product is made.
+    """
+    FIRST: gl.constexpr = 1 if x is None else 0
     row, v0, _ = join_place(0, n, S)
-    put_start(first_state(x, row, v0, S), starts_d, 0, n, tiles, S)
-    for i in range(n.segments - 1):
-        wait_full(bars.own.full, i)
-        own = tiles.own.index(i % 2).permute((1, 0)).load(SUMS)  # [128, BV]
+    start = first_state(x, row, v0, S)
+    own = take_own(tiles, bars, 0, S)
+    if x is None:
+        put_start(start, starts_d, 0, n, tiles, S)
+        start = own
+        own = take_own(tiles, bars, 1, S)
+    put_start(start, starts_d, FIRST, n, tiles, S)
+    for i in range(FIRST, n.segments - 1):
+        number = i - FIRST  # of the map
         state = tiles.states.index(i % 2).permute((1, 0))  # [128, BV]
-        wait_full(bars.maps.full, i)
-        left = warpgroup_mma(tiles.maps.index(i % S.STAGES), state, own, is_async=True)  # (7.1)
+        wait_full(bars.maps.full, number)
+        left = warpgroup_mma(tiles.maps.index(number % S.STAGES), state, own, is_async=True)  # (7.1)
+        release(bars.maps.empty, number + S.STAGES - 1, pred=number > 0)  # both warpgroups have read the map before
+        own = take_own(tiles, bars, i + 1, S)
         stores_done(1)  # the start before this one has left its tile
         left = products_done(0, deps=[left])
-        release(bars.own.empty, i)
-        release(bars.maps.empty, i)
         put_start(left, starts_d, i + 1, n, tiles, S)
     stores_done(0)
 
 
 @gluon.jit
-def join_producer(maps_d, own_d, n, tiles, bars, S: gl.constexpr):
+def join_producer(maps_d, own_d, x, n, tiles, bars, S: gl.constexpr):
     """Fills the rings of maps and of what segments add."""
     UNDER: gl.constexpr = S.V if S.BACK else 0  # the first row of M^T in a map; M forward is alone
-    for i in range(n.segments - 1):
+    FIRST: gl.constexpr = 1 if x is None else 0
+    for i in range(n.segments):  # what the last one leaves is taken and not used
         _, v0, index = join_place(i, n, S)
-        wait_empty(bars.maps.empty, i)
-        bar = expect_bytes(bars.maps.full, i, 128 * 128 * 4)
-        fetch_tile(maps_d, [index, UNDER, 0], bar, tiles.maps.index(i % S.STAGES))
         wait_empty(bars.own.empty, i)
         bar = expect_bytes(bars.own.full, i, S.BV * 128 * 4)
         fetch_tile(own_d, [index, v0, 0], bar, tiles.own.index(i % 2))
+        if (i >= FIRST) & (i < n.segments - 1):
+            number = i - FIRST
+            wait_empty(bars.maps.empty, number)
+            bar = expect_bytes(bars.maps.full, number, 128 * 128 * 4)
+            fetch_tile(maps_d, [index, UNDER, 0], bar, tiles.maps.index(number % S.STAGES))
 
 
 @with_sound_ptxas
@@ -120,7 +141,7 @@ def join_kernel(maps_d, own_d, starts_d, x, n, S: gl.constexpr):
     """Writes `starts` from maps, from what each segment leaves (sends back), and from the state `x` of sequences, None for 0."""
     tiles, bars = join_tiles(S)
     gl.warp_specialize(
-        [(join_states, (starts_d, x, n, tiles, bars, S)), (join_producer, (maps_d, own_d, n, tiles, bars, S))],
+        [(join_states, (starts_d, x, n, tiles, bars, S)), (join_producer, (maps_d, own_d, x, n, tiles, bars, S))],
         [1],
         [24],
     )
