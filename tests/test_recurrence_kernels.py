@@ -275,6 +275,8 @@ def assert_compile_on_hopper(found, stack, registers=None):
     for launch in found:
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
+        early = dict(launch.kwargs).get("launch_pdl", False)
+        assert not early or "griddepcontrol.wait" in made.ptx, launch.name
         if launch.kernel.is_gluon():
             assert registers is None or made.registers <= registers[launch.name], (launch.name, made.registers)
             assert made.stack <= stack.get(launch.name, 0), (launch.name, made.stack)

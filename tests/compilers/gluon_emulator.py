@@ -214,6 +214,7 @@ REPLACED: dict[str, Any] = {
     "halves_of": halves_of,
     "in_float32": lambda x: x.float(),
     "opaque_zero": lambda: 0,
+    "overlap": lambda: None,
     "pin": lambda x: x,
     "thread_barrier": lambda: None,
     "add_to_global": add_to_global,

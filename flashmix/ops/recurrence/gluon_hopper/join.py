@@ -16,6 +16,7 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    overlap,
     products_done,
     release,
     stores_done,
@@ -140,6 +141,7 @@ def join_producer(maps_d, own_d, x, n, tiles, bars, S: gl.constexpr):
 def join_kernel(maps_d, own_d, starts_d, x, n, S: gl.constexpr):
     """Writes `starts` from maps, from what each segment leaves (sends back), and from the state `x` of sequences, None for 0."""
     tiles, bars = join_tiles(S)
+    overlap()
     gl.warp_specialize(
         [(join_states, (starts_d, x, n, tiles, bars, S)), (join_producer, (maps_d, own_d, x, n, tiles, bars, S))],
         [1],

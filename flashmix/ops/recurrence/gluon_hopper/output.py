@@ -29,6 +29,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     opaque_zero,
+    overlap,
     pin,
     product,
     products_done,
@@ -239,6 +240,8 @@ def output_tiles(DT: gl.constexpr, S: gl.constexpr):
 def output_backward_kernel(q_d, k_d, do_d, dr_d, nu_d, s_d, ds_d, vec_d, dq_d, dk_d, x, n, S: gl.constexpr):
     """Gradients of keys, summed over the value heads that share them, of beta and of the decay."""
     tiles, bars = output_tiles(q_d.dtype, S)
+    if S.EARLY:
+        overlap()
     copies = ((q_d, k_d), (do_d, dr_d, s_d, ds_d), (nu_d, vec_d))
     if S.BK == 128:
         gl.warp_specialize(

@@ -81,13 +81,14 @@ def hopper_plan(call: RecurrenceCall, own: Plan) -> HopperPlan:
         PACKED=call.packed,
         CORRECTED=call.rule.corrected,
     )
-    return _cached(own, warpgroups, basic, call.decay)
+    early = own.tiles.segments > 1 and max(basic.BK, BV) <= 128
+    return _cached(own, warpgroups, basic, call.decay, early)
 
 
 @lru_cache(maxsize=1024)
-def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> HopperPlan:
+def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay, early: bool) -> HopperPlan:
     channel = decay is Decay.CHANNEL
-    state = basic._replace(WARPGROUPS=warpgroups, CHANNEL=channel)
+    state = basic._replace(WARPGROUPS=warpgroups, CHANNEL=channel, EARLY=early)
     output = state._replace(
         OUTPUT=True, KEYS=2 if channel else 3
     )  # keys come a chunk earlier where A_qb is made of them
@@ -98,7 +99,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
     maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
     if warpgroups == 2 and basic.BK == basic.BV == 128:  # one program on a multiprocessor, with room for more stages
         maps = maps._replace(KEYS=3, VALUES=3) if channel else maps._replace(KEYS=4, VALUES=4, PAIRS=4)
-    decayed = basic._replace(DECAY=decay is not Decay.NONE)
+    decayed = basic._replace(DECAY=decay is not Decay.NONE, EARLY=early)
     stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
     join = JoinSpec(basic.K, basic.V, BACK=False)
     pairs = own.scores.spec._replace(BK=own.tiles.decay.BK, ONE_PASS=2 * own.scores.spec.LIMIT)
@@ -114,18 +115,30 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay) -> Hopp
         state_save_given=_state(state_forward_kernel, state._replace(SAVE=True, GIVEN=True, CORRECTED=False), False),
         state_maps=_state(state_forward_kernel, maps, False),
         state_backward=_state(state_backward_kernel, back._replace(SAVE=True), True),
-        state_ends=_state(state_backward_kernel, back if channel else ends, basic.CORRECTED),
+        state_ends=_first(_state(state_backward_kernel, back if channel else ends, basic.CORRECTED)),
         output=_output(decayed),
-        join_forward=Kernel(join_kernel, join, num_warps=8, maxnreg=168),
-        join_backward=Kernel(join_kernel, join._replace(BACK=True), num_warps=8, maxnreg=168),
-        walk=Kernel(walk_backward_kernel, decayed._replace(STAGES=stages, NUS=stages), num_warps=4, maxnreg=128),
-        walk_given=Kernel(walk_backward_kernel, decayed._replace(GIVEN=True, NUS=2), num_warps=4, maxnreg=128),
+        join_forward=Kernel(join_kernel, join, num_warps=8, maxnreg=168, launch_pdl=True),
+        join_backward=Kernel(join_kernel, join._replace(BACK=True), num_warps=8, maxnreg=168, launch_pdl=True),
+        walk=_later(walk_backward_kernel, decayed._replace(STAGES=stages, NUS=stages), 128),
+        walk_given=_later(walk_backward_kernel, decayed._replace(GIVEN=True, NUS=2), 128),
         channel_scores=Kernel(channel_scores_kernel, basic, num_warps=4),
         channel_scores_save=Kernel(channel_scores_kernel, basic._replace(SAVE=True), num_warps=4),
         channel_far_rows=Kernel(channel_far_rows_kernel, pairs, num_warps=4),
         channel_inverse=Kernel(channel_inverse_kernel, HopperSpec(0, 0, 0, 0), num_warps=1),
         channel_output=Kernel(channel_output_kernel, basic, num_warps=4, maxnreg=128),
     )
+
+
+def _later(kernel: Any, spec: HopperSpec, registers: int) -> Kernel:
+    """A kernel of four warps beside others that is not the first of a call: with EARLY it is launched while the one before it runs."""
+    early = {"launch_pdl": True} if spec.EARLY else {}
+    return Kernel(kernel, spec, num_warps=4, maxnreg=registers, **early)
+
+
+def _first(kernel: Kernel) -> Kernel:
+    """The same kernel as the first of a call, behind kernels that may not wait for those before them as ours do."""
+    options = {name: value for name, value in kernel.options.items() if name != "launch_pdl"}
+    return Kernel(kernel.kernel, kernel.spec, **options)
 
 
 def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
@@ -145,7 +158,7 @@ def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:
         stages, registers = (4, registers) if made else (3, 128)
         spec = spec._replace(KEYS=3 if made else 2, VALUES=stages, PAIRS=stages)
     spec = spec._replace(READS=spec.CORRECTED + (queries and spec.CHANNEL), MAKES=made)
-    return Kernel(kernel, spec, num_warps=4, maxnreg=registers)
+    return _later(kernel, spec, registers)
 
 
 def _wide_state(kernel: Any, spec: HopperSpec, made: bool) -> Kernel:
@@ -171,6 +184,6 @@ def _output(spec: HopperSpec) -> Kernel:
         return Kernel(wide_output_backward_kernel, spec, num_warps=4, maxnreg=128)
     if spec.BK == 128:
         stages = 2 if spec.BV == 64 else 1
-        return Kernel(output_backward_kernel, spec._replace(STAGES=stages), num_warps=4, maxnreg=128)
+        return _later(output_backward_kernel, spec._replace(STAGES=stages), 128)
     keys = 4 if spec.BV == 64 else 2
-    return Kernel(output_backward_kernel, spec._replace(KEYS=keys, STAGES=2, NUS=keys), num_warps=4, maxnreg=168)
+    return _later(output_backward_kernel, spec._replace(KEYS=keys, STAGES=2, NUS=keys), 168)

@@ -19,6 +19,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     mma_v2,
+    overlap,
     plus,
     reinterpret,
     retire,
@@ -296,6 +297,8 @@ def inverses(k_d, T_d, x, at, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["n"])
 def scores_forward_kernel(k_d, T_d, x, n, S: gl.constexpr):
     """Writes T, `[chunks, HV, 1, 64, 64]`, and the vectors of chunks; without corrections only these."""
+    if S.EARLY:
+        overlap()
     at = chunk_of_item(gl.program_id(0), x, n, S)
     if S.CORRECTED:
         inverses(k_d, T_d, x, at, S)

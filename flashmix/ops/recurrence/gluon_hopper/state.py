@@ -20,6 +20,7 @@ from flashmix.gpu.hopper import (
     in_float32,
     opaque_zero,
     operand,
+    overlap,
     pin,
     product,
     products_done,
@@ -242,6 +243,8 @@ def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.
     """OUTPUT writes o, and with KEEP nu; SAVE writes nu and the state that each chunk starts from; neither, maps of segments, `x.ends`."""
     MAPS: gl.constexpr = x.ends is not None
     tiles, bars = state_tiles(False, S.OUTPUT + S.KEEP + (S.SAVE and S.CORRECTED), k_d.dtype, S)
+    if S.EARLY:
+        overlap()
     inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
     if S.WARPGROUPS == 2 and S.MAKES:

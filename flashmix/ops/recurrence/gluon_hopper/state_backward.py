@@ -14,6 +14,7 @@ from flashmix.gpu.hopper import (
     gl,
     gluon,
     operand,
+    overlap,
     product,
     products_done,
     release,
@@ -141,6 +142,8 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
 @gluon.jit(do_not_specialize=["n"])
 def state_backward_kernel(q_d, k_d, do_d, A_d, vec_d, s_d, dr_d, x, n, S: gl.constexpr):
     """SAVE writes dR (dV) and the gradient of the state that each chunk leaves; else only what each segment sends back, `x.ends`."""
+    if S.EARLY:
+        overlap()
     if x.counters is not None:
         counter = x.counters + gl.program_id(0)
         gl.store(counter, 0)

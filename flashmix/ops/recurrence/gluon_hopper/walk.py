@@ -21,6 +21,7 @@ from flashmix.gpu.hopper import (
     in_float32,
     opaque_zero,
     operand,
+    overlap,
     pin,
     product,
     products_done,
@@ -360,6 +361,8 @@ def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["n"])
 def walk_backward_kernel(q_d, k_d, v_d, T_d, vec_d, do_d, dr_d, ds_d, dq_d, dk_d, x, n, S: gl.constexpr):
     """Gradients of queries and keys, of beta and of the decay."""
+    if S.EARLY:
+        overlap()
     program = gl.program_id(0)
     if S.GROUP > 1:  # in the order in which programs begin: none waits for one that cannot begin
         program = gl.atomic_add(x.counters, 1)
