@@ -525,7 +525,7 @@ def test_emulated_join_is_within_budget(
     cut_into(7, monkeypatch)  # more maps than their ring has stages
     monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
     decay = "-0.02" if gate == "token" else "mild"
-    case = Case("join", "delta", gate, B=1, T=442, H=1, HV=1, K=K, V=V, decay=decay, states=states)
+    case = Case("join", "delta", gate, B=1, T=442, H=1, HV=2, K=K, V=V, decay=decay, states=states)
     with hopper_card(132) as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert launched.count("join_kernel") == 2, launched

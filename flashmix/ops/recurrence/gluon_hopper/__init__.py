@@ -32,20 +32,19 @@ from flashmix.ops.recurrence.gluon_hopper.memory import (
     ready,
     results,
     sizes_of,
+    starts_of,
 )
 from flashmix.ops.recurrence.gluon_hopper.phases import (
     ChunkReads,
     HopperRun,
+    ends_joined,
     gradients,
-    join_backward,
-    join_forward,
+    maps_joined,
     reads_of,
     save_states,
     scores,
     state_output,
-    write_ends,
     write_last_state,
-    write_maps,
 )
 from flashmix.ops.recurrence.step.triton_gpu import step
 from flashmix.ops.recurrence.triton_gpu import for_heads, is_step
@@ -104,10 +103,8 @@ def forward(call: RecurrenceCall, save: bool) -> tuple[Outputs, Outputs]:
         run = HopperRun(Run.of(call))
         reads, joined, _ = scores(run, views(kept, sizes.kept), views(decayed, sizes.decayed), True)
         if joined:
-            maps, starts = joined
-            M = next(iter(views(turned, sizes.turned)), None)
-            write_maps(run, reads, maps, M)
-            join_forward(run, maps, M, starts)
+            maps, states = joined
+            joined = [maps, maps_joined(run, reads, maps, states, views(turned, sizes.turned))]
         state_output(run, reads, joined, o, state, Saved.of(call, views(more, own.more)))
 
     launch(own.series, device, (*operands, o, state, kept, decayed, more, turned), make)
@@ -189,9 +186,9 @@ def launch_backward(
         made = saved if own.walked else Saved(*(next(more, None) if t is None else t for t in saved))
         starts = None
         if scored[1]:
-            ends, starts = room[1:3]
-            write_ends(run, scored[0], do, ends)
-            join_backward(run, scored[1][0], ends, dstate, starts)
+            reads, (maps, states), pairs = scored
+            scored = reads, [maps, starts_of(call, maps, states)], pairs
+            starts = ends_joined(run, reads, (do, dstate), maps, room[1 : len(sizes.work)])
         whole = run, scored, (do, dstate, starts), found
         each: Iterable[BackwardParts] = [whole]
         if between is not None:

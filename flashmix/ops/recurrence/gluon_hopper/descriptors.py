@@ -37,10 +37,10 @@ def totals(x: Tensor) -> Tiles:
     return Tiles(x, (x.numel() // K, K), (K, 1), (1, 128), swizzle=0)
 
 
-def segments(x: Tensor, rows: int, block: int) -> Tiles:
-    """`[N, HV, segments, at least `rows`, K]` in float32, in blocks of `block` rows of the first `rows` of a segment."""
-    under, K = x.shape[3:]
-    return Tiles(x, (x.numel() // (under * K), rows, K), (under * K, K, 1), (1, block, 128))
+def segments(x: Tensor, block: int) -> Tiles:
+    """`[N, HV, segments, V or K, K]` in float32, in blocks of `block` rows of a segment."""
+    rows, K = x.shape[3:]
+    return Tiles(x, (x.numel() // (rows * K), rows, K), (rows * K, K, 1), (1, block, 128))
 
 
 def states(x: Tensor, rows: int, columns: int) -> Tiles:

@@ -3,9 +3,11 @@
     S_out = M S_in + N        dS_in = M^T dS_out + dN                                                   (7.1)
 
 As the Triton kernels of `triton_gpu/segments.py`, but the maps come by TMA and are left operands of `wgmma` in shared memory, float32 read
-as TF32, with rows of the result as their rows: M forward, of which the map pass leaves a copy that is not transposed; M^T backward. The
-state lies in shared memory as it does in `starts`, [BV, 128]: it is the right operand of its segment and on its way to memory at once. It
-has two tiles in turn, and the accumulators begin with N. Rows and columns past K and V are 0.
+as TF32, with rows of the result as their rows: M forward, M^T backward, and the map pass leaves both. The state lies in shared memory as
+it does in `starts`, [BV, 128]: it is the right operand of its segment and on its way to memory at once. It has two tiles in turn, and the
+accumulators begin with N. Rows and columns past K and V are 0.
+
+What a segment leaves from nothing, N^T or dN^T, lies in memory where the start of the next one is written, by the program that has read it.
 """
 
 from __future__ import annotations
@@ -122,7 +124,6 @@ def join_states(starts_d, x, n, tiles, bars, S: gl.constexpr):
 @gluon.jit
 def join_producer(maps_d, own_d, x, n, tiles, bars, S: gl.constexpr):
     """Fills the rings of maps and of what segments add."""
-    UNDER: gl.constexpr = S.V if S.BACK else 0  # the first row of M^T in a map; M forward is alone
     FIRST: gl.constexpr = 1 if x is None else 0
     for i in range(n.segments):  # what the last one leaves is taken and not used
         _, v0, index = join_place(i, n, S)
@@ -133,7 +134,7 @@ def join_producer(maps_d, own_d, x, n, tiles, bars, S: gl.constexpr):
             number = i - FIRST
             wait_empty(bars.maps.empty, number)
             bar = expect_bytes(bars.maps.full, number, 128 * 128 * 4)
-            fetch_tile(maps_d, [index, UNDER, 0], bar, tiles.maps.index(number % S.STAGES))
+            fetch_tile(maps_d, [index, 0, 0], bar, tiles.maps.index(number % S.STAGES))
 
 
 @with_sound_ptxas

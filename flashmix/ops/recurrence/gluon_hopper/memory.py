@@ -53,9 +53,8 @@ class CallMemory(NamedTuple):
     kept_bytes: int
     decayed_bytes: int
     turned_bytes: int = 0
-    turned: tuple[
-        MemoryPart, ...
-    ] = ()  # with `join.py`: M of the segments' maps, only forward and only until they are joined
+    # With `join.py` M of the segments' maps, only forward and only until they are joined; M^T and, `in_turn`, N^T and starts are kept.
+    turned: tuple[MemoryPart, ...] = ()
 
 
 def kind_of(call: RecurrenceCall) -> Hashable:
@@ -93,15 +92,34 @@ def sizes_of(call: RecurrenceCall) -> CallMemory:
     counters = [MemoryPart(torch.int32, (2 * N * HV * tiles.segments + 1,))] if HV > call.heads else []
     turned: tuple[MemoryPart, ...] = ()
     if tiles.segments > 1:
-        starts = MemoryPart(float32, (N, HV, tiles.segments, V, K))
-        under = K if corrected else 1
-        kept += [MemoryPart(float32, (N, HV, tiles.segments, V + under, K)), starts]
-        work += [starts, starts]
+        shape = N, HV, tiles.segments
         if has_join(call):
-            turned = (MemoryPart(float32, (N, HV, tiles.segments, K, K)),)
+            turned = (MemoryPart(float32, (*shape, K, K)),)
+            starts = MemoryPart(float32, (N * HV * tiles.segments + 1, V, K))
+            kept += [*turned, starts]
+            work += [starts]
+        else:
+            starts = MemoryPart(float32, (*shape, V, K))
+            kept += [MemoryPart(float32, (*shape, V + (K if corrected else 1), K)), starts]
+            work += [starts, starts]
     parts = tuple(kept), tuple(decayed), tuple(work), tuple(states), tuple(counters)
     kept_bytes, decayed_bytes, turned_bytes = (sum(part.bytes for part in some) for some in (*parts[:2], turned))
     return CallMemory((N, HV, K, V), *parts, kept_bytes, decayed_bytes, turned_bytes, turned)
+
+
+def in_turn(states: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors `[N, HV, segments, V, K]` of states of segments in the same memory, of one state more: number i + 1 of the first is
+    number i of the second.
+
+    A segment's own part lies where the next one's start is written, which `join.py` makes of it; that of a sequence's last one is not read.
+    """
+    shape = *maps.shape[:3], *states.shape[1:]
+    return states[:-1].view(shape), states[1:].view(shape)
+
+
+def starts_of(call: RecurrenceCall, maps: Tensor, states: Tensor) -> Tensor:
+    """The states that segments start from, of what is kept of them."""
+    return in_turn(states, maps)[0] if has_join(call) else states
 
 
 def has_join(call: RecurrenceCall) -> bool:
@@ -173,7 +191,7 @@ def walks(call: RecurrenceCall, sizes: CallMemory) -> bool:
     value_heads, V = call.v.shape[2:]
     if value_heads > GROUPED * heads or min(K, V) <= 64 or max(K, V) > 128 or call.decay is Decay.CHANNEL:
         return False
-    segments = sizes.kept[-1].shape[2] if len(sizes.work) > 1 else 1
+    segments = sizes.kept[-2].shape[2] if len(sizes.work) > 1 else 1
     programs, multiprocessors = call.sequences * value_heads * segments, gpu.target(call.device).multiprocessors
     return programs > FILLED * cdiv(programs, multiprocessors) * multiprocessors
 

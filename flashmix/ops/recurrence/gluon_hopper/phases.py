@@ -15,7 +15,7 @@ from flashmix.op.call import Gradients
 from flashmix.ops.recurrence.call import Decay, RecurrenceCall
 from flashmix.ops.recurrence.gluon_hopper import descriptors
 from flashmix.ops.recurrence.gluon_hopper.channel import decayed_keys, output_backward_of_channels
-from flashmix.ops.recurrence.gluon_hopper.memory import Saved, has_join, ready
+from flashmix.ops.recurrence.gluon_hopper.memory import Saved, has_join, in_turn, ready
 from flashmix.ops.recurrence.gluon_hopper.plan import HopperPlan, hopper_plan
 from flashmix.ops.recurrence.gluon_hopper.structs import HopperNumbers, OutputMemory, ScoresMemory, StateMemory
 from flashmix.ops.recurrence.gluon_hopper.walk_launch import walk_backward
@@ -45,8 +45,8 @@ class HopperRun:
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
 
-    def memory(self, *given: Tensor | None) -> StateMemory:
-        """Of the state to begin with, those of segments, the results for sequences and segments, counters of `walk.py`, and M of maps."""
+    def memory(self, *given: Any) -> StateMemory:
+        """Of the state to begin with, those of segments, the results for sequences and segments, counters, and parts of maps."""
         return StateMemory(self.base.where.cu_seqlens, self.base.where.offsets, *given)
 
 
@@ -102,39 +102,49 @@ def scores(
     return reads, joined, None
 
 
-def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor, turned: Tensor | None = None) -> None:
-    """Writes the map of each segment, or of a whole sequence that is not cut, from nothing; M into `turned` too, not transposed."""
+def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor, parts: tuple[Tensor, Tensor] | None = None) -> None:
+    """Writes the map of each segment, or of a whole sequence that is not cut, from nothing; for `join.py` in `parts`, N^T and M."""
     tiles = reads.without(run.tokens(run.call.v, 64))
-    x = run.memory(None, None, None, maps, None, turned)
+    x = run.memory(None, None, None, maps, None, parts)
     kernel = run.plan.state_maps
     channels = run.plan.BV + (run.plan.BK if run.call.rule.corrected else 0)
     kernel(run.programs(kernel, channels), *tiles, None, None, None, x, run.segmented)
 
 
-def join_forward(run: HopperRun, maps: Tensor, turned: Tensor | None, starts: Tensor) -> None:
-    """Writes the state that each segment starts from; by Triton's kernel without `turned`."""
+def maps_joined(run: HopperRun, reads: ChunkReads, maps: Tensor, states: Tensor, turned: Sequence[Tensor]) -> Tensor:
+    """Writes maps, and returns the state that each segment starts from, in the memory `states`; M is `turned` with `join.py`."""
     base, state = run.base, run.call.initial_state
-    if turned is None:
-        base.plan.join_forward(base.join_programs(), maps, state, starts, None, None, base.segmented)
-    else:
-        join(run, run.plan.join_forward, (turned, maps, starts), state)
+    if not turned:
+        write_maps(run, reads, maps)
+        base.plan.join_forward(base.join_programs(), maps, state, states, None, None, base.segmented)
+        return states
+    starts, own = in_turn(states, maps)
+    write_maps(run, reads, maps, (own, turned[0]))
+    join(run, run.plan.join_forward, (turned[0], own, starts), state)
+    return starts
 
 
-def join_backward(run: HopperRun, maps: Tensor, ends: Tensor, dstate: Tensor | None, starts: Tensor) -> None:
-    """Writes the gradient that reaches the end of each segment."""
-    base = run.base
+def ends_joined(
+    run: HopperRun, reads: ChunkReads, given: tuple[Tensor, Tensor | None], maps: Tensor, room: Sequence[Tensor]
+) -> Tensor:
+    """Returns the gradient that reaches the end of each segment, of those of the output and of final states, in the memory `room`."""
+    base, (do, dstate) = run.base, given
     if has_join(run.call):
+        ends, starts = in_turn(room[0], maps)
+        write_ends(run, reads, do, ends)
         join(run, run.plan.join_backward, (maps, ends, starts), dstate)
     else:
+        ends, starts = room
+        write_ends(run, reads, do, ends)
         base.plan.join_backward(base.join_programs(), maps, ends, dstate, starts, None, None, base.segmented)
+    return starts
 
 
 def join(run: HopperRun, kernel: Kernel, given: tuple[Tensor, Tensor, Tensor], state: Tensor | None) -> None:
     """Launches `join.py` with maps, what segments leave, and the memory of starts."""
     maps, own, starts = given
     V, BV = run.call.V, kernel.spec.BV
-    left = descriptors.segments(maps, maps.shape[3], 128)
-    tiles = left, descriptors.segments(own, V, BV), descriptors.segments(starts, V, BV)
+    tiles = descriptors.segments(maps, 128), descriptors.segments(own, BV), descriptors.segments(starts, BV)
     kernel(run.base.rows * cdiv(V, BV), *tiles, state, run.segmented)
 
 

@@ -271,8 +271,8 @@ def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it; where it is asked for, M too, as it is."""
+def store_whole(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """The same as one map, or of a pass that makes none."""
     v, k = state_indices(at, w, S)
     stored = S.V
     if MAPS:
@@ -284,10 +284,31 @@ def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr
         to = x.ends + at.index.to(gl.int64) * (S.V * S.K)
     inside = (v < stored)[:, None] & (k < S.K)[None, :]
     gl.store(to + v[:, None] * S.K + k[None, :], state, mask=inside)
-    if x.turned is not None:  # M of a map as well, [k, v]: 8 threads store 8 numbers of a row
-        if at.map == 1:
-            turned = x.turned + at.index.to(gl.int64) * (S.K * S.K)
-            gl.store(turned + k[None, :] * S.K + v[:, None], state, mask=inside)
+
+
+@gluon.jit
+def store_map_parts(x, at, state, w: gl.constexpr, S: gl.constexpr):
+    """Writes the map of a segment in parts: N^T, or M^T and M."""
+    N, M = x.map_parts
+    v, k = state_indices(at, w, S)
+    if at.map == 1:
+        inside = (v < S.K)[:, None] & (k < S.K)[None, :]
+        first = at.index.to(gl.int64) * (S.K * S.K)
+        gl.store(x.ends + first + v[:, None] * S.K + k[None, :], state, mask=inside)
+        gl.store(M + first + k[None, :] * S.K + v[:, None], state, mask=inside)  # 8 threads store 8 numbers of a row
+    else:
+        inside = (v < S.V)[:, None] & (k < S.K)[None, :]
+        first = at.index.to(gl.int64) * (S.V * S.K)
+        gl.store(N + first + v[:, None] * S.K + k[None, :], state, mask=inside)
+
+
+@gluon.jit
+def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it, or both in parts."""
+    if x.map_parts is not None:
+        store_map_parts(x, at, state, w, S)
+    else:
+        store_whole(x, at, state, w, MAPS, S)
 
 
 @gluon.jit

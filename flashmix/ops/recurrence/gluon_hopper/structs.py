@@ -64,7 +64,7 @@ class StateMemory(NamedTuple):
     result: Any  # [N, HV, K, V]: final state, backward the gradient of the initial one
     ends: Any  # what each segment ends with: maps [N, HV, segments, V + K (without corrections V + 1), K], backward [N, HV, segments, V, K]
     counters: Any = None  # [2 N HV segments + 1] int32: backward made 0, for `walk.py`
-    turned: Any = None  # [N, HV, segments, K, K]: M of maps, not transposed as in `ends`, for `join.py`
+    map_parts: Any = None  # of maps for `join.py`, which have M^T alone in `ends`: N^T [N, HV, segments, V, K], M [N, HV, segments, K, K]
 
 
 class OutputMemory(NamedTuple):
