@@ -419,7 +419,10 @@ class Plot:
 
 
 HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_nu_h200.json")
-ATTENTION = tuple(f"2026-11-28_attention_fa4_{name}_h200.json" for name in ("later", "drawn"))
+ATTENTION = tuple(
+    f"2026-11-28_attention_{name}_h200.json"
+    for name in ("hopper_all", "fa4_later", "fa4_drawn", "fa4_first_max", "last")
+)
 IN_GLUON = {"gated_delta_rule", "delta_rule", "kda", "gla", "simple_gla", "retention"}  # of the files of these dates
 GLUON_FILES = tuple(
     f"{day}_{kind}_h200.json"
@@ -443,8 +446,9 @@ PLOTS = {
     "attention": Plot(
         attention,
         ATTENTION,
-        "2026-11-28, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours, in random order, in one run (256 channels in one before it), "
-        "medians, cold L2 cache, the card at its power limit.",
+        "2026-11-28, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours, in random order, medians, cold L2 cache, the card at its "
+        "power limit: forward in one run, but ours and cuDNN of 192 channels and of 80 full in a later one; backward in one, 256 channels "
+        "in two, 80, which FlashAttention-4 gets wrong, in one before.",
     ),
     "decode": Plot(
         decode,
@@ -485,8 +489,8 @@ PLOTS = {
     ),
     "attention_length": Plot(
         attention_length,
-        ATTENTION[1:],
-        "2026-11-28, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours in one run.",
+        ATTENTION[2:4],
+        "2026-11-28, FlashAttention-4 4.0.0b36 and cuDNN in turns with ours, forward and backward in a run each.",
     ),
     "recurrence_length": Plot(
         recurrence_length, RULES, "2026-11-21. A long sequence is split into segments that are joined by one pass."
