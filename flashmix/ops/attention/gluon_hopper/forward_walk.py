@@ -37,12 +37,10 @@ from flashmix.ops.attention.gluon_hopper.scores import (
     EITHER,
     KEPT,
     WHOLE,
-    WHOLE_KEPT,
     bias_of_tile,
     exponents,
     gates_at_end,
     halves,
-    is_whole,
     joined,
     keeps_m,
     row_sums,
@@ -154,17 +152,16 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
     PV: gl.constexpr = 2 if S.V.SECOND > 0 else 1  # products of `p v`
     FRESH: gl.constexpr = not keeps_m(KIND)
     LATE: gl.constexpr = FRESH and late(S.V.ALL)
-    BY_TILE: gl.constexpr = is_whole(KIND) and S.CAUSAL and (S.DECAY or S.ALIBI)
     acc, p, m, l, shrink = state
     begin, end = span
     q, rings = reads
     dtype: gl.constexpr = rings.v.tiles[0].dtype
     gates = (0.0, 0.0)
-    if BY_TILE:
+    if KIND == WHOLE:
         gates = gates_at_end(rows, first_key(keys, gl.minimum(begin, keys.count - 1), S), S)
     for i in range(begin, end):
         bias = m
-        if BY_TILE:
+        if KIND == WHOLE:
             start = first_key(keys, i, S)
             bias = (bias_of_tile(rows, start, S), way_of_tile(rows, start, gates, S))
             gates = gates_at_end(rows, first_key(keys, gl.minimum(i + 1, keys.count - 1), S), S)  # a tile ahead
@@ -223,7 +220,11 @@ def settled(state, S: gl.constexpr):
 @gluon.jit
 def all_keys_from_last(state, keys, rows, reads, group, n, S: gl.constexpr):
     """`all_keys` with a bias, from the last: those that not all rows see, until each has seen its own key, then those that all see whole,
-    then those that a window cuts off."""
+    then those that a window cuts off.
+
+    The bias of whole tiles is in two: from each key to the block's first row, and from there to each row, from which m is counted there.
+    That is one addition an element instead of four.
+    """
     end = keys.end - gl.where((rows.reference + 1 - keys.low) % S.BN == 0, 1, 0)  # the first row's own key ends a tile
     own = gl.minimum(gl.maximum(keys.count - end, 1), keys.count)
     state = settled(attend(state, (1, own), keys, rows, reads, group, n, EDGE, S), S)
@@ -231,9 +232,7 @@ def all_keys_from_last(state, keys, rows, reads, group, n, S: gl.constexpr):
     if S.LEFT:
         cut = gl.maximum(keys.count - keys.begin, own)
     acc, p, m, l, shrink = state
-    acc, p, _, l, shrink = attend(
-        (acc, p, m - rows.bias, l, shrink), (own, cut), keys, rows, reads, group, n, WHOLE_KEPT, S
-    )
+    acc, p, _, l, shrink = attend((acc, p, m - rows.bias, l, shrink), (own, cut), keys, rows, reads, group, n, WHOLE, S)
     state = (acc, p, m, l, shrink)
     if S.LEFT:
         state = attend(state, (cut, keys.count), keys, rows, reads, group, n, KEPT, S)
@@ -242,28 +241,12 @@ def all_keys_from_last(state, keys, rows, reads, group, n, S: gl.constexpr):
 
 @gluon.jit
 def all_keys(state, keys, rows, reads, group, n, S: gl.constexpr):
-    """Takes all tiles after the first into `state`.
-
-    A bias of causal scores is in two for whole tiles: from each key to the block's first row, and from there to each row, from which m is
-    counted there. That is one addition an element instead of four. With FIRST_MAX m stays when each row has seen a key.
-    """
+    """Takes all tiles after the first into `state`. With FIRST_MAX m stays when each row has seen a key."""
     if from_last(S.FIRST_MAX, S.DECAY or S.ALIBI):
         return all_keys_from_last(state, keys, rows, reads, group, n, S)
-    elif S.CAUSAL and (S.DECAY or S.ALIBI):
-        begin, end = gl.maximum(keys.begin, 1), gl.maximum(keys.end, 1)
-        if S.LEFT:
-            state = attend(state, (1, gl.minimum(begin, keys.count)), keys, rows, reads, group, n, EDGE, S)
-        end = gl.maximum(begin, end)
-        acc, p, m, l, shrink = state
-        before = m - rows.bias
-        acc, p, after, l, shrink = attend(
-            (acc, p, before, l, shrink), (begin, end), keys, rows, reads, group, n, WHOLE, S
-        )
-        m = gl.where(after == before, m, after + rows.bias)
-        return attend((acc, p, m, l, shrink), (end, keys.count), keys, rows, reads, group, n, EDGE, S)
     else:
         begin = 1
-        if S.FIRST_MAX and S.LEFT:  # until each row has seen a key
+        if S.FIRST_MAX and S.LEFT:
             begin = gl.minimum(gl.maximum(keys.begin, 0) + 1, keys.count)
             state = settled(attend(state, (1, begin), keys, rows, reads, group, n, EITHER, S), S)
         REST: gl.constexpr = KEPT if S.FIRST_MAX else EITHER

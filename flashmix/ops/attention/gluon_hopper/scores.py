@@ -9,9 +9,9 @@ from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
 from flashmix.ops.attention.triton_gpu.tiles import load_decay
 
-# How a tile is masked: not at all, with what is added to a whole tile in two parts; always; where the tile is not whole. The first and
-# the last also where m stays what it is.
-WHOLE, EDGE, EITHER, WHOLE_KEPT, KEPT = (gl.constexpr(kind) for kind in range(5))
+# How a tile is masked: not at all, with what is added to scores in two parts; always; where the tile is not whole; likewise. In the forward
+# m is the running maximum at EDGE and EITHER, and stays what it is at WHOLE and KEPT.
+WHOLE, EDGE, EITHER, KEPT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
@@ -26,21 +26,15 @@ def scaled(s, n, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def is_whole(kind):
-    """Whether all rows see all of a tile."""
-    return kind in (WHOLE, WHOLE_KEPT)
-
-
-@gluon.constexpr_function
 def keeps_m(kind):
     """Whether m stays what it is."""
-    return kind in (WHOLE_KEPT, KEPT)
+    return kind in (WHOLE, KEPT)
 
 
 @gluon.jit
 def hidden(edge, KIND: gl.constexpr):
     """Whether a tile has scores that are not seen; `edge`: whether it may have."""
-    if is_whole(KIND):
+    if KIND == WHOLE:
         return False
     elif KIND == EDGE:
         return True
@@ -156,7 +150,6 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
     """log2 of P of `q k^T` of the `i`-th tile of keys, `[64, BN]`, and what it is counted from: m if that stays, else the running maximum
     with it."""
     RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
-    BY_TILE: gl.constexpr = S.CAUSAL and (S.DECAY or S.ALIBI)
     start = first_key(keys, i, S)
     number = number_of(keys, i, S)
     edge = (number < keys.begin) | (number >= keys.end)
@@ -171,10 +164,8 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
     else:
         y, _ = scaled(s, n, S)
         way = 0.0
-        if BY_TILE and is_whole(KIND):
+        if KIND == WHOLE:
             falls, way = bias
-            if not keeps_m(KIND):
-                falls, way = falls + way, 0.0
             y += falls
         elif S.DECAY or S.ALIBI:
             decay_k = (0.0, 0.0)

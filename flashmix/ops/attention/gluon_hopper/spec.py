@@ -45,12 +45,12 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
     elif phase == "queries":  # at 256 channels shared memory has room for one tile of values
         spec = spec._replace(V_STAGES=1 if max(spec.QK.FIRST, spec.V.FIRST) > 128 else spec.STAGES)
     else:
+        first_max = spec.CAUSAL or not biased
         spec = spec._replace(
             OWN_RESULTS=max(spec.QK.ALL, spec.V.ALL) <= MOST_WITH_OWN_RESULTS or not _fits(spec.V, spec.QK),
-            FIRST_MAX=spec.CAUSAL or not biased,
+            FIRST_MAX=first_max,
+            HEADROOM=HEADROOM[call.dtype] if first_max else 0,
         )
-        if spec.FIRST_MAX:
-            spec = spec._replace(HEADROOM=HEADROOM[call.dtype])
     return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
 
 
