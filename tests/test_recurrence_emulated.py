@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import recurrence_gpu
-import shard_cases
 import test_recurrence_gpu
-import threads_as_ranks
 import torch
 from budget import assert_within_budget
 from cases import Case, make_inputs, run_op
 from samples import sample, sample_of_rows
 from test_recurrence import evaluate, same_bits
-from test_recurrence_gpu import DPLR_CASES, FUSED_CASES, GROUPED_CASES, HOPPER_CASES, MIXED, fused_backward
+from test_recurrence_gpu import FUSED_CASES, GROUPED_CASES, HOPPER_CASES, fused_backward
 
 import flashmix
-from flashmix.op.packing import Packing
-from flashmix.parallel.shard import Shard
 
 pytest.importorskip("triton")
 
 from compilers.gluon_emulator import hopper_card
 from kernels import MULTIPROCESSORS, recording
+from recurrence_emulated import apart, cut_into, emulated
 
-__all__ = ["fused_backward"]  # a fixture
+__all__ = ["apart", "fused_backward"]  # fixtures
 
 CASES = [
     Case("grouped-token", "delta", "token", B=1, T=70, H=1, HV=2, K=128, V=128),
@@ -57,12 +52,6 @@ CASES = [
     Case("channel-middle-linear", "linear", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-1.4"),
     Case("channel-beyond", "delta", "channel", B=1, T=70, H=1, HV=1, K=72, V=80, decay="-2.1"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def apart(fused_backward: Any) -> None:
-    """The backward of the output is a kernel of its own where a test does not ask for the walk, which is for calls that fill a card."""
-    fused_backward(False)
 
 
 # Those of 256 channels take most of the time: of each rule the one with few chunks, and the packed one without a decay. Of other widths
@@ -196,16 +185,6 @@ def test_the_fused_backward_is_for_calls_that_fill_a_card(fused_backward: Any, m
         assert "walk_backward_kernel" not in other and "output_backward_kernel" in other
 
 
-DPLR = [
-    Case("dplr-resets", "dplr", "channel", B=1, T=70, H=1, HV=2, K=128, V=24, decay="resets"),
-    Case("dplr-64-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=64, V=16, lengths=(5, 0, 70)),
-    # These with the Hopper kernels for the state passes and the backward of `output`.
-    Case("dplr-output", "dplr", "channel", B=1, T=134, H=1, HV=2, K=128, V=128),
-    Case("dplr-output-resets", "dplr", "channel", B=2, T=70, H=1, HV=1, K=72, V=120, decay="resets"),
-    Case("dplr-output-packed", "dplr", "channel", B=1, T=75, H=1, HV=1, K=96, V=80, lengths=(5, 0, 70)),
-]
-
-
 def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of 512 channels, two value heads of 256; beside it the kernel of `scaled_rows`. Triton's kernels are emulated too."""
     mechanism = importlib.import_module("flashmix.mechanisms.mlstm")
@@ -239,79 +218,6 @@ def test_emulated_mlstm_errs_as_it_does_by_triton(monkeypatch: pytest.MonkeyPatc
         assert_within_budget(name, t, exact[name], baseline[name], torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "case",
-    sample([*DPLR, *DPLR_CASES], [case for case in DPLR if case.name != "dplr-output-resets"]),
-    ids=lambda case: case.name,
-)
-def test_emulated_pairs_of_dplr_are_within_budget(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between Triton's kernels, which make everything else, with other than 72 to 128 channels the state passes and the backward of
-    `output` too; the sums of the decay are written in the backward.
-    """
-    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    with hopper_card() as launched:
-        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    assert launched.count("dplr_scores_kernel") == launched.count("channel_inverse_kernel") == 2, launched
-    assert "decay_sums_kernel" not in launched and "scores_forward_kernel" not in launched, launched
-    own = case.K > 64 and 64 < case.V <= 128
-    for phase in ("state_forward", "state_backward", "output"):
-        triton = "output_backward" if phase == "output" else phase
-        assert (f"dplr_{phase}_kernel" in launched, f"{triton}_kernel" in launched) == (own, not own), launched
-
-
-def test_emulated_gradients_of_dplr_do_not_depend_on_what_is_asked_for() -> None:
-    """Nor on the dtype of a decay that holds the same numbers, nor on which program makes a chunk and which of its roles comes first."""
-    case = Case("dplr", "dplr", "channel", B=1, T=70, H=1, HV=2, K=72, V=72)
-    x = make_inputs(case, torch.bfloat16)
-    x["log_decay"] = x["log_decay"].to(torch.bfloat16).float()
-    found = []
-    for dtype, asked, card in (
-        (torch.float32, list(x), {}),
-        (torch.float64, list(x), {"multiprocessors": 3, "seed": 7}),
-        (torch.bfloat16, list(x), {"multiprocessors": 2, "seed": 8}),
-        (torch.float32, ["k", "b"], {}),
-    ):
-        leaves = {n: (t.to(dtype) if n == "log_decay" else t).requires_grad_(n in asked) for n, t in x.items()}
-        with hopper_card(**card) as launched:
-            o, _ = flashmix.dplr(**leaves, impl="gluon")
-            grads = torch.autograd.grad(o, [leaves[n] for n in asked], torch.ones_like(o))
-        assert "dplr_output_kernel" in launched
-        found.append(dict(zip(asked, grads, strict=True)))
-    for other in found[1:]:
-        for name, t in other.items():
-            assert torch.equal(t, found[0][name].to(t.dtype)), name
-
-
-def test_emulated_gradients_of_dplr_of_one_token_alone_and_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the same bits: the step keeps nothing, and its backward is that of a chunk of one token."""
-    monkeypatch.setattr(recurrence_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(recurrence_gpu, "impl_of", lambda case: "gluon")
-    packed = Case("dplr", "dplr", "channel", B=1, T=3, K=72, V=72, lengths=(1, 2))
-    x = recurrence_gpu.small(packed)
-    one, first = slice(0, 1), slice(0, 1)
-    with hopper_card():
-        together = recurrence_gpu.results(packed, x)
-    with hopper_card() as launched:
-        alone = recurrence_gpu.results(replace(packed, T=1, lengths=None), recurrence_gpu.cut(x, one, first))
-    assert "dplr_state_backward_kernel" in launched and "scores_forward_kernel" not in launched, launched
-    recurrence_gpu.assert_same(recurrence_gpu.cut(together, one, first), alone, 1)
-
-
-def test_emulated_dplr_without_tokens_launches_nothing() -> None:
-    """Its state stays, and its gradient comes from the state alone."""
-    x = make_inputs(Case("dplr", "dplr", "channel", B=1, T=0, K=72, V=72, lengths=(0,)), torch.bfloat16)
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    with hopper_card() as launched:
-        cu = torch.zeros(2, dtype=torch.long)
-        o, state = flashmix.dplr(**leaves, cu_seqlens=cu, return_state=True, impl="gluon")
-        grads = torch.autograd.grad([o, state], list(leaves.values()), [o, torch.full_like(state, 0.5)])
-    assert launched == [] and torch.equal(state, x["initial_state"])
-    for (name, t), grad in zip(leaves.items(), grads, strict=True):
-        assert grad.shape == t.shape and bool((grad == 0.5).all()) == (name == "initial_state" or grad.numel() == 0), (
-            name
-        )
-
-
 @pytest.mark.parametrize("rule", sample(("delta", "linear"), ("delta",)))
 def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
     """Nor of gradients. A decay per channel: where keys are scaled about the middle of a chunk's decay, and where rows are out of range."""
@@ -334,35 +240,6 @@ def test_emulated_later_decays_change_no_bit_of_a_chunk(rule: str) -> None:
         assert not torch.equal(later["o"], found[0]["o"])
 
 
-@pytest.mark.whole
-def test_emulated_output_of_dplr_beside_tritons_state_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr("flashmix.ops.recurrence.gluon_hopper.dplr.has_states", lambda call: False)
-    case = Case("dplr-output", "dplr", "channel", B=1, T=75, H=1, HV=1, K=96, V=80, lengths=(5, 0, 70))
-    with hopper_card() as launched:
-        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    assert {"state_forward_kernel", "state_backward_kernel", "dplr_output_kernel"} <= set(launched), launched
-
-
-@pytest.mark.whole
-def test_emulated_segments_of_dplr_are_within_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_into(2, monkeypatch)
-    monkeypatch.setattr(test_recurrence_gpu, "DEVICE", "cpu")
-    case = Case("dplr-segments", "dplr", "channel", B=1, T=140, H=1, HV=1, K=72, V=72)
-    with hopper_card() as launched:
-        test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
-    assert {"dplr_scores_kernel", "segments_forward_kernel", "segments_backward_kernel"} <= set(launched), launched
-    assert {"dplr_state_forward_kernel", "dplr_state_backward_kernel", "dplr_output_kernel"} <= set(launched), launched
-
-
-def test_emulated_halves_of_the_values_of_dplr_change_no_bit() -> None:
-    """With few programs a state pass has one warpgroup and half of the values."""
-    case = Case("dplr-halves", "dplr", "channel", B=1, T=134, H=1, HV=1, K=72, V=104)
-    wanted, found = emulated(case, 1)[0], emulated(case, 132)[0]
-    for name, t in wanted.items():
-        same_bits(found[name], t, name)
-
-
 def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
     """A decay per channel: its gradient came from other kernels, and so did those of q and k."""
     x = make_inputs(Case("channel", "delta", "channel", B=1, T=66, H=1, HV=1, K=72, V=72), torch.bfloat16)
@@ -377,12 +254,6 @@ def test_emulated_float64_decays_have_the_bits_of_float32() -> None:
     narrow, wide = found
     assert wide["log_decay"].dtype == torch.float64
     assert all(torch.equal(wide[name], t.to(wide[name].dtype)) for name, t in narrow.items())
-
-
-def emulated(case: Case, multiprocessors: int = 1) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Output, state and gradients, and the kernels that were launched."""
-    with hopper_card(multiprocessors) as launched:
-        return evaluate(run_op, case, make_inputs(case, torch.bfloat16), "gluon"), launched
 
 
 @pytest.mark.parametrize(
@@ -529,102 +400,3 @@ def test_emulated_join_is_within_budget(
     with hopper_card(132) as launched:
         test_recurrence_gpu.assert_kernels_within_budget(case, torch.bfloat16, "gluon")
     assert launched.count("join_kernel") == 2, launched
-
-
-def cut_into(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = importlib.import_module("flashmix.ops.recurrence.triton_gpu.plan")
-    monkeypatch.setattr(plan, "segments_of", lambda call, kind: 1 if call.packed else segments)
-
-
-@pytest.mark.parametrize("tokens, segments", [(140, 1), pytest.param(264, 2, marks=pytest.mark.whole)])
-def test_emulated_ranks_walk_to_the_same_bits(
-    tokens: int, segments: int, fused_backward: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over ranks too the backward of the output in the walk of the states has the bits of the kernels that it joins."""
-    for name, size in (("K", 128), ("V", 128), ("H", 1), ("HV", 1)):
-        monkeypatch.setattr(shard_cases, name, size)
-    monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
-    cut_into(segments, monkeypatch)
-    whole, ranges = Packing.from_lengths([tokens]), shard_cases.layout("contiguous", tokens, 2)
-    kernels = shard_cases.recurrence("tied", "token", states=True, impl="gluon")
-
-    def work(group: Any) -> dict[str, Any]:
-        shard = Shard(whole.on_host(), ranges, group, whole.cu_seqlens)
-        return shard_cases.evaluate(kernels, shard, 0, shard.pieces[shard.rank], torch.bfloat16)
-
-    found = []
-    for walk in (False, True):
-        fused_backward(walk)
-        with hopper_card() as launched:
-            found.append(shard_cases.together(threads_as_ranks.run(2, work), [tokens], ranges))
-        assert launched.count("walk_backward_kernel") == 2 * walk, launched
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        ("tied", "token", 2, "zigzag", 264, 2),
-        ("tied", "channel", 2, "contiguous", 140, 1),
-        *(
-            pytest.param(job, marks=pytest.mark.whole)
-            for job in (
-                ("dplr", "channel", 2, "contiguous", 140, 1),
-                ("tied", "channel", 2, "zigzag", 264, 1),
-                ("dplr", "channel", 2, "zigzag", 264, 2),
-                ("dplr", "channel", 3, "uneven", 300, 1),
-                ("dplr", "channel", 2, "zigzag", 264, 1, 64),
-                ("linear", "token", 2, "contiguous", 264, 2),
-                ("tied", "token", 3, "contiguous", 400, 2),
-                ("tied", "token", 2, "contiguous", 140, 1),
-                ("tied", "channel", 2, "zigzag", 264, 2),
-                ("tied", "channel", 3, "uneven", 300, 1),
-                ("linear", "channel", 2, "contiguous", 264, 2),
-                ("linear", "channel", 3, "uneven", 300, 1),
-            )
-        ),
-        pytest.param(("tied", "token", 2, "zigzag", 264, 2, 64), marks=pytest.mark.whole),
-        pytest.param(("tied", "token", 2, "contiguous", 140, 1, 64), marks=pytest.mark.whole),
-        pytest.param(("linear", "token", 2, "contiguous", 264, 2, 64), marks=pytest.mark.whole),
-        *(
-            pytest.param((rule, "token", ranks, order, tokens, segments, K, V), marks=pytest.mark.whole)
-            for K, V in MIXED
-            for rule, ranks, order, tokens, segments in (
-                ("tied", 2, "zigzag", 264, 2),
-                ("tied", 3, "contiguous", 200, 1),
-                ("linear", 2, "contiguous", 264, 2),
-            )
-        ),
-        pytest.param(("tied", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
-        pytest.param(("tied", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
-        pytest.param(("linear", "token", 2, "zigzag", 264, 2, 256), marks=pytest.mark.whole),
-        pytest.param(("linear", "token", 2, "contiguous", 140, 1, 256), marks=pytest.mark.whole),
-    ],
-    ids=str,
-)
-def test_emulated_ranks_are_one_process(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule, decay, ranks, layout, tokens, segments of a piece, channels: both halves of a call, with the exchange between them."""
-    rule, decay, ranks, order, tokens, segments, *channels = job
-    K, V = (channels or [128])[0], (channels or [128])[-1]
-    for name, size in (("K", K), ("V", V), ("H", 1), ("HV", 1)):
-        monkeypatch.setattr(shard_cases, name, size)
-    monkeypatch.setattr(flashmix, "l2_norm", lambda x: torch.nn.functional.normalize(x, dim=-1))  # not by a kernel
-    cut_into(segments, monkeypatch)
-    whole, dtype = Packing.from_lengths([tokens]), torch.bfloat16
-    ranges = shard_cases.layout(order, tokens, ranks)
-    kernels, formula = (shard_cases.recurrence(rule, decay, states=True, impl=impl) for impl in ("gluon", "portable"))
-    want = shard_cases.evaluate(formula, whole, 0, None, dtype, exact=True)
-    baseline = shard_cases.evaluate(formula, whole, 0, None, dtype)
-
-    def work(group: Any) -> dict[str, Any]:
-        shard = Shard(whole.on_host(), ranges, group, whole.cu_seqlens)
-        return shard_cases.evaluate(kernels, shard, 0, shard.pieces[shard.rank], dtype)
-
-    with hopper_card() as launched:
-        have = shard_cases.together(threads_as_ranks.run(ranks, work), [tokens], ranges)
-    assert segments == 1 or "enter_segments_kernel" in launched, launched
-    channel = "dplr_scores_kernel" if rule == "dplr" else "channel_scores_kernel"
-    made = channel if decay == "channel" else "scores_forward_kernel"  # with the pairs, once each way or kept
-    assert launched.count(made) == (2 if decay == "channel" else 1) * ranks, launched
-    for name, (expected, _) in want.items():
-        assert_within_budget(name, have[name], expected, baseline[name][0], dtype)

@@ -14,7 +14,7 @@ from flashmix.op.packing import Packing
 
 MOST_CHANNELS_BACKWARD = 256
 LEAST_CHANNELS_HOPPER = 33  # of the larger head dim: for fewer its tiles were not timed
-# For fewer channels Triton's kernels are as fast if a call changes scores, or is causal, not packed, and short or in a window.
+# For fewer channels Triton's kernels are as fast with gates, with slopes if not causal, and if a call is causal, short and not packed.
 LEAST_CHANNELS_CAUSAL = 65
 LEAST_TOKENS_CAUSAL = 1024
 

@@ -149,21 +149,10 @@ def linear_attention(
     if log_decay is not None and value_log_decay is not None:
         check_operands(q, v, {"k": k}, None, log_decay, None, None, value_log_decay=value_log_decay)  # raises
     decay = log_decay if value_log_decay is None else value_log_decay
-    values = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "a": None,
-        "b": None,
-        "beta": None,
-        "log_decay": decay,
-        "initial_state": initial_state,
-        "packing": cu_seqlens,
-        "scale": scale,
-        "read_before": read_before,
-        "value_decay": value_log_decay is not None,
-    }
-    o, state = CALLS(values, impl, "linear_attention")
+    fields = _fields(
+        q, k, v, decay, initial_state, cu_seqlens, scale, read_before, value_decay=value_log_decay is not None
+    )
+    o, state = CALLS(fields, impl, "linear_attention")
     return o, state if return_state else None
 
 
@@ -233,21 +222,8 @@ def delta_rule(
         (torch.Size([2, 100, 4, 32]), torch.Size([2, 4, 32, 32]))
     """
     if erase is None and write is None:
-        values = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "a": None,
-            "b": None,
-            "beta": beta,
-            "log_decay": log_decay,
-            "value_decay": False,
-            "initial_state": initial_state,
-            "packing": cu_seqlens,
-            "scale": scale,
-            "read_before": read_before,
-        }
-        o, state = CALLS(values, impl, "delta_rule")
+        fields = _fields(q, k, v, log_decay, initial_state, cu_seqlens, scale, read_before, beta=beta)
+        o, state = CALLS(fields, impl, "delta_rule")
         return o, state if return_state else None
     keys = {"k": k}
     if erase is not None:
@@ -261,10 +237,9 @@ def delta_rule(
     b = k if write is None else write.to(exact)
     v = (v * beta.unsqueeze(-1)).to(v.dtype)
     q, v, a, b = autocast(q, v, a, b)
-    operands = {"q": q, "k": None, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay}
-    options = {"packing": packing, "scale": _scale(scale, q), "read_before": read_before, "value_decay": False}
-    call = RecurrenceCall.make({**operands, "initial_state": initial_state, **options})
-    o, state = RECURRENCE(call, impl, "delta_rule")
+    scale = _scale(scale, q)
+    fields = _fields(q, None, v, log_decay, initial_state, packing, scale, read_before, a=a, b=b)
+    o, state = RECURRENCE(RecurrenceCall.make(fields), impl, "delta_rule")
     return o if exact == dtype else o.to(dtype), state if return_state else None
 
 
@@ -320,11 +295,41 @@ def dplr(
         >>> o.shape
         torch.Size([2, 100, 4, 32])
     """
-    operands = {"q": q, "k": k, "v": v, "a": a, "b": b, "beta": None, "log_decay": log_decay}
-    options = {"packing": cu_seqlens, "scale": scale, "read_before": False, "value_decay": False}
-    values = {**operands, "initial_state": initial_state, **options}
-    o, state = CALLS(values, impl, "dplr")
+    fields = _fields(q, k, v, log_decay, initial_state, cu_seqlens, scale, a=a, b=b)
+    o, state = CALLS(fields, impl, "dplr")
     return o, state if return_state else None
+
+
+def _fields(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    packing: Tensor | Packing | None,
+    scale: float | None,
+    read_before: bool = False,
+    *,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    beta: Tensor | None = None,
+    value_decay: bool = False,
+) -> dict[str, Any]:
+    """The fields of a `RecurrenceCall`."""
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "a": a,
+        "b": b,
+        "beta": beta,
+        "log_decay": log_decay,
+        "initial_state": initial_state,
+        "packing": packing,
+        "scale": scale,
+        "read_before": read_before,
+        "value_decay": value_decay,
+    }
 
 
 def _default_erase(k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None) -> Tensor:

@@ -35,9 +35,10 @@ def quarter_first(channels, featured, running):
 
 
 @gluon.constexpr_function
-def in_words(channels, several):
-    """Whether loops carry p in words (`as_words`): where there are `several` loops, and up to 64 channels. One loop of more is slower."""
-    return several or channels <= 64
+def in_words(channels, biased, first_max, left):
+    """Whether loops carry p in words (`as_words`): where there are several, with gates, slopes (`biased`) or, counted from the first
+    maximum, with a left window, and up to 64 channels. One loop of more is slower."""
+    return channels <= 64 or biased or (first_max and left)
 
 
 @gluon.constexpr_function

@@ -105,7 +105,7 @@ def scores_of(q, k, S: gl.constexpr):
 def carried(p, dtype: gl.constexpr, S: gl.constexpr):
     """p as the loops carry it."""
     V: gl.constexpr = S.V
-    if in_words(V.ALL, S.DECAY or S.ALIBI or (S.FIRST_MAX and S.LEFT)):
+    if in_words(V.ALL, S.DECAY or S.ALIBI, S.FIRST_MAX, S.LEFT):
         return as_words(p, dtype)
     else:
         return as_operand(p, dtype, V)
@@ -115,7 +115,7 @@ def carried(p, dtype: gl.constexpr, S: gl.constexpr):
 def carried_operand(p, dtype: gl.constexpr, S: gl.constexpr):
     """The left operand of `accumulate` that is `carried`."""
     V: gl.constexpr = S.V
-    if in_words(V.ALL, S.DECAY or S.ALIBI or (S.FIRST_MAX and S.LEFT)):
+    if in_words(V.ALL, S.DECAY or S.ALIBI, S.FIRST_MAX, S.LEFT):
         return operand_of_words(p, dtype, V)
     else:
         return p

@@ -123,9 +123,8 @@ def starts_of(call: RecurrenceCall, maps: Tensor, states: Tensor) -> Tensor:
 
 
 def has_join(call: RecurrenceCall) -> bool:
-    """Whether segments of a call are joined by `join.py`; its products have the TF32 of bfloat16 calls."""
-    tiles = 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
-    return tiles and call.rule.corrected and call.dtype == torch.bfloat16
+    """Whether segments of a call are joined by `join.py`."""
+    return call.rule.corrected and 64 < min(call.K, call.V) and max(call.K, call.V) <= 128
 
 
 def backward_parts(call: RecurrenceCall, sizes: CallMemory) -> tuple[int, int]:

@@ -272,7 +272,7 @@ def store_result(x, at, state, last, w: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def store_whole(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """The same as one map, or of a pass that makes none."""
+    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it."""
     v, k = state_indices(at, w, S)
     stored = S.V
     if MAPS:
@@ -304,7 +304,7 @@ def store_map_parts(x, at, state, w: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def store_end(x, at, state, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """Writes what a segment ends with, transposed: of a map N^T, and M^T under it, or both in parts."""
+    """Writes what a segment ends with, as one matrix or, of a map that `join` reads, in parts."""
     if x.map_parts is not None:
         store_map_parts(x, at, state, w, S)
     else:
