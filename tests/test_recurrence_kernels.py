@@ -16,7 +16,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.gpu.ptxas import needed, sound_ptxas
 
 pytest.importorskip("triton")
-from compilers.late_reads import late_reads
+from compilers.late_reads import late_reads, late_reads_at_named_barriers
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
 from samples import sample, sample_of_rows
@@ -271,7 +271,9 @@ HOPPER = {
 
 
 def assert_compile_on_hopper(found, stack, registers=None):
-    """Launches within shared memory; those in Gluon with at most these bytes of stack, and registers, and nothing that ptxas advises."""
+    """Launches within shared memory; those in Gluon with at most these bytes of stack, and registers, and nothing that ptxas advises, and
+    of those of the states no tile left by name while it is read.
+    """
     for launch in found:
         made = compile_launch(launch)
         assert made.shared <= SHARED_MEMORY_KIB[9, 0] * 1024, (launch.name, made.shared)
@@ -281,6 +283,9 @@ def assert_compile_on_hopper(found, stack, registers=None):
             assert registers is None or made.registers <= registers[launch.name], (launch.name, made.registers)
             assert made.stack <= stack.get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
+            if launch.name in ("state_forward_kernel", "state_backward_kernel"):
+                left = late_reads_at_named_barriers(code_of(launch).asm["cubin"])
+                assert left and not any(left), (launch.name, left)
 
 
 NARROW = replace(WIDE, K=64, V=64)

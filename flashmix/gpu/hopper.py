@@ -226,7 +226,8 @@ def ex2(x):
 @gluon.jit
 def pin(x):
     """x, computed before whatever waits or branches below: ptxas would otherwise hoist a wait for products above it."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+    PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth  # numbers a register
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
 
 
 @gluon.jit

@@ -1,8 +1,9 @@
 """Reads of shared memory that are still under way where a barrier tells others that they may write there, as code has them.
 
 A read by `LDS` or `LDSM` has ended for code when an instruction waits for its scoreboard, or for that of a later one: they end in order.
-Neither `BAR.SYNC` nor an arrival at a barrier in memory waits for one. A thread that writes behind such a barrier does so behind the reads,
-but a copy by TMA may come before them: so the backward of `output` with 256 channels once was wrong in a quarter of its calls.
+Neither `BAR.SYNC` nor an arrival at a barrier, named or in memory, waits for one. A thread that writes behind such a barrier does so
+behind the reads, but a copy by TMA may come before them: so the backward of `output` with 256 channels once was wrong in a quarter of
+its calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 FIRST_LINE = re.compile(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/")
 SECOND_LINE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
+READ = re.compile(r"(@!?U?P\w+ )?LDSM?\b")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE.*\+(0x[0-9a-f]+)\]")
 NO_SCOREBOARD = 7
 
@@ -29,17 +31,28 @@ class Instruction(NamedTuple):
 def late_reads(cubin: bytes) -> list[tuple[str, int]]:
     """Arrivals at barriers in memory, by the offset of the barrier, and how many reads were under way at the `BAR.SYNC` before each."""
     found, passed = [], 0
+    for text, under_way in _reads_under_way(cubin):
+        if text.startswith("BAR.SYNC"):
+            passed = under_way
+        if arrival := ARRIVAL.search(text):
+            found.append((arrival[1], passed))
+    return found
+
+
+def late_reads_at_named_barriers(cubin: bytes) -> list[int]:
+    """How many reads are under way at each `BAR.ARV`, by which a thread leaves a tile without waiting for others."""
+    return [under_way for text, under_way in _reads_under_way(cubin) if "BAR.ARV" in text]
+
+
+def _reads_under_way(cubin: bytes) -> Iterator[tuple[str, int]]:
+    """Each instruction, and how many reads of shared memory before it have not ended."""
     under_way: list[tuple[int, int]] = []
     for n, one in enumerate(instructions(cubin)):
         ended = [at for at, scoreboard in under_way if scoreboard < NO_SCOREBOARD and one.waits >> scoreboard & 1]
         under_way = [(at, scoreboard) for at, scoreboard in under_way if at > max(ended, default=-1)]
-        if one.text.startswith("BAR.SYNC"):
-            passed = len(under_way)
-        if arrival := ARRIVAL.search(one.text):
-            found.append((arrival[1], passed))
-        if one.text.startswith(("LDS ", "LDS.", "LDSM")):
+        yield one.text, len(under_way)
+        if READ.match(one.text):
             under_way.append((n, one.sets))
-    return found
 
 
 def instructions(cubin: bytes) -> Iterator[Instruction]:

@@ -53,7 +53,8 @@ def dplr_state_producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.co
         else:
             chunk = at.begin + n
         row = (at.chunk0 + chunk) * S.HV + at.head
-        fetch_values((v_d, total_d), at, chunk * 64, row, n, tiles, bars, False, S)
+        wait_empty(bars.v.empty, n)
+        fetch_values((v_d, total_d), at, chunk * 64, row, n, tiles, bars.v.full, False, S)
         if not BACK:  # what is needed last comes last
             wait_empty(bars.A.empty, n)
             bar = expect_bytes(bars.A.full, n, 128 * 64 * 2)

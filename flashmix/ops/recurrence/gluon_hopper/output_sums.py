@@ -11,11 +11,11 @@ VSTAGES = gl.constexpr(3)  # stages of the vectors
 # Sums that a value head leaves to the finisher, rows of 64 numbers, in one of two stages of 12.
 SUM_STAGE = gl.constexpr(12)
 COLUMN_SUMS = gl.constexpr(0)  # of W, of each of four warps
-PAIR_ROWS = gl.constexpr(4)  # of beta W; behind it what is added to them
-STATE_ROWS = gl.constexpr(5)  # of rows by way of the state, of each consumer
-WRITTEN = gl.constexpr(7)  # wr, of each consumer
-CARRIED = gl.constexpr(9)  # <S, dS'> of each channel of keys, of each consumer
-DIAGONAL = gl.constexpr(11)  # of W of the queries, left out of the sums above where there is a decay
+DIAGONAL = gl.constexpr(4)  # of W of the queries, left out of the sums where there is a decay
+PAIR_ROWS = gl.constexpr(5)  # of beta W; behind it what is added to them
+STATE_ROWS = gl.constexpr(6)  # of rows by way of the state, of each consumer
+WRITTEN = gl.constexpr(8)  # wr, of each consumer
+CARRIED = gl.constexpr(10)  # <S, dS'> in 64 parts, of each consumer, or of the walk in one row
 LANES_2 = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 
 
@@ -30,8 +30,10 @@ def head_sums(sums, it, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def gate_gradients(x, tiles, bars, it, first, count, head, S: gl.constexpr):
-    """dg and dbeta of `count` tokens from `first` on of a value head, from the sums that the others leave as those of `it`."""
+def gate_gradients(x, tiles, bars, it, first, count, head, TRACES: gl.constexpr, S: gl.constexpr):
+    """dg and dbeta of `count` tokens from `first` on of a value head, from the sums that the others leave as those of `it`, <S, dS'> in
+    TRACES rows.
+    """
     t = gl.arange(0, 64, LANES_2)
     PARTS: gl.constexpr = parts_of(S.BK)
     wait_full(bars.v.full, it)
@@ -46,7 +48,7 @@ def gate_gradients(x, tiles, bars, it, first, count, head, S: gl.constexpr):
     own = written
     if S.DECAY:
         own += vector(tiles.sums, (it % 2) * SUM_STAGE + DIAGONAL, LANES_2)
-        carried = gl.sum(head_sums(tiles.sums, it, CARRIED, PARTS), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
+        carried = gl.sum(head_sums(tiles.sums, it, CARRIED, TRACES), 0) * gl.sum(gl.where(t == 63, row, 0.0), 0)
     release(bars.sums.empty, it)
     release(bars.v.empty, it)
     to = (first + t) * S.HV + head
@@ -67,7 +69,8 @@ def finisher(dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
     for i in range(item_count(numbers)):
         at = item_chunk(x, numbers, i, S)
         for r in range(S.GROUP):
-            gate_gradients(x, tiles, bars, i * S.GROUP + r, at.row, at.span.length, at.key_head * S.GROUP + r, S)
+            head = at.key_head * S.GROUP + r
+            gate_gradients(x, tiles, bars, i * S.GROUP + r, at.row, at.span.length, head, parts_of(S.BK), S)
         wait_full(bars.gradients, i)
         store_tokens(dq_d, at.span, at.t, at.key_head, 0, tiles.q.index(i % S.KEYS), S)
         store_tokens(dk_d, at.span, at.t, at.key_head, 0, tiles.k.index(i % S.KEYS), S)

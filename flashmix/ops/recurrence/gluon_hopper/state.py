@@ -24,7 +24,6 @@ from flashmix.gpu.hopper import (
     pin,
     product,
     products_done,
-    release,
     stores_done,
     wait_full,
     warpgroup_mma,
@@ -37,6 +36,10 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     COLUMN_FACTOR,
     ROW_FACTOR,
     inverse_tile,
+    leave_keys,
+    leave_made,
+    leave_pairs,
+    leave_values,
     load_state,
     producer,
     put_state,
@@ -71,15 +74,16 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             z = opaque_zero()
         stage = (n % S.KEYS) * 4 + z
         s16 = state.to(DT)
-        wait_full(bars.k.full, n)
-        state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
+        wait_full(bars.k, n)
+        if S.WARPGROUPS == 1:
+            state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
         t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
-        if SCARCE:
-            put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w + z), BEFORE, S)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
+            if SCARCE:
+                put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w + z), BEFORE, S)
             q = tiles.q.index(n % S.KEYS)  # [C, K]
             o = product(left, q.permute((1, 0)), ACC_64, 64, 64)
             if not SCARCE:
@@ -92,10 +96,13 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
-        wait_full(bars.v.full, n)
+        wait_full(bars.v, n)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         if not SCARCE:
             v = in_float32(v)
+        wait_full(
+            bars.A, n
+        )  # a branch, past which ptxas moves nothing of the above: it would, behind the wait for the product
         if S.OUTPUT:
             ks, v = products_done(1, deps=[ks, v])
         else:
@@ -105,7 +112,6 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         else:
             R = in_float32(v) - ks * row[None, :]
         R = gl.convert_layout(R.to(DT), LEFT_64)  # (5.1)
-        wait_full(bars.A.full, n)
         T = inverse_tile(tiles, n, S)  # [C, C]
         nu = product(R, T.permute((1, 0)), ACC_64, 64, 64)  # (5.2)
         if SCARCE:
@@ -113,11 +119,11 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
             column = pin(column)
-        release(bars.v.empty, n)
+        leave_values(n, S)
+        if S.WARPGROUPS == 2:  # under this product, else under the first
+            state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
         if S.OUTPUT:
             o, left = products_done(1, deps=[o, left])
-            if not S.CHANNEL:
-                o = o * (row * numbers.scale)[None, :]
         nu, R = products_done(0, deps=[nu, R])
         nu16 = nu.to(DT)
         if S.CHANNEL:
@@ -128,22 +134,23 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         if S.OUTPUT:  # A_qb has the scale
             nu_left = gl.convert_layout(nu16, LEFT_64)
             A_qb = query_pairs_tile(tiles, n, S)  # [C, C]
+            if not S.CHANNEL:
+                o = o * (row * numbers.scale)[None, :]
             if S.MAKES:
-                wait_full(bars.made.full, n)
+                wait_full(bars.made, n)
             o = warpgroup_mma(nu_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
             if S.SAVE or S.KEEP:
                 put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(S.WARPGROUPS + w), BEFORE, S)
             state, written = products_done(1, deps=[state, written])
-            release(bars.k.empty, n)
+            leave_keys(n, S)
             last, nu_left = products_done(0, deps=[o, nu_left])
-            if S.MAKES:
-                release(bars.made.empty, n)
+            leave_made(n, S)
         else:
             if S.SAVE:
                 put_tokens(nu16, nu_d, at, chunk * 64, channel, tiles.tokens.index(w), BEFORE, S)
             state, written = products_done(0, deps=[state, written])
-            release(bars.k.empty, n)
-        release(bars.A.empty, n)
+            leave_keys(n, S)
+        leave_pairs(n, S)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
         put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
@@ -172,7 +179,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         stage = (n % S.KEYS) * 4
         s16 = state.to(DT)
-        wait_full(bars.k.full, n)
+        wait_full(bars.k, n)
         total = total_decay(tiles.vectors, n, S.KEYS, S)
         state = state * total[None, :]
         if MAPS:
@@ -189,7 +196,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
                 put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.SAVE:
             put_state(s16, s_d, (at.chunk0 + chunk) * S.HV + at.head, channel, tiles.states.index(w), BEFORE)
-        wait_full(bars.v.full, n)
+        wait_full(bars.v, n)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0)).load(ACC_64)  # [v, C]
         if S.CHANNEL:
             written = gl.convert_layout(v, operand(S.BK))
@@ -200,23 +207,24 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
                 column *= vector(tiles.vectors, stage + BETA, COLUMNS_64)
             written = gl.convert_layout((in_float32(v) * column[None, :]).to(DT), operand(S.BK))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
-        release(bars.v.empty, n)
+        leave_values(n, S)
         if S.OUTPUT:  # A_qb has the scale
             A_qb = query_pairs_tile(tiles, n, S)  # [C, C]
             pairs = bars.made if S.MAKES else bars.A
             v_left = gl.convert_layout(v, LEFT_64)
-            wait_full(pairs.full, n)
+            wait_full(pairs, n)
             o, left = products_done(1, deps=[o, left])
             if not S.CHANNEL:
                 o = o * (row * numbers.scale)[None, :]
             o = warpgroup_mma(v_left, A_qb.permute((1, 0)), o, is_async=True)  # (1.8)
             state, written = products_done(1, deps=[state, written])
-            release(bars.k.empty, n)
+            leave_keys(n, S)
             last, v_left = products_done(0, deps=[o, v_left])
-            release(pairs.empty, n)
+            leave_made(n, S)
+            leave_pairs(n, S)
         else:
             state, written = products_done(0, deps=[state, written])
-            release(bars.k.empty, n)
+            leave_keys(n, S)
     if S.OUTPUT:
         t = gl.where(at.count == 0, OUTSIDE, (at.begin + at.count - 1) * 64)
         put_tokens(last.to(DT), o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)

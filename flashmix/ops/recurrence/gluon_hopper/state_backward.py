@@ -13,11 +13,12 @@ from __future__ import annotations
 from flashmix.gpu.hopper import (
     gl,
     gluon,
+    in_float32,
     operand,
     overlap,
+    pin,
     product,
     products_done,
-    release,
     stores_done,
     wait_full,
     warpgroup_mma,
@@ -30,6 +31,10 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     COLUMN_FACTOR,
     ROW_FACTOR,
     inverse_tile,
+    leave_keys,
+    leave_made,
+    leave_pairs,
+    leave_values,
     load_state,
     producer,
     put_state,
@@ -46,11 +51,11 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
 @gluon.jit
 def query_product(tiles, bars, n, w: gl.constexpr, S: gl.constexpr):
     """(A_qb^T dO)^T of tile n, [v, C], begun."""
-    wait_full(bars.v.full, n)
+    wait_full(bars.v, n)
     if S.MAKES:
-        wait_full(bars.made.full, n)
+        wait_full(bars.made, n)
     else:
-        wait_full(bars.A.full, n)
+        wait_full(bars.A, n)
     dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
     return product(dO, query_pairs_tile(tiles, n, S), ACC_64, 64, 64)
 
@@ -64,15 +69,15 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
     at = segment_of_program(x, numbers, False, S)
     channel = at.channel + w * 64
     dstate = load_state(x, at, w, False, S)  # [v, K]
-    wait_full(bars.k.full, 0)  # with those below: a sequence without chunks has its copies waited for
+    wait_full(bars.k, 0)  # with those below: a sequence without chunks has its copies waited for
     if MAKES_NU:
         y = query_product(tiles, bars, 0, w, S)
         y = products_done(0, deps=[y])
     else:
-        wait_full(bars.v.full, 0)
+        wait_full(bars.v, 0)
     for n in range(at.count):
         if not MAKES_NU:
-            wait_full(bars.v.full, n)
+            wait_full(bars.v, n)
         chunk = at.begin + at.count - 1 - n
         stage = (n % S.KEYS) * 4
         q = tiles.q.index(n % S.KEYS)  # [C, K]
@@ -80,8 +85,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         b = tiles.b.index(n % S.KEYS)  # [C, K]
         dO = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w).permute((1, 0))  # [v, C]
         d16 = dstate.to(DT)
-        wait_full(bars.k.full, n)
-        dstate = dstate * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
+        wait_full(bars.k, n)
         left = gl.convert_layout(d16, LEFT_64)
         if MAKES_NU:
             written = product(left, b.permute((1, 0)), ACC_64, 64, 64)
@@ -90,11 +94,16 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         z_q = dO.load(ACC_64)  # [v, C]
         if not S.CHANNEL:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
-            z_q = (z_q.to(gl.float32) * (row * numbers.scale)[None, :]).to(DT)
+            z_q = pin((in_float32(z_q) * (row * numbers.scale)[None, :]).to(DT))
             column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
                 tiles.vectors, stage + BETA, COLUMNS_64
             )
         z_q = gl.convert_layout(z_q, operand(S.BK))
+        dstate = dstate * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
+        if S.CORRECTED and S.MAKES:
+            wait_full(
+                bars.A, n
+            )  # a branch, past which ptxas moves nothing of the above: it would, behind the wait for the product
         if MAKES_NU:
             written, left = products_done(0, deps=[written, left])
             if not S.CHANNEL:
@@ -102,24 +111,20 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
             dR16 = (y + written).to(DT)  # dnu, (5.4)
         if S.CORRECTED:
             T = inverse_tile(tiles, n, S)  # [C, C]
-            if S.MAKES:
-                wait_full(bars.A.full, n)
             dnu = gl.convert_layout(dR16, LEFT_64)
             dR = product(dnu, T, ACC_64, 64, 64)  # (5.5)
         dstate = warpgroup_mma(z_q, q, dstate, is_async=True)
-        release(bars.v.empty, n)
+        leave_values(n, S)
         if S.CORRECTED:
             dR, dnu = products_done(1, deps=[dR, dnu])
             dR16 = dR.to(DT)
             if S.CHANNEL:
                 z_a = gl.convert_layout(dR16, operand(S.BK))
             else:
-                z_a = gl.convert_layout((dR * (0.0 - row)[None, :]).to(DT), operand(S.BK))
+                z_a = gl.convert_layout((0.0 - dR * row[None, :]).to(DT), operand(S.BK))
             dstate = warpgroup_mma(z_a, k, dstate, is_async=True)  # (5.7)
-        if S.READS > 0:
-            release(bars.A.empty, n)
-        if S.MAKES:
-            release(bars.made.empty, n)
+        leave_pairs(n, S)
+        leave_made(n, S)
         if MAKES_NU:  # after the last chunk its own again, for nothing
             y = query_product(tiles, bars, gl.minimum(n + 1, at.count - 1), w, S)
         if S.SAVE:
@@ -128,7 +133,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
             dstate, z_a, z_q = products_done(1, deps=[dstate, z_a, z_q])
         else:
             dstate, z_q = products_done(1 if MAKES_NU else 0, deps=[dstate, z_q])
-        release(bars.k.empty, n)
+        leave_keys(n, S)
         if MAKES_NU:
             y = products_done(0, deps=[y])
     if x.ends is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from flashmix.gpu.hopper import (
     allocate_barriers,
+    await_readers,
     copy_to_global,
     copy_to_shared,
     ex2,
@@ -19,14 +20,14 @@ from flashmix.gpu.hopper import (
     fence_async_shared,
     gl,
     gluon,
+    leave,
     opaque_zero,
+    pin,
     product,
     products_done,
     reinterpret,
-    release,
     signal,
     stores_done,
-    wait_empty,
     wait_full,
 )
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32, TILE, VECTOR, columns, rows, sums
@@ -53,9 +54,49 @@ def ring(stages: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
 
 
 @gluon.jit
+def leave_keys(n, S: gl.constexpr, WAITS: gl.constexpr = False):
+    """A reader leaves the keys of tile n, which `producer`, if it WAITS, waits for; likewise below.
+
+    By named barriers (`hopper.leave`): behind those of Triton a number for each stage of keys, of values, of A_qb and of pairs.
+    """
+    FIRST: gl.constexpr = 1 + S.WARPGROUPS + S.MAKES
+    leave_tile(FIRST, n, 128 * (S.WARPGROUPS + S.MAKES) + 32, S.KEYS, WAITS)
+
+
+@gluon.jit
+def leave_values(n, S: gl.constexpr, WAITS: gl.constexpr = False):
+    FIRST: gl.constexpr = 1 + S.WARPGROUPS + S.MAKES + S.KEYS
+    leave_tile(FIRST, n, 128 * S.WARPGROUPS + 32, S.VALUES, WAITS)
+
+
+@gluon.jit
+def leave_made(n, S: gl.constexpr, WAITS: gl.constexpr = False):
+    """Of A_qb, for which `query_pairs` waits."""
+    if S.MAKES:
+        FIRST: gl.constexpr = 1 + S.WARPGROUPS + S.MAKES + S.KEYS + S.VALUES
+        leave_tile(FIRST, n, 128 * (S.WARPGROUPS + 1), 2, WAITS)
+
+
+@gluon.jit
+def leave_pairs(n, S: gl.constexpr, WAITS: gl.constexpr = False):
+    """Of pairs that come from memory. T alone, with as many stages as the keys, is left with them."""
+    if S.READS > 0 and not (S.CORRECTED and S.READS == 1 and S.PAIRS == S.KEYS):
+        FIRST: gl.constexpr = 1 + S.WARPGROUPS + S.MAKES + S.KEYS + S.VALUES + 2 * S.MAKES
+        gl.static_assert(FIRST + S.PAIRS <= 16, "so many named barriers")
+        leave_tile(FIRST, n, 128 * S.WARPGROUPS + 32, S.PAIRS, WAITS)
+
+
+@gluon.jit
+def leave_tile(number: gl.constexpr, n, threads: gl.constexpr, STAGES: gl.constexpr, WAITS: gl.constexpr):
+    if WAITS:
+        await_readers(number, n, threads, STAGES)
+    else:
+        leave(number, n, threads, STAGES)
+
+
+@gluon.jit
 def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: gl.constexpr):
     """Shared memory of a state pass, as far as it has use for it, with TOKENS kinds of tiles on their way to memory; its barriers."""
-    READERS: gl.constexpr = S.WARPGROUPS + (1 if S.MAKES else 0)
     k = gl.allocate_shared_memory(DT, [S.KEYS, 64, S.BK], TILE)
     v = gl.allocate_shared_memory(DT, [S.WARPGROUPS * S.VALUES, 64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [(S.BK // 64 if S.CHANNEL else 4) * S.KEYS, 64], VECTOR)
@@ -77,14 +118,14 @@ def state_tiles(BACK: gl.constexpr, TOKENS: gl.constexpr, DT: gl.constexpr, S: g
         states = gl.allocate_shared_memory(DT, [S.WARPGROUPS, 64, S.BK], TILE)
     if TOKENS > 0:
         tokens = gl.allocate_shared_memory(DT, [TOKENS * S.WARPGROUPS, 64, 64], TILE)
-    keys = ring(S.KEYS, 1, READERS)
-    values = ring(S.VALUES, 1, S.WARPGROUPS)
+    keys = allocate_barriers(S.KEYS, 1)
+    values = allocate_barriers(S.VALUES, 1)
     pairs = values
     own = values
     if S.READS > 0:
-        pairs = ring(S.PAIRS, 1, S.WARPGROUPS)
+        pairs = allocate_barriers(S.PAIRS, 1)
     if S.MAKES:
-        own = ring(2, 1, S.WARPGROUPS)
+        own = allocate_barriers(2, 1)
     bars = StateBarriers(keys, values, pairs, own)
     return StateTiles(q, k, b, v, vectors, A, made, states, tokens), bars
 
@@ -106,9 +147,9 @@ def fetch_keys(d, at, chunk, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: 
     KINDS: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of keys
     stage = n % S.KEYS
     t = chunk * 64
-    wait_empty(bars.k.empty, n)
+    leave_keys(n, S, WAITS=True)
     VECTORS: gl.constexpr = vec_d.block_type.shape[1] * 4
-    bar = expect_bytes(bars.k.full, n, ((1 if QUERIES else 0) + KINDS) * 64 * S.BK * 2 + VECTORS)
+    bar = expect_bytes(bars.k, n, ((1 if QUERIES else 0) + KINDS) * 64 * S.BK * 2 + VECTORS)
     fetch_vectors(vec_d, (at.chunk0 + chunk) * S.HV + at.head, bar, tiles.vectors, n, S.KEYS)
     if S.CHANNEL:
         if QUERIES:
@@ -123,13 +164,12 @@ def fetch_keys(d, at, chunk, n, numbers, tiles, bars, QUERIES: gl.constexpr, S: 
 
 
 @gluon.jit
-def fetch_values(d, at, t, row, n, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
-    """Copies the values of a chunk, or of a map's M none, into their stage, when it is free, and its vectors where they lie there too."""
+def fetch_values(d, at, t, row, n, tiles, full, MAPS: gl.constexpr, S: gl.constexpr):
+    """Copies the values of a chunk, or of a map's M none, into their stage, which is free, and its vectors where they lie there too."""
     v_d, vec_d = d
     WARPGROUPS: gl.constexpr = S.WARPGROUPS
     VECTORS: gl.constexpr = 0 if vec_d is None else vec_d.block_type.shape[1] * 4
-    wait_empty(bars.v.empty, n)
-    bar = expect_bytes(bars.v.full, n, S.WARPGROUPS * 64 * 64 * 2 + VECTORS)
+    bar = expect_bytes(full, n, S.WARPGROUPS * 64 * 64 * 2 + VECTORS)
     t_v = t
     if MAPS:
         if S.CORRECTED:
@@ -147,7 +187,7 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
     q_d, k_d, v_d, A_d, vec_d = d
     at = segment_of_program(x, numbers, MAPS, S)
     TILES: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of a chunk in memory
-    FIRST: gl.constexpr = S.KEYS >= S.VALUES  # the ring that is free first is filled first
+    FIRST: gl.constexpr = S.KEYS >= S.VALUES or S.KEYS == S.PAIRS  # the ring that is free first is filled first
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
@@ -160,10 +200,11 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
         row = (at.chunk0 + chunk) * S.HV + at.head
         if FIRST:
             fetch_keys((q_d, k_d, vec_d), at, chunk, n, numbers, tiles, bars, BACK or S.OUTPUT, S)
-        fetch_values((v_d, None), at, t, row, n, tiles, bars, MAPS, S)
+        leave_values(n, S, WAITS=True)
+        fetch_values((v_d, None), at, t, row, n, tiles, bars.v, MAPS, S)
         if S.READS > 0:
-            wait_empty(bars.A.empty, n)
-            bar = expect_bytes(bars.A.full, n, S.READS * 64 * 64 * 2)
+            leave_pairs(n, S, WAITS=True)
+            bar = expect_bytes(bars.A, n, S.READS * 64 * 64 * 2)
             to = row * (TILES * 64) + (TILES - S.READS) * 64
             fetch_tile(A_d, [to, 0], bar, tiles.A.index(n % S.PAIRS))
         if not FIRST:
@@ -171,18 +212,19 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
 
 
 @gluon.jit
-def put_query_pairs(q, k, vectors, stage, made, scale, z):
-    """A_qb of a chunk (3.1) into a shared tile, [C, C], of its queries, keys and vectors; `z` is an opaque zero."""
+def put_query_pairs(q, k, vectors, stage, made, scale):
+    """A_qb of a chunk (3.1) into a shared tile, [C, C], of its queries, keys and vectors."""
     for half in gl.static_range(2):  # of the queries, the columns of the transposed tile: registers are scarce
         A = product(k, q.slice(half * 32, 32, dim=0).permute((1, 0)), ACC_32, 64, 32)  # [C, C / 2]
-        key = gl.arange(0, 64, ROWS_32) + z
-        query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
         G = vector(vectors, stage, ROWS_32)
         beta = vector(vectors, stage + BETA, ROWS_32)
         G_query = vectors.index(stage).slice(half * 32, 32, dim=0).load(COLUMNS_32)  # [C / 2]
         A = products_done(0, deps=[A])
         A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * (beta * scale)[:, None])
-        A = gl.where(query[None, :] >= key[:, None], A, 0.0)
+        z = opaque_zero()  # lest masks be made before the product is done, in words
+        key = gl.arange(0, 64, ROWS_32) + z
+        query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
+        A = pin(gl.where(query[None, :] >= key[:, None], A, 0.0))  # in float32: masks of 16 bits are words too
         made.slice(half * 32, 32, dim=0).permute((1, 0)).store(A.to(k.dtype))
 
 
@@ -194,17 +236,16 @@ def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
     if BACK:
         count = gl.maximum(count, 1)
     for n in range(count):
-        z = opaque_zero()  # lest masks and addresses be hoisted into registers
-        stage = (n % S.KEYS) * 4 + z
+        stage = (n % S.KEYS) * 4 + opaque_zero()  # lest addresses be hoisted into registers
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         made = tiles.made.index(n % 2)
-        wait_full(bars.k.full, n)
-        wait_empty(bars.made.empty, n)
-        put_query_pairs(q, k, tiles.vectors, stage, made, numbers.scale, z)
-        release(bars.k.empty, n)
+        wait_full(bars.k, n)
+        leave_made(n, S, WAITS=True)
+        put_query_pairs(q, k, tiles.vectors, stage, made, numbers.scale)
+        leave_keys(n, S)
         fence_async_shared()
-        signal(bars.made.full, n)
+        signal(bars.made, n)
 
 
 @gluon.jit
@@ -244,16 +285,23 @@ def state_indices(at, w: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
-    v, k = state_indices(at, w, S)
+def load_start(x, at, v, k, S: gl.constexpr):
+    """S^T, [v, k], that is given to a segment or, where none is, to the sequence."""
     inside = (v < S.V)[:, None] & (k < S.K)[None, :]
     if x.starts is not None:
         start = x.starts + at.index.to(gl.int64) * (S.V * S.K)
         return gl.load(start + v[:, None] * S.K + k[None, :], mask=inside, other=0.0)
-    elif x.sequence_state is not None:
+    else:
         state = x.sequence_state + at.row.to(gl.int64) * (S.V * S.K)
         return gl.load(state + k[None, :] * S.V + v[:, None], mask=inside, other=0.0)
+
+
+@gluon.jit
+def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
+    v, k = state_indices(at, w, S)
+    if x.starts is not None or x.sequence_state is not None:
+        return load_start(x, at, v, k, S)
     elif MAPS and S.CORRECTED:
         return gl.where((v[:, None] == k[None, :]) & (at.map == 1), 1.0, 0.0)
     else:

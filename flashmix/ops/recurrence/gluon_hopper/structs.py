@@ -175,12 +175,12 @@ class Ring(NamedTuple):
 
 
 class StateBarriers(NamedTuple):
-    """The rings of a state pass: keys and queries with vectors, values, tiles of pairs from memory and made here."""
+    """What says that tiles of a state pass's rings are full: keys and queries with vectors, values, pairs from memory and made here."""
 
-    k: Ring
-    v: Ring
-    A: Ring
-    made: Ring
+    k: Any
+    v: Any
+    A: Any
+    made: Any
 
 
 class JoinSpec(NamedTuple):
@@ -310,7 +310,7 @@ class WalkTiles(NamedTuple):
 
 
 class WalkBarriers(NamedTuple):
-    """Its rings; `v` is that of the vectors. `updated` tells that both walkers have read the keys, `gradients` that dq and dk lie there."""
+    """Its rings; `v` is that of the vectors. `gradients` tells that dq and dk lie there."""
 
     keys: Ring
     v: Ring
@@ -318,13 +318,12 @@ class WalkBarriers(NamedTuple):
     T: Ring
     dO: Ring
     dR: Ring
-    dstate: Ring  # of two parts of the channels of keys
+    dstate: Ring
     state: Ring
     nu: Ring
     pairs_q: Ring
     pairs_a: Ring
     sums: Ring
-    updated: Any
     gradients: Any
 
 

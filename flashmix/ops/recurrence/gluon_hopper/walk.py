@@ -3,14 +3,15 @@
 The reverse state pass needs neither S nor nu, so it comes first; then this kernel makes S again as `state.py` does, chunk after chunk, and
 with it the gradients of the chunk as `output.py` does (equations there). S never goes to memory. nu is GIVEN, or made again too.
 
-Roles: two `walkers`, warpgroups that hold 64 rows of S^T each in accumulators, and make dq and dk of 64 channels of keys each; `pairs`, a
-warpgroup for dA and <S, dS'>; a producer of one warp; a `finisher` of one warp, which makes dg and dbeta of the sums that the others leave,
-and sends dq and dk. Letters of tiles: `C` = 64 tokens, `K` = 128 channels of keys (or 64 of a walker), `v` = 64 of values, `V` = 128.
+Roles: `walkers`, two warpgroups that hold S^T in accumulators and make dq and dk; `pairs`, a warpgroup for dA and <S, dS'>; a producer of
+one warp; a `finisher` of one warp, which makes dg and dbeta of the sums that the others leave, and sends dq and dk. Letters of tiles:
+`C` = 64 tokens, `K` = 128 channels of keys, `v` and `V` = 128 of values.
 """
 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    accumulator,
     await_count,
     count_up,
     ex2,
@@ -27,14 +28,16 @@ from flashmix.gpu.hopper import (
     products_done,
     reinterpret,
     release,
+    shared_rows,
     signal,
     stores_done,
+    thread_barrier,
     wait_empty,
     wait_full,
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, ROWS_64, TILE
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
 from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
 from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     CARRIED,
@@ -52,15 +55,26 @@ from flashmix.ops.recurrence.gluon_hopper.place import (
     store_tokens,
     vector,
 )
-from flashmix.ops.recurrence.gluon_hopper.state_parts import (
-    BETA,
-    COLUMN_FACTOR,
-    ROW_FACTOR,
-    fetch_vectors,
-    load_state,
-    total_decay,
-)
+from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, load_start
 from flashmix.ops.recurrence.gluon_hopper.walk_tiles import walk_tiles
+
+# Of the walkers: S^T [v, K], nu^T [v, C], and dq and dk [C, K], whose channels two warpgroups divide.
+STATE = gl.constexpr(accumulator(128, 128))
+NU = gl.constexpr(accumulator(64, 128))
+NU_COLUMNS = gl.constexpr(gl.SliceLayout(0, NU.value))
+GRADIENT = gl.constexpr(shared_rows(128))
+GRADIENT_ROWS = gl.constexpr(gl.SliceLayout(1, GRADIENT.value))
+GROUPS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [0, 1]],
+        block_bases=[],
+        shape=[64, 2],
+    )
+)  # their sums over the channels of a warpgroup, [C, 2], as threads have them
+OF_GROUPS = gl.constexpr(gl.SliceLayout(1, GROUPS.value))
+BLOCK = gl.constexpr(accumulator(16))  # 16 columns of sums
 
 
 @gluon.jit
@@ -103,157 +117,187 @@ def producer(program, d, x, numbers, tiles, bars, S: gl.constexpr):
             wait_empty(bars.dR.empty, n)
             bar = expect_bytes(bars.dR.full, n, 64 * S.BV * 2)
             fetch_tokens(dr_d, at.span, t, at.head, 0, bar, tiles.dR.index(0), S)
+        wait_empty(bars.dstate.empty, n)
+        bar = expect_bytes(bars.dstate.full, n, S.BK * S.BV * 2)
+        d_parts = reinterpret(tiles.dstate, tiles.q.dtype, [2, S.BV, 64], TILE)
         for w in gl.static_range(2):
-            wait_empty(bars.dstate.empty, 2 * n + w)
-            bar = expect_bytes(bars.dstate.full, 2 * n + w, 64 * S.BV * 2)
-            fetch_tile(ds_d, [row, 0, w * 64], bar, tiles.dstate.index(w))
+            fetch_tile(ds_d, [row, 0, w * 64], bar, d_parts.index(w))
 
 
 @gluon.jit
-def chunk_nu(w: gl.constexpr, s16, k, nu_own, n, z, tiles, bars, S: gl.constexpr):
-    """nu of a chunk, [v, C], which it leaves in its place; where it is GIVEN it lies there, and without corrections V."""
+def chunk_nu(s16, k, nu_tile, n, z, tiles, bars, S: gl.constexpr):
+    """nu of a chunk, [v, C], which they leave in its place; where it is GIVEN it lies there, and without corrections V."""
     DT: gl.constexpr = tiles.q.dtype
     if S.CORRECTED and not S.GIVEN:
-        left = gl.convert_layout(s16, LEFT_64)
-        ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
+        left = gl.convert_layout(s16, operand(64, 128))
+        ks = product(left, k.permute((1, 0)), NU, 128, 64)
         wait_full(bars.tokens.full, n)
         ks, left = products_done(0, deps=[ks, left])
-        v = tiles.tokens.index(w + z).permute((1, 0)).load(ACC_64)  # [v, C]
-        row = vector(tiles.vectors, (n % VSTAGES) * 4 + z + ROW_FACTOR, COLUMNS_64)
-        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), LEFT_64)  # (5.1)
+        v = reinterpret(tiles.tokens, DT, [1, 64, 128], TILE).index(z).permute((1, 0)).load(NU)  # [v, C]
+        row = vector(tiles.vectors, (n % VSTAGES) * 4 + z + ROW_FACTOR, NU_COLUMNS)
+        R = gl.convert_layout((v.to(gl.float32) - ks * row[None, :]).to(DT), operand(64, 128))  # (5.1)
         wait_full(bars.T.full, n)
-        nu = product(R, tiles.T.index(z).permute((1, 0)), ACC_64, 64, 64)  # (5.2)
+        nu = product(R, tiles.T.index(z).permute((1, 0)), NU, 128, 64)  # (5.2)
         release(bars.tokens.empty, n)
         wait_empty(bars.nu.empty, n)
         nu, R = products_done(0, deps=[nu, R])
         release(bars.T.empty, n)
-        nu_own.store(nu.to(DT))
+        nu_tile.store(nu.to(DT))
         fence_async_shared()
         signal(bars.nu.full, n)
         return nu
     else:
         wait_full(bars.nu.full, n)
-        return in_float32(nu_own.load(ACC_64))
+        return in_float32(nu_tile.load(NU))
 
 
 @gluon.jit
-def walker(w: gl.constexpr, program, x, numbers, tiles, bars, S: gl.constexpr):
-    """The rows 64 w ... of S^T, and the channels 64 w ... of dq and dk, which are left in the places of q and k."""
+def start_of(x, at, S: gl.constexpr):
+    """S^T, [v, K], that the walk begins with: a segment's own start, the sequence's state, or 0."""
+    if x.starts is not None or x.sequence_state is not None:
+        v, k = gl.arange(0, 128, gl.SliceLayout(1, STATE)), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+        return load_start(x, at, v, k, S)
+    else:
+        return gl.zeros([128, 128], gl.float32, STATE)
+
+
+@gluon.jit
+def by_group(x):
+    """The sums over the channels of each warpgroup, [C, 2]."""
+    return gl.convert_layout(gl.sum(x.reshape([64, 2, 64]), 2), GROUPS)
+
+
+@gluon.jit
+def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
+    """Two warpgroups, each with 64 rows of S^T, and with 64 channels of dq and dk, which are left in the places of q and k.
+
+    They are one role, so that they share a code: two copies of it and `pairs` wait for instructions (docs/lab_notes.md).
+    """
     DT: gl.constexpr = tiles.q.dtype
     scale = numbers.scale
-    q_parts = reinterpret(tiles.q, DT, [S.KEYS * 2, 64, 64], TILE)
-    k_parts = reinterpret(tiles.k, DT, [S.KEYS * 2, 64, 64], TILE)
-    s_parts = reinterpret(tiles.state, DT, [2, S.BV, 64], TILE)
-    nu_parts = reinterpret(tiles.nu, DT, [S.NUS * 2, 64, 64], TILE)
     at = segment_of(program, x, numbers, False, S)
-    state = load_state(x, at, w, False, S)  # [v, K]
+    state = start_of(x, at, S)  # [v, K]
     for n in range(at.count):
         z = opaque_zero()  # lest descriptors of tiles with one place be hoisted into registers
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        q_own = q_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
-        k_own = k_parts.index((n % S.KEYS) * 2 + w)  # [C, K]
-        S_own = s_parts.index(w + z)  # [V, K]
-        nu_own = nu_parts.index((n % S.NUS) * 2 + w + z).permute((1, 0))  # [v, C]
+        q = tiles.q.index(n % S.KEYS)  # [C, K]
+        S_tile = tiles.state.index(z)  # [V, K]
+        dS_tile = tiles.dstate.index(z)  # [V, K]
+        nu_tile = tiles.nu.index(n % S.NUS + z)  # [C, v]
         stage = (n % VSTAGES) * 4
         s16 = state.to(DT)
         wait_empty(bars.state.empty, n)
-        tiles.state.index(z).slice(64 * w, 64, dim=0).store(s16)
+        S_tile.store(s16)
         fence_async_shared()
         signal(bars.state.full, n)
         wait_full(bars.v.full, n)
-        state = state * total_decay(tiles.vectors, n, VSTAGES, S)[None, :]
+        total = reinterpret(tiles.vectors, gl.float32, [VSTAGES * 256, 1], VECTOR)
+        state = state * total.index((n % VSTAGES) * 256 + ROW_FACTOR * 64 + 63).load(gl.SliceLayout(0, STATE))[None, :]
         wait_full(bars.keys.full, n)
-        nu = chunk_nu(w, s16, k, nu_own, n, z, tiles, bars, S)  # [v, C]
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-            tiles.vectors, stage + BETA, COLUMNS_64
+        nu = chunk_nu(s16, k, nu_tile.permute((1, 0)), n, z, tiles, bars, S)  # [v, C]
+        column = vector(tiles.vectors, stage + COLUMN_FACTOR, NU_COLUMNS) * vector(
+            tiles.vectors, stage + BETA, NU_COLUMNS
         )
-        written = gl.convert_layout((nu * column[None, :]).to(DT), operand(S.BK))
+        written = gl.convert_layout((nu * column[None, :]).to(DT), operand(128, 128))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         wait_full(bars.state.full, n)
         if S.CORRECTED:
             wait_full(bars.dR.full, n)
-            d = product(tiles.dR.index(z), S_own, ACC_64, 64, 64)  # (6.2)
+            d = product(tiles.dR.index(z), S_tile, GRADIENT, 64, 128)  # (6.2)
             state, written = products_done(1, deps=[state, written])
-            signal(bars.updated, n)
             wait_full(bars.nu.full, n)
-        wait_full(bars.dstate.full, 2 * n + w)
-        e = product(tiles.nu.index(n % S.NUS + z), tiles.dstate.index(w + z), ACC_64, 64, 64)
-        row = vector(tiles.vectors, stage + ROW_FACTOR, ROWS_64)
+        wait_full(bars.dstate.full, n)
+        e = product(nu_tile, dS_tile, GRADIENT, 64, 128)
+        row = vector(tiles.vectors, stage + ROW_FACTOR, GRADIENT_ROWS)
         if S.CORRECTED:
             d = products_done(1, deps=[d])
             release(bars.dR.empty, n)
-            rows = pin(gl.sum(in_float32(k_own.load(ACC_64)) * d, 1))  # [C, K]
+            rows = pin(by_group(in_float32(k.load(GRADIENT)) * d))  # [C, K]
             dk = d * (0.0 - row)[:, None]
             e, dk = products_done(0, deps=[e, dk])
         else:
             state, written = products_done(1, deps=[state, written])
-            signal(bars.updated, n)
-            rows = 0.0
             e = products_done(0, deps=[e])
         release(bars.nu.empty, n)
-        release(bars.dstate.empty, 2 * n + w)
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, ROWS_64)
-        factor = (column * vector(tiles.vectors, stage + BETA, ROWS_64))[:, None]
+        release(bars.dstate.empty, n)
+        column = vector(tiles.vectors, stage + COLUMN_FACTOR, GRADIENT_ROWS)
+        factor = (column * vector(tiles.vectors, stage + BETA, GRADIENT_ROWS))[:, None]
         if S.CORRECTED:
             dk += e * factor
         else:
             dk = e * factor
-        written = column * pin(gl.sum(in_float32(k_own.load(ACC_64)) * e, 1))  # [C, K]
+        written = gl.convert_layout(column, OF_GROUPS)[:, None] * pin(by_group(in_float32(k.load(GRADIENT)) * e))
         wait_full(bars.dO.full, n)
-        dq = product(tiles.dO.index(n % S.STAGES + z), S_own, ACC_64, 64, 64)
+        dq = product(tiles.dO.index(n % S.STAGES + z), S_tile, GRADIENT, 64, 128)
         wait_full(bars.pairs_q.full, n)
         N_q = tiles.pairs.index(z)  # [C, C]
-        dk = warpgroup_mma(N_q.permute((1, 0)), q_own, dk, is_async=True)  # (3.3)
+        dk = warpgroup_mma(N_q.permute((1, 0)), q, dk, is_async=True)  # (3.3)
         dq = products_done(1, deps=[dq])
         release(bars.dO.empty, n)
         release(bars.state.empty, n)
-        rows = scale * gl.sum(in_float32(q_own.load(ACC_64)) * dq, 1) - rows  # [C, K]
+        if S.CORRECTED:
+            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq) - rows  # [C, K]
+        else:
+            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq)
         dq = dq * (row * scale)[:, None]
-        dq = warpgroup_mma(N_q, k_own, dq, is_async=True)
+        dq = warpgroup_mma(N_q, k, dq, is_async=True)
         if S.CORRECTED:
             N_a = tiles.pairs.index(1 + z)  # [C, C]
             wait_full(bars.pairs_a.full, n)
-            dk = warpgroup_mma(N_a, k_own, dk, is_async=True)
-            dk = warpgroup_mma(N_a.permute((1, 0)), k_own, dk, is_async=True)
+            dk = warpgroup_mma(N_a, k, dk, is_async=True)
+            dk = warpgroup_mma(N_a.permute((1, 0)), k, dk, is_async=True)
         release(bars.v.empty, n)
-        put_walker_sums(rows * row, written, w, n, tiles, bars)
+        put_walker_sums(rows * gl.convert_layout(row, OF_GROUPS)[:, None], written, n, tiles, bars)
         dq, dk = products_done(0, deps=[dq, dk])
         release(bars.pairs_q.empty, n)
         if S.CORRECTED:
             release(bars.pairs_a.empty, n)
-        wait_full(bars.updated, n)
-        q_own.store(dq.to(DT))
-        k_own.store(dk.to(DT))
+        thread_barrier()  # both have read keys and queries
+        q.store(dq.to(DT))
+        k.store(dk.to(DT))
         fence_async_shared()
         signal(bars.gradients, n)
 
 
 @gluon.jit
-def put_walker_sums(rows, written, w: gl.constexpr, n, tiles, bars):
-    """Leaves a walker's sums of a chunk to the finisher."""
-    sums = (n % 2) * SUM_STAGE
+def put_walker_sums(rows, written, n, tiles, bars):
+    """Leaves the walkers' sums of a chunk, [C, 2], to the finisher."""
     wait_empty(bars.sums.empty, n)
-    tiles.sums.index(sums + STATE_ROWS + w).store(rows)
-    tiles.sums.index(sums + WRITTEN + w).store(written)
+    pairs = reinterpret(tiles.sums, gl.float32, [SUM_STAGE, 2, 64], VECTORS)  # of rows
+    pairs.index((n % 2) * (SUM_STAGE // 2) + STATE_ROWS // 2).permute((1, 0)).store(rows)
+    pairs.index((n % 2) * (SUM_STAGE // 2) + WRITTEN // 2).permute((1, 0)).store(written)
     signal(bars.sums.full, n)
 
 
 @gluon.jit
+def diagonal_of(x, z):
+    """The diagonal of x, [64, 64] sums; `z` is an opaque zero. Each warp has 16 rows, so of its columns 16 are taken first."""
+    a, b = gl.split(x.reshape([64, 2, 2, 16]).permute([0, 3, 1, 2]))  # of both halves of the columns
+    a_0, a_1 = gl.split(a)  # [64, 16]
+    b_0, b_1 = gl.split(b)
+    row = (gl.arange(0, 64, gl.SliceLayout(1, BLOCK)) + z)[:, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, BLOCK))[None, :]
+    own = gl.where(row < 16, gl.convert_layout(a_0, BLOCK), gl.convert_layout(b_1, BLOCK))
+    own = gl.where(row // 16 == 1, gl.convert_layout(b_0, BLOCK), own)
+    own = gl.where(row // 16 == 2, gl.convert_layout(a_1, BLOCK), own)
+    return gl.convert_layout(gl.sum(gl.where(row % 16 == column, own, 0.0), 1), ROWS_64)
+
+
+@gluon.jit
 def put_carried(n, z, tiles, bars, S: gl.constexpr):
-    """<S, dS'> of each channel of keys: the diagonal of S^T dS'."""
+    """<S, dS'> of each channel of keys and the 64th after it: the diagonals of S^T dS' of either half of them, added."""
     s_parts = reinterpret(tiles.state, tiles.q.dtype, [2, S.BV, 64], TILE)
-    row = gl.arange(0, 64, ROWS_64)[:, None] + z
-    column = gl.arange(0, 64, COLUMNS_64)[None, :]
+    d_parts = reinterpret(tiles.dstate, tiles.q.dtype, [2, S.BV, 64], TILE)
     wait_full(bars.state.full, n)
-    wait_empty(bars.sums.empty, n)
-    for p in gl.static_range(2):
-        wait_full(bars.dstate.full, 2 * n + p)
-        inner = product(s_parts.index(p + z).permute((1, 0)), tiles.dstate.index(p + z), ACC_64, 64, 64)  # [K, K]
-        inner = products_done(0, deps=[inner])
-        release(bars.dstate.empty, 2 * n + p)
-        carried = gl.sum(gl.where(row == column, inner, 0.0), 1)
-        tiles.sums.index((n % 2) * SUM_STAGE + CARRIED + p).store(carried)
+    wait_full(bars.dstate.full, n)
+    first = product(s_parts.index(z).permute((1, 0)), d_parts.index(z), ACC_64, 64, 64)  # [K / 2, K / 2]
+    second = product(s_parts.index(1 + z).permute((1, 0)), d_parts.index(1 + z), ACC_64, 64, 64)
+    first, second = products_done(0, deps=[first, second])
+    release(bars.dstate.empty, n)
     release(bars.state.empty, n)
+    carried = diagonal_of(first + second, z)
+    wait_empty(bars.sums.empty, n)
+    tiles.sums.index((n % 2) * SUM_STAGE + CARRIED).store(carried)
 
 
 @gluon.jit
@@ -348,7 +392,7 @@ def finisher(program, dq_d, dk_d, x, numbers, tiles, bars, S: gl.constexpr):
             first = at.span.first.to(gl.int64) + t
         else:
             first = at.span.sequence.to(gl.int64) * numbers.tokens + t
-        gate_gradients(x, tiles, bars, n, first, gl.minimum(at.span.length - t, 64), at.head, S)
+        gate_gradients(x, tiles, bars, n, first, gl.minimum(at.span.length - t, 64), at.head, 1, S)
         wait_full(bars.gradients, n)
         send_keys(dq_d, dk_d, x, at, t, n, numbers, tiles, S)
         stores_done(0)
@@ -371,11 +415,10 @@ def walk_backward_kernel(q_d, k_d, v_d, T_d, vec_d, do_d, dr_d, ds_d, dq_d, dk_d
     gl.warp_specialize(
         [
             (pairs, (program, x, n, tiles, bars, S)),
-            (walker, (0, program, x, n, tiles, bars, S)),
-            (walker, (1, program, x, n, tiles, bars, S)),
+            (walkers, (program, x, n, tiles, bars, S)),
             (producer, (program, copies, x, n, tiles, bars, S)),
             (finisher, (program, dq_d, dk_d, x, n, tiles, bars, S)),
         ],
-        [4, 4, 1, 1],
-        [160, 160, 24, 24],
+        [8, 1, 1],
+        [160, 24, 24],
     )

@@ -29,7 +29,7 @@ def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
         T=T,
         dO=gl.allocate_shared_memory(DT, [S.STAGES, 64, S.BV], TILE),
         dR=dR,
-        dstate=gl.allocate_shared_memory(DT, [2, S.BV, 64], TILE),
+        dstate=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
         state=gl.allocate_shared_memory(DT, [1, S.BV, S.BK], TILE),
         nu=nu,
         pairs=gl.allocate_shared_memory(DT, [2 if S.CORRECTED else 1, 64, 64], TILE),
@@ -37,21 +37,20 @@ def walk_tiles(DT: gl.constexpr, S: gl.constexpr):
         sums=gl.allocate_shared_memory(gl.float32, [2 * SUM_STAGE, 64], VECTOR),
     )
     TRACE: gl.constexpr = 1 if S.DECAY else 0  # `pairs` reads S and dS' too
-    v = ring(VSTAGES, 1, 4)
+    v = ring(VSTAGES, 1, 3)
     bars = WalkBarriers(
         keys=ring(S.KEYS, 1, 1),
         v=v,
-        tokens=ring(1, 1, 2) if MADE else v,
-        T=ring(1, 1, 2) if MADE else v,
-        dO=ring(S.STAGES, 1, 3),
-        dR=ring(1, 1, 3) if S.CORRECTED else v,
-        dstate=ring(2, 1, 1 + TRACE),
-        state=ring(1, 2, 2 + TRACE),
-        nu=ring(S.NUS, 2 if MADE else 1, 3),
-        pairs_q=ring(1, 1, 2),
-        pairs_a=ring(1, 1, 2) if S.CORRECTED else v,
-        sums=ring(2, 3, 1),
-        updated=allocate_barriers(1, 2),
-        gradients=allocate_barriers(S.KEYS, 2),
+        tokens=ring(1, 1, 1) if MADE else v,
+        T=ring(1, 1, 1) if MADE else v,
+        dO=ring(S.STAGES, 1, 2),
+        dR=ring(1, 1, 2) if S.CORRECTED else v,
+        dstate=ring(1, 1, 1 + TRACE),
+        state=ring(1, 1, 1 + TRACE),
+        nu=ring(S.NUS, 1, 2),
+        pairs_q=ring(1, 1, 1),
+        pairs_a=ring(1, 1, 1) if S.CORRECTED else v,
+        sums=ring(2, 2, 1),
+        gradients=allocate_barriers(S.KEYS, 1),
     )
     return tiles, bars

@@ -96,7 +96,8 @@ def linear_producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.con
         chunk = tile_of(at, n, BACK)
         t = chunk * 64
         key_head = at.head // S.GROUP
-        fetch_values((v_d, vec_d), at, t, (at.chunk0 + chunk) * S.HV + at.head, n, tiles, bars, MAPS, S)
+        wait_empty(bars.v.empty, n)
+        fetch_values((v_d, vec_d), at, t, (at.chunk0 + chunk) * S.HV + at.head, n, tiles, bars.v.full, MAPS, S)
         wait_empty(bars.writer.empty, n)
         bar = expect_bytes(bars.writer.full, n, 64 * S.BK * 2)
         fetch_tokens(writer_d, at.span, t, key_head, 0, bar, tiles.writer.index(n % S.KEYS), S)

@@ -74,7 +74,8 @@ def wide_producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.const
             bar = expect_bytes(bars.vectors.full, n, 4 * 64 * 4)
             fetch_vectors(vec_d, row, bar, tiles.vectors, n, S.VALUES)
         else:
-            fetch_values((v_d, vec_d), at, chunk * 64, row, n, tiles, bars, MAPS, S)
+            wait_empty(bars.v.empty, n)
+            fetch_values((v_d, vec_d), at, chunk * 64, row, n, tiles, bars.v.full, MAPS, S)
         wait_empty(bars.k.empty, n)
         bar = expect_bytes(bars.k.full, n, 64 * S.BK * 2)
         fetch_tokens(k_d, at.span, chunk * 64, at.head // S.GROUP, 0, bar, tiles.k.index(n % S.KEYS), S)

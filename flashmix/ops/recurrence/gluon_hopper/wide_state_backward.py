@@ -52,7 +52,7 @@ def wide_query_pairs(x, numbers, tiles, bars, S: gl.constexpr):
         stage = (n % S.VALUES) * 4 + z
         q = tiles.q.index(z)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
-        put_query_pairs(q, k, tiles.vectors, stage, tiles.made.index(z), numbers.scale, z)
+        put_query_pairs(q, k, tiles.vectors, stage, tiles.made.index(z), numbers.scale)
         release(bars.k.empty, n)
         release(bars.q.empty, n)
         release(bars.v.empty, n)
