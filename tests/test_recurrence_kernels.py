@@ -16,7 +16,7 @@ from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.gpu.ptxas import needed, sound_ptxas
 
 pytest.importorskip("triton")
-from compilers.late_reads import late_reads, late_reads_at_named_barriers
+from compilers.late_reads import late_reads, reads_at_named_barriers
 from compilers.ptxas_descriptors import lost_descriptors
 from kernels import TARGETS, Launch, code_of, compile_launch, recording
 from samples import sample, sample_of_rows
@@ -245,7 +245,7 @@ HOPPER_REGISTERS = {
 HOPPER_STACK = {
     "channel_output_kernel": 40,
     "state_forward_kernel": 48,
-    "state_backward_kernel": 8,
+    "state_backward_kernel": 40,
     "output_backward_kernel": 208,
 }
 HEADS_OF_64_STACK = {"output_backward_kernel": 16}
@@ -284,8 +284,11 @@ def assert_compile_on_hopper(found, stack, registers=None):
             assert made.stack <= stack.get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
             if launch.name in ("state_forward_kernel", "state_backward_kernel"):
-                left = late_reads_at_named_barriers(code_of(launch).asm["cubin"])
-                assert left and not any(left), (launch.name, left)
+                left = reads_at_named_barriers(code_of(launch).asm["cubin"])
+                keys = max(
+                    threads for threads, _, _ in left
+                )  # most threads read these, and vectors by LDS, which lie with them
+                assert not any(matrix or (threads == keys and others) for threads, others, matrix in left), left
 
 
 NARROW = replace(WIDE, K=64, V=64)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 FIRST_LINE = re.compile(r"\s*/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/")
 SECOND_LINE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
-READ = re.compile(r"(@!?U?P\w+ )?LDSM?\b")
+READ = re.compile(r"(@!?U?P\w+ )?(LDSM?)\b")
+LEFT = re.compile(r"BAR\.ARV \w+, (0x[0-9a-f]+)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE.*\+(0x[0-9a-f]+)\]")
 NO_SCOREBOARD = 7
 
@@ -33,26 +34,33 @@ def late_reads(cubin: bytes) -> list[tuple[str, int]]:
     found, passed = [], 0
     for text, under_way in _reads_under_way(cubin):
         if text.startswith("BAR.SYNC"):
-            passed = under_way
+            passed = len(under_way)
         if arrival := ARRIVAL.search(text):
             found.append((arrival[1], passed))
     return found
 
 
-def late_reads_at_named_barriers(cubin: bytes) -> list[int]:
-    """How many reads are under way at each `BAR.ARV`, by which a thread leaves a tile without waiting for others."""
-    return [under_way for text, under_way in _reads_under_way(cubin) if "BAR.ARV" in text]
+def reads_at_named_barriers(cubin: bytes) -> list[tuple[int, int, int]]:
+    """Of each `BAR.ARV`, by which a thread leaves a tile without waiting for others, the threads of its barrier, and how many reads by
+    `LDS` and by `LDSM` are under way.
+    """
+    found = [(LEFT.search(text), reads) for text, reads in _reads_under_way(cubin)]
+    return [
+        (int(left[1], 16), len(reads) - sum(matrix for _, _, matrix in reads), sum(matrix for _, _, matrix in reads))
+        for left, reads in found
+        if left
+    ]
 
 
-def _reads_under_way(cubin: bytes) -> Iterator[tuple[str, int]]:
-    """Each instruction, and how many reads of shared memory before it have not ended."""
-    under_way: list[tuple[int, int]] = []
+def _reads_under_way(cubin: bytes) -> Iterator[tuple[str, list[tuple[int, int, bool]]]]:
+    """Each instruction, and the reads of shared memory before it that have not ended: number, scoreboard, and whether by `LDSM`."""
+    under_way: list[tuple[int, int, bool]] = []
     for n, one in enumerate(instructions(cubin)):
-        ended = [at for at, scoreboard in under_way if scoreboard < NO_SCOREBOARD and one.waits >> scoreboard & 1]
-        under_way = [(at, scoreboard) for at, scoreboard in under_way if at > max(ended, default=-1)]
-        yield one.text, len(under_way)
-        if READ.match(one.text):
-            under_way.append((n, one.sets))
+        ended = [at for at, scoreboard, _ in under_way if scoreboard < NO_SCOREBOARD and one.waits >> scoreboard & 1]
+        under_way = [read for read in under_way if read[0] > max(ended, default=-1)]
+        yield one.text, under_way
+        if read := READ.match(one.text):
+            under_way = [*under_way, (n, one.sets, read[2] == "LDSM")]
 
 
 def instructions(cubin: bytes) -> Iterator[Instruction]:

@@ -92,6 +92,9 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay, early: 
     output = state._replace(
         OUTPUT=True, KEYS=2 if channel else 3
     )  # keys come a chunk earlier where A_qb is made of them
+    saved = output._replace(SAVE=True, VALUES=2, PAIRS=2)
+    if basic.CORRECTED:
+        saved = saved._replace(KEYS=2)  # beside states, nu and o there is room for no more
     ends = state._replace(KEYS=2 if channel else 3)
     back = (
         ends._replace(VALUES=2, PAIRS=2) if basic.CORRECTED else ends
@@ -110,7 +113,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay, early: 
         scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
         state_output=_state(state_forward_kernel, output, True),
         state_output_keep=_state(state_forward_kernel, output._replace(KEEP=basic.CORRECTED), True),
-        state_output_save=_state(state_forward_kernel, output._replace(SAVE=True, VALUES=2, PAIRS=2), True),
+        state_output_save=_state(state_forward_kernel, saved, True),
         state_save=_state(state_forward_kernel, state._replace(SAVE=True), False),
         state_save_given=_state(state_forward_kernel, state._replace(SAVE=True, GIVEN=True, CORRECTED=False), False),
         state_maps=_state(state_forward_kernel, maps, False),
