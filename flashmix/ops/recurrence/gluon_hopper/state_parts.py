@@ -274,8 +274,14 @@ def total_decay(vectors, n, STAGES: gl.constexpr, S: gl.constexpr):
     if S.CHANNEL:
         return reinterpret(vectors, gl.float32, [STAGES, S.BK], VECTOR).index(n % STAGES).load(columns(S.BK))
     else:
-        view = reinterpret(vectors, gl.float32, [STAGES * 256, 1], VECTOR)
-        return view.index((n % STAGES) * 256 + ROW_FACTOR * 64 + 63).load(columns(S.BK))
+        return last_factor(vectors, n, STAGES, columns(S.BK))
+
+
+@gluon.jit
+def last_factor(vectors, n, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """2^(G_C) of tile n, [1]: the last of the rows' factors."""
+    view = reinterpret(vectors, gl.float32, [STAGES * 256, 1], VECTOR)
+    return view.index((n % STAGES) * 256 + ROW_FACTOR * 64 + 63).load(LAYOUT)
 
 
 @gluon.jit

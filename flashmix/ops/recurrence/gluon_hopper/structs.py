@@ -297,11 +297,11 @@ class WalkTiles(NamedTuple):
 
     q: Any  # [KEYS, 64, BK]
     k: Any  # [KEYS, 64, BK]
-    tokens: Any  # [2, 64, 64]: V, 64 channels for each walker
+    tokens: Any  # [2, 64, 64]: V, 64 channels each
     T: Any  # [1, 64, 64]
     dO: Any  # [STAGES, 64, BV]
     dR: Any  # [1, 64, BV]
-    dstate: Any  # [2, BV, 64]: dS', 64 channels of keys for each walker
+    dstate: Any  # [1, BV, BK]: dS'
     state: Any  # [1, BV, BK]: S in 16 bits
     nu: Any  # [NUS, 64, BV]
     pairs: Any  # [2, 64, 64]: N_q and N_a

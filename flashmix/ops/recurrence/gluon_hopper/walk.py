@@ -37,7 +37,7 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTOR, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTORS
 from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
 from flashmix.ops.recurrence.gluon_hopper.output_sums import (
     CARRIED,
@@ -55,10 +55,17 @@ from flashmix.ops.recurrence.gluon_hopper.place import (
     store_tokens,
     vector,
 )
-from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, COLUMN_FACTOR, ROW_FACTOR, fetch_vectors, load_start
+from flashmix.ops.recurrence.gluon_hopper.state_parts import (
+    BETA,
+    COLUMN_FACTOR,
+    ROW_FACTOR,
+    fetch_vectors,
+    last_factor,
+    load_start,
+)
 from flashmix.ops.recurrence.gluon_hopper.walk_tiles import walk_tiles
 
-# Of the walkers: S^T [v, K], nu^T [v, C], and dq and dk [C, K], whose channels two warpgroups divide.
+# Of the walkers: S^T [v, K], nu^T [v, C], dq and dk [C, K], whose channels two warpgroups divide, and sums over those of each, [C, 2].
 STATE = gl.constexpr(accumulator(128, 128))
 NU = gl.constexpr(accumulator(64, 128))
 NU_COLUMNS = gl.constexpr(gl.SliceLayout(0, NU.value))
@@ -72,9 +79,9 @@ GROUPS = gl.constexpr(
         block_bases=[],
         shape=[64, 2],
     )
-)  # their sums over the channels of a warpgroup, [C, 2], as threads have them
+)
 OF_GROUPS = gl.constexpr(gl.SliceLayout(1, GROUPS.value))
-BLOCK = gl.constexpr(accumulator(16))  # 16 columns of sums
+BLOCK = gl.constexpr(accumulator(16))  # 16 columns of the sums of `pairs`
 
 
 @gluon.jit
@@ -191,8 +198,7 @@ def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
         fence_async_shared()
         signal(bars.state.full, n)
         wait_full(bars.v.full, n)
-        total = reinterpret(tiles.vectors, gl.float32, [VSTAGES * 256, 1], VECTOR)
-        state = state * total.index((n % VSTAGES) * 256 + ROW_FACTOR * 64 + 63).load(gl.SliceLayout(0, STATE))[None, :]
+        state = state * last_factor(tiles.vectors, n, VSTAGES, gl.SliceLayout(0, STATE))[None, :]
         wait_full(bars.keys.full, n)
         nu = chunk_nu(s16, k, nu_tile.permute((1, 0)), n, z, tiles, bars, S)  # [v, C]
         column = vector(tiles.vectors, stage + COLUMN_FACTOR, NU_COLUMNS) * vector(
