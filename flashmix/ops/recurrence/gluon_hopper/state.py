@@ -51,6 +51,7 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     store_result,
     store_total,
     total_decay,
+    write_factors,
 )
 
 
@@ -93,9 +94,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         if not S.CHANNEL:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
         if not S.CHANNEL and not SCARCE:
-            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-                tiles.vectors, stage + BETA, COLUMNS_64
-            )
+            column = write_factors(tiles.vectors, stage, COLUMNS_64)
         wait_full(bars.v, n)
         v = tiles.v.index((n % S.VALUES) * S.WARPGROUPS + w + z).permute((1, 0)).load(ACC_64)  # [v, C]
         if not SCARCE:
@@ -115,10 +114,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
         T = inverse_tile(tiles, n, S)  # [C, C]
         nu = product(R, T.permute((1, 0)), ACC_64, 64, 64)  # (5.2)
         if SCARCE:
-            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-                tiles.vectors, stage + BETA, COLUMNS_64
-            )
-            column = pin(column)
+            column = pin(write_factors(tiles.vectors, stage, COLUMNS_64))
         leave_values(n, S)
         if S.WARPGROUPS == 2:  # under this product, else under the first
             state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]

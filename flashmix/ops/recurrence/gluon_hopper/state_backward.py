@@ -27,8 +27,6 @@ from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
-    BETA,
-    COLUMN_FACTOR,
     ROW_FACTOR,
     inverse_tile,
     leave_keys,
@@ -45,6 +43,7 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     store_end,
     store_result,
     total_decay,
+    write_factors,
 )
 
 
@@ -95,9 +94,7 @@ def backward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, S: gl.constex
         if not S.CHANNEL:
             row = vector(tiles.vectors, stage + ROW_FACTOR, COLUMNS_64)
             z_q = pin((in_float32(z_q) * (row * numbers.scale)[None, :]).to(DT))
-            column = vector(tiles.vectors, stage + COLUMN_FACTOR, COLUMNS_64) * vector(
-                tiles.vectors, stage + BETA, COLUMNS_64
-            )
+            column = write_factors(tiles.vectors, stage, COLUMNS_64)
         z_q = gl.convert_layout(z_q, operand(S.BK))
         dstate = dstate * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
         if S.CORRECTED and S.MAKES:

@@ -285,6 +285,12 @@ def last_factor(vectors, n, STAGES: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def write_factors(vectors, stage, LAYOUT: gl.constexpr):
+    """beta 2^(G_C - G) of the tokens whose vectors begin with row `stage`, [C]."""
+    return vector(vectors, stage + COLUMN_FACTOR, LAYOUT) * vector(vectors, stage + BETA, LAYOUT)
+
+
+@gluon.jit
 def state_indices(at, w: gl.constexpr, S: gl.constexpr):
     """Channels of values and of keys of the rows and columns of a warpgroup's accumulators."""
     return at.channel + w * 64 + gl.arange(0, 64, rows(S.BK)), gl.arange(0, S.BK, columns(S.BK))

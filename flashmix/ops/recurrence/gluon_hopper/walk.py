@@ -14,7 +14,6 @@ from flashmix.gpu.hopper import (
     accumulator,
     await_count,
     count_up,
-    ex2,
     expect_bytes,
     fence_async_shared,
     gl,
@@ -37,16 +36,8 @@ from flashmix.gpu.hopper import (
     warpgroup_mma,
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE, VECTORS
-from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
-from flashmix.ops.recurrence.gluon_hopper.output_sums import (
-    CARRIED,
-    STATE_ROWS,
-    SUM_STAGE,
-    VSTAGES,
-    WRITTEN,
-    gate_gradients,
-)
+from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, VECTORS
+from flashmix.ops.recurrence.gluon_hopper.output_sums import STATE_ROWS, SUM_STAGE, VSTAGES, WRITTEN, gate_gradients
 from flashmix.ops.recurrence.gluon_hopper.place import (
     add_tokens,
     fetch_tile,
@@ -62,7 +53,9 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     fetch_vectors,
     last_factor,
     load_start,
+    write_factors,
 )
+from flashmix.ops.recurrence.gluon_hopper.walk_pairs import pairs
 from flashmix.ops.recurrence.gluon_hopper.walk_tiles import walk_tiles
 
 # Of the walkers: S^T [v, K], nu^T [v, C], dq and dk [C, K], whose channels two warpgroups divide, and sums over those of each, [C, 2].
@@ -81,7 +74,6 @@ GROUPS = gl.constexpr(
     )
 )
 OF_GROUPS = gl.constexpr(gl.SliceLayout(1, GROUPS.value))
-BLOCK = gl.constexpr(accumulator(16))  # 16 columns of the sums of `pairs`
 
 
 @gluon.jit
@@ -201,9 +193,7 @@ def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
         state = state * last_factor(tiles.vectors, n, VSTAGES, gl.SliceLayout(0, STATE))[None, :]
         wait_full(bars.keys.full, n)
         nu = chunk_nu(s16, k, nu_tile.permute((1, 0)), n, z, tiles, bars, S)  # [v, C]
-        column = vector(tiles.vectors, stage + COLUMN_FACTOR, NU_COLUMNS) * vector(
-            tiles.vectors, stage + BETA, NU_COLUMNS
-        )
+        column = write_factors(tiles.vectors, stage, NU_COLUMNS)
         written = gl.convert_layout((nu * column[None, :]).to(DT), operand(128, 128))
         state = warpgroup_mma(written, k, state, is_async=True)  # (5.3)
         wait_full(bars.state.full, n)
@@ -218,7 +208,7 @@ def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
         if S.CORRECTED:
             d = products_done(1, deps=[d])
             release(bars.dR.empty, n)
-            rows = pin(by_group(in_float32(k.load(GRADIENT)) * d))  # [C, K]
+            rows = pin(by_group(in_float32(k.load(GRADIENT)) * d))  # [C, 2], of [C, K]
             dk = d * (0.0 - row)[:, None]
             e, dk = products_done(0, deps=[e, dk])
         else:
@@ -232,7 +222,8 @@ def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
             dk += e * factor
         else:
             dk = e * factor
-        written = gl.convert_layout(column, OF_GROUPS)[:, None] * pin(by_group(in_float32(k.load(GRADIENT)) * e))
+        written = pin(by_group(in_float32(k.load(GRADIENT)) * e))  # [C, 2], of [C, K]
+        written = gl.convert_layout(column, OF_GROUPS)[:, None] * written
         wait_full(bars.dO.full, n)
         dq = product(tiles.dO.index(n % S.STAGES + z), S_tile, GRADIENT, 64, 128)
         wait_full(bars.pairs_q.full, n)
@@ -242,9 +233,9 @@ def walkers(program, x, numbers, tiles, bars, S: gl.constexpr):
         release(bars.dO.empty, n)
         release(bars.state.empty, n)
         if S.CORRECTED:
-            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq) - rows  # [C, K]
+            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq) - rows  # [C, 2], of [C, K]
         else:
-            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq)
+            rows = scale * by_group(in_float32(q.load(GRADIENT)) * dq)  # [C, 2], of [C, K]
         dq = dq * (row * scale)[:, None]
         dq = warpgroup_mma(N_q, k, dq, is_async=True)
         if S.CORRECTED:
@@ -273,98 +264,6 @@ def put_walker_sums(rows, written, n, tiles, bars):
     pairs.index((n % 2) * (SUM_STAGE // 2) + STATE_ROWS // 2).permute((1, 0)).store(rows)
     pairs.index((n % 2) * (SUM_STAGE // 2) + WRITTEN // 2).permute((1, 0)).store(written)
     signal(bars.sums.full, n)
-
-
-@gluon.jit
-def diagonal_of(x, z):
-    """The diagonal of x, [64, 64] sums; `z` is an opaque zero. Each warp has 16 rows, so of its columns 16 are taken first."""
-    a, b = gl.split(x.reshape([64, 2, 2, 16]).permute([0, 3, 1, 2]))  # of both halves of the columns
-    a_0, a_1 = gl.split(a)  # [64, 16]
-    b_0, b_1 = gl.split(b)
-    row = (gl.arange(0, 64, gl.SliceLayout(1, BLOCK)) + z)[:, None]
-    column = gl.arange(0, 16, gl.SliceLayout(0, BLOCK))[None, :]
-    own = gl.where(row < 16, gl.convert_layout(a_0, BLOCK), gl.convert_layout(b_1, BLOCK))
-    own = gl.where(row // 16 == 1, gl.convert_layout(b_0, BLOCK), own)
-    own = gl.where(row // 16 == 2, gl.convert_layout(a_1, BLOCK), own)
-    return gl.convert_layout(gl.sum(gl.where(row % 16 == column, own, 0.0), 1), ROWS_64)
-
-
-@gluon.jit
-def put_carried(n, z, tiles, bars, S: gl.constexpr):
-    """<S, dS'> of each channel of keys and the 64th after it: the diagonals of S^T dS' of either half of them, added."""
-    s_parts = reinterpret(tiles.state, tiles.q.dtype, [2, S.BV, 64], TILE)
-    d_parts = reinterpret(tiles.dstate, tiles.q.dtype, [2, S.BV, 64], TILE)
-    wait_full(bars.state.full, n)
-    wait_full(bars.dstate.full, n)
-    first = product(s_parts.index(z).permute((1, 0)), d_parts.index(z), ACC_64, 64, 64)  # [K / 2, K / 2]
-    second = product(s_parts.index(1 + z).permute((1, 0)), d_parts.index(1 + z), ACC_64, 64, 64)
-    first, second = products_done(0, deps=[first, second])
-    release(bars.dstate.empty, n)
-    release(bars.state.empty, n)
-    carried = diagonal_of(first + second, z)
-    wait_empty(bars.sums.empty, n)
-    tiles.sums.index((n % 2) * SUM_STAGE + CARRIED).store(carried)
-
-
-@gluon.jit
-def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
-    """The warpgroup for dA (6.1): N_q and N_a of each chunk, and the share of pairs in dg and dbeta."""
-    DT: gl.constexpr = tiles.q.dtype
-    at = segment_of(program, x, numbers, False, S)
-    row = gl.arange(0, 64, ROWS_64)
-    column = gl.arange(0, 64, COLUMNS_64)[None, :]
-    for n in range(at.count):
-        z = opaque_zero()
-        here = (row + z)[:, None]
-        stage = (n % VSTAGES) * 4
-        q = tiles.q.index(n % S.KEYS)  # [C, K]
-        k = tiles.k.index(n % S.KEYS)  # [C, K]
-        nu = tiles.nu.index(n % S.NUS + z)  # [C, V]
-        if S.DECAY:
-            put_carried(n, z, tiles, bars, S)
-        wait_full(bars.keys.full, n)
-        pair = product(q, k.permute((1, 0)), ACC_64, 64, 64)
-        wait_full(bars.v.full, n)
-        wait_full(bars.dO.full, n)
-        wait_full(bars.nu.full, n)
-        dA = product(tiles.dO.index(n % S.STAGES + z), nu.permute((1, 0)), ACC_64, 64, 64)
-        difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-        E = gl.where(here >= column, ex2(gl.minimum(difference, 0.0)) * numbers.scale, 0.0)
-        pair, dA = products_done(0, deps=[pair, dA])
-        release(bars.dO.empty, n)
-        P = dA * E
-        W = P * pair  # [C, C]
-        beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
-        wait_empty(bars.pairs_q.empty, n)
-        tiles.pairs.index(z).store((P * beta[None, :]).to(DT))
-        fence_async_shared()
-        signal(bars.pairs_q.full, n)
-        diagonal = gl.sum(gl.where(here == column, W, 0.0), 1)
-        if S.DECAY:  # no decay lies between a token and itself: such pairs are in dbeta alone
-            W = gl.where(here == column, 0.0, W)
-        rows, columns = row_and_column_sums(W, beta)
-        if S.CORRECTED:
-            pair = product(k, k.permute((1, 0)), ACC_64, 64, 64)
-            wait_full(bars.dR.full, n)
-            dA = product(tiles.dR.index(z), nu.permute((1, 0)), ACC_64, 64, 64)
-            pair, dA = products_done(0, deps=[pair, dA])
-            release(bars.dR.empty, n)
-        release(bars.nu.empty, n)
-        if S.CORRECTED:
-            difference = (
-                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-            )
-            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
-            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
-            more_rows, more_columns = row_and_column_sums(P * pair, beta)
-            rows += more_rows
-            columns += more_columns
-            wait_empty(bars.pairs_a.empty, n)
-            tiles.pairs.index(1 + z).store((P * beta[None, :]).to(DT))
-            fence_async_shared()
-            signal(bars.pairs_a.full, n)
-        release(bars.v.empty, n)
-        put_pair_sums(rows, columns, diagonal, n, tiles, bars, S)
 
 
 @gluon.jit
