@@ -94,6 +94,19 @@ def row_and_column_sums(W, beta):
 
 
 @gluon.jit
+def pairs_of_keys(dA, pair, tiles, stage, here, column):
+    """From dA and k k^T, [C, C]: P = -exp(G_row - G_column) dA below the diagonal, beta of the columns, and the sums of P k k^T.
+
+    The vectors are read anew: registers are scarce.
+    """
+    difference = vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
+    P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
+    beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)
+    rows, columns = row_and_column_sums(P * pair, beta)
+    return P, beta, rows, columns
+
+
+@gluon.jit
 def put_pair_sums(rows, columns, diagonal, it, tiles, bars, S: gl.constexpr):
     """Leaves the sums of a value head to the finisher."""
     columns = gl.sum(columns, 1)  # of each warp's rows
@@ -209,12 +222,7 @@ def lone_pairs(x, numbers, tiles, bars, S: gl.constexpr):
             dA = product(tiles.slots.index(place_of(DR + z, i, S)), nu.permute((1, 0)), ACC_64, 64, 64)
             pair, dA = products_done(0, deps=[pair, dA])
             leave_slot(bars, DR, i, 1, S)
-            difference = (
-                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-            )
-            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
-            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
-            more_rows, more_columns = row_and_column_sums(P * pair, beta)
+            P, beta, more_rows, more_columns = pairs_of_keys(dA, pair, tiles, stage, here, column)
             rows += more_rows
             columns += more_columns
             N_a = (P * beta[None, :]).to(DT)

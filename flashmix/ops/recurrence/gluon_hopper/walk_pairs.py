@@ -18,7 +18,7 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, ROWS_64, TILE
-from flashmix.ops.recurrence.gluon_hopper.output_pairs import put_pair_sums, row_and_column_sums
+from flashmix.ops.recurrence.gluon_hopper.output_pairs import pairs_of_keys, put_pair_sums, row_and_column_sums
 from flashmix.ops.recurrence.gluon_hopper.output_sums import CARRIED, SUM_STAGE, VSTAGES
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA
@@ -102,12 +102,7 @@ def pairs(program, x, numbers, tiles, bars, S: gl.constexpr):
             release(bars.dR.empty, n)
         release(bars.nu.empty, n)
         if S.CORRECTED:
-            difference = (
-                vector(tiles.vectors, stage, ROWS_64)[:, None] - vector(tiles.vectors, stage, COLUMNS_64)[None, :]
-            )
-            P = dA * gl.where(here > column, 0.0 - ex2(gl.minimum(difference, 0.0)), 0.0)
-            beta = vector(tiles.vectors, stage + BETA, COLUMNS_64)  # read anew: registers are scarce
-            more_rows, more_columns = row_and_column_sums(P * pair, beta)
+            P, beta, more_rows, more_columns = pairs_of_keys(dA, pair, tiles, stage, here, column)
             rows += more_rows
             columns += more_columns
             wait_empty(bars.pairs_a.empty, n)
