@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flashmix.gpu.ahead import gathering, running
+from flashmix.gpu.compiling import in_turn, name
 from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -123,6 +124,7 @@ class Kernel:
 
     def _compile(self, like: Sequence[Any]) -> Code | None:
         """The code, loaded, with its launcher, for which Triton calls a C compiler; any thread may ask for it."""
+        name(self.kernel)
         made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
         return None if made is None else Code(made, self.kernel.is_gluon())
 
@@ -203,14 +205,19 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
     if len(wanted) < 2:
         return
 
-    def compiled(kernel: Kernel, like: list[Any]) -> Code | None:
+    def compiled(kernel: Kernel, like: list[Any], *turn: threading.Event) -> Code | None:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        return kernel._compile(like)
+        with in_turn(*turn):
+            return kernel._compile(like)
 
     pool = ThreadPoolExecutor(min(len(wanted), THREADS), "flashmix-compile")
+    begin = threading.Event()
+    begin.set()
     for (kernel, key), like in wanted.items():
-        kernel._coming[key] = pool.submit(compiled, kernel, like)
+        end = threading.Event()
+        kernel._coming[key] = pool.submit(compiled, kernel, like, begin, end)
+        begin = end
     pool.shutdown(wait=False)
 
 

@@ -1,0 +1,88 @@
+"""What Triton's compiler leaves to its callers: names of compiled code that every process finds again, front ends in turns.
+
+Importing this module imports no triton.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+class Turn(threading.local):
+    """Of the kernel that this thread compiles: when its front end may begin, and what tells that it has ended."""
+
+    begin: threading.Event | None = None
+    end: threading.Event | None = None
+
+
+_naming = threading.RLock()
+_turn = Turn()
+
+
+def name(kernel: Any) -> None:
+    """Finds the name of what a kernel is compiled to, before Triton does.
+
+    Up to Triton 3.6 constants of a function that it calls are in it only if that function has its own name by then: names depended on what
+    was compiled before, other processes compiled again, and a constant that changed could have left old code in use.
+    """
+    with _naming:
+        _name(kernel, set())
+
+
+def _name(function: Any, seen: set[int]) -> None:
+    """Finds the names of all that a function calls, then its own."""
+    if function.hash is None and id(function) not in seen:
+        seen.add(id(function))
+        for called in _called(function):
+            _name(called, seen)
+        _ = function.cache_key
+
+
+def _called(function: Any) -> Iterator[Any]:
+    """The functions of Triton that the code of one mentions, by themselves or as part of a module."""
+    code = function.fn.__code__
+    scope = {**function.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
+    found = [scope[name] for name in (*code.co_names, *code.co_freevars) if name in scope]
+    modules = [x for x in found if isinstance(x, ModuleType)]
+    found += [getattr(module, name) for module in modules for name in code.co_names if hasattr(module, name)]
+    return (x for x in found if hasattr(type(x), "cache_key"))
+
+
+@contextmanager
+def in_turn(begin: threading.Event, end: threading.Event) -> Iterator[None]:
+    """Within it this thread compiles a kernel whose front end waits for `begin`, and sets `end` when it is done.
+
+    A front end is Python, of which one thread runs at a time: where several begin together none ends before most of their work is done. In
+    turns, native passes of the first kernel run beside the front end of the second.
+    """
+    from triton.compiler import code_generator
+
+    if not hasattr(code_generator.ast_to_ttir, "of_triton"):
+        code_generator.ast_to_ttir = _waiting(code_generator.ast_to_ttir)
+    _turn.begin, _turn.end = begin, end
+    try:
+        yield
+    finally:
+        _turn.begin = _turn.end = None
+        end.set()
+
+
+def _waiting(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's front end, which waits for its turn."""
+
+    def front_end(*args: Any, **options: Any) -> Any:
+        if _turn.begin is not None:
+            _turn.begin.wait()
+        try:
+            return theirs(*args, **options)
+        finally:
+            if _turn.end is not None:
+                _turn.end.set()
+
+    front_end.of_triton = theirs  # type: ignore[attr-defined]
+    return front_end
