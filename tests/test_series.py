@@ -55,7 +55,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         metadata=SimpleNamespace(tensordesc_meta=[facts]),
     )
     compiler = SimpleNamespace(run=lambda *args, **options: made, params=kernel.params, is_gluon=lambda: False)
-    monkeypatch.setattr(launch, "name", lambda kernel: None)
+    for of_code in ("hash_triton", "length", "name"):  # there is none
+        monkeypatch.setattr(launch, of_code, lambda *kernel: 0)
     monkeypatch.setattr(launch, "without_descriptors", lambda function: function)
     driver = SimpleNamespace(active=SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda *map: map)))
     monkeypatch.setattr(tma.triton.runtime, "driver", driver)

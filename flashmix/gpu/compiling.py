@@ -1,4 +1,4 @@
-"""What Triton's compiler leaves to its callers: names of compiled code that every process finds again, front ends in turns.
+"""Names of compiled code that every process finds again, and turns of front ends, which Triton's compiler leaves to its callers.
 
 Importing this module imports no triton.
 """
@@ -24,6 +24,13 @@ _naming = threading.RLock()
 _turn = Turn()
 
 
+def hash_triton() -> None:
+    """Finds the hash of Triton's own files, which is in all names: threads that ask for it at once would each read 400 MB."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
 def name(kernel: Any) -> None:
     """Finds the name of what a kernel is compiled to, before Triton does.
 
@@ -31,16 +38,30 @@ def name(kernel: Any) -> None:
     was compiled before, other processes compiled again, and a constant that changed could have left old code in use.
     """
     with _naming:
-        _name(kernel, set())
+        if kernel.hash is None:
+            for function in functions_of(kernel):
+                _ = function.cache_key
 
 
-def _name(function: Any, seen: set[int]) -> None:
-    """Finds the names of all that a function calls, then its own."""
-    if function.hash is None and id(function) not in seen:
-        seen.add(id(function))
-        for called in _called(function):
-            _name(called, seen)
-        _ = function.cache_key
+def length(kernel: Any) -> int:
+    """Bytes of Python code of a kernel and of all that it calls, by which it is guessed which of several compiles longest."""
+    return sum(len(function.fn.__code__.co_code) for function in functions_of(kernel))
+
+
+def functions_of(kernel: Any) -> list[Any]:
+    """A kernel's functions, each behind those that it calls; the kernel is last."""
+    found: dict[int, Any] = {}
+    entered = set()
+
+    def enter(function: Any) -> None:
+        if id(function) not in entered:
+            entered.add(id(function))
+            for called in _called(function):
+                enter(called)
+            found[id(function)] = function
+
+    enter(kernel)
+    return list(found.values())
 
 
 def _called(function: Any) -> Iterator[Any]:

@@ -31,15 +31,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flashmix.gpu.ahead import gathering, running
-from flashmix.gpu.compiling import in_turn, name
+from flashmix.gpu.compiling import hash_triton, in_turn, length, name
 from flashmix.gpu.tma import Maps, Tiles, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 DIRECT = (3, 6) <= RELEASE <= (3, 9)  # the releases whose launcher this file knows
 FLAT = RELEASE < (3, 7)  # whose launch function takes a kernel's arguments one by one; later ones take them in a tuple
 ORDINARY = 3  # an integer for which Triton does not specialise
-# A fifth of compiling is Python's, of one thread at a time: more threads end the first kernel later and the last one no sooner.
-THREADS = max(2, min(6, os.cpu_count() or 2))
+THREADS = max(2, min(16, os.cpu_count() or 2))  # that compile
 UNALIGNED, LONG = "unaligned", "long"  # marks of a pointer and of an integer in what code is kept by
 
 
@@ -211,10 +210,12 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
         with in_turn(*turn):
             return kernel._compile(like)
 
+    hash_triton()
     pool = ThreadPoolExecutor(min(len(wanted), THREADS), "flashmix-compile")
     begin = threading.Event()
     begin.set()
-    for (kernel, key), like in wanted.items():
+    # the longest first: the last one to be done, were it to wait for the front ends of all others
+    for (kernel, key), like in sorted(wanted.items(), key=lambda x: length(x[0][0].kernel), reverse=True):
         end = threading.Event()
         kernel._coming[key] = pool.submit(compiled, kernel, like, begin, end)
         begin = end
