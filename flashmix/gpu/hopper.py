@@ -28,13 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashmix.gpu.tma import renamed
 
 __all__ = [
-    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_readers",
-    "begin_count", "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up", "counted", "ex2", "expect",
-    "expect_bytes",
-    "fence_async_shared", "gl", "gluon", "in_float32", "leave", "mma_v2", "opaque_zero", "operand", "overlap", "pin", "plain", "plus",
-    "product",
-    "products_done", "reinterpret", "release", "retire", "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn",
-    "thread_barrier", "wait_empty", "wait_full", "warpgroup_mma",
+    "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_kernels",
+    "await_readers", "begin_count", "begin_next", "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up",
+    "counted", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "in_float32", "leave", "mma_v2", "opaque_zero",
+    "operand", "overlap", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release", "retire", "row_pieces",
+    "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty", "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = renamed(tma, "async_copy_global_to_shared", "async_load")  # 3.8
@@ -310,14 +308,27 @@ def counted(begun):
 
 
 @gluon.jit
-def overlap():
-    """Lets the programs of the next kernel begin as soon as all of this one have, and waits until the kernels before it have ended.
-
-    The next kernel begins early only if it is launched with `launch_pdl`. What follows, in all roles that begin later, sees all that the
-    kernels before have written; nothing that they read or write may be touched earlier.
-    """
-    text: gl.constexpr = "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, $1;"
+def begin_next():
+    """Lets the programs of the next kernel, if it is launched with `launch_pdl`, begin as soon as all of this one have."""
+    text: gl.constexpr = "griddepcontrol.launch_dependents; mov.u32 $0, $1;"
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_kernels():
+    """Waits until the kernels before this one have ended, and sees all that they have written.
+
+    Nothing that they read or write may be touched earlier, but what a kernel wrote that the one before this has waited for.
+    """
+    text: gl.constexpr = "griddepcontrol.wait; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def overlap():
+    """`begin_next`, then `await_kernels`. What follows, in all roles that begin later, sees all that the kernels before have written."""
+    begin_next()
+    await_kernels()
 
 
 @gluon.jit

@@ -13,12 +13,13 @@ What a segment leaves from nothing, N^T or dN^T, lies in memory where the start 
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    await_kernels,
+    begin_next,
     copy_to_global,
     expect_bytes,
     fence_async_shared,
     gl,
     gluon,
-    overlap,
     products_done,
     release,
     stores_done,
@@ -142,7 +143,8 @@ def join_producer(maps_d, own_d, x, n, tiles, bars, S: gl.constexpr):
 def join_kernel(maps_d, own_d, starts_d, x, n, S: gl.constexpr):
     """Writes `starts` from maps, from what each segment leaves (sends back), and from the state `x` of sequences, None for 0."""
     tiles, bars = join_tiles(S)
-    overlap()
+    await_kernels()
+    begin_next()
     gl.warp_specialize(
         [(join_states, (starts_d, x, n, tiles, bars, S)), (join_producer, (maps_d, own_d, x, n, tiles, bars, S))],
         [1],

@@ -15,6 +15,7 @@ it is where nu is GIVEN, which the forward's pass KEEPs.
 from __future__ import annotations
 
 from flashmix.gpu.hopper import (
+    begin_next,
     gl,
     gluon,
     in_float32,
@@ -248,7 +249,10 @@ def state_forward_kernel(q_d, k_d, v_d, A_d, vec_d, o_d, s_d, nu_d, x, n, S: gl.
     MAPS: gl.constexpr = x.ends is not None
     tiles, bars = state_tiles(False, S.OUTPUT + S.KEEP + (S.SAVE and S.CORRECTED), k_d.dtype, S)
     if S.EARLY:
-        overlap()
+        if S.OUTPUT:  # what reads starts, or writes, waits for the join of segments (`load_state`); the rest is older
+            begin_next()
+        else:
+            overlap()
     inputs = (q_d, k_d, v_d, A_d, vec_d)
     results = (o_d, s_d, nu_d)
     if S.WARPGROUPS == 2 and S.MAKES:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from flashmix.gpu.hopper import (
     allocate_barriers,
+    await_kernels,
     await_readers,
     copy_to_global,
     copy_to_shared,
@@ -311,6 +312,8 @@ def load_start(x, at, v, k, S: gl.constexpr):
 @gluon.jit
 def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
+    if S.EARLY and S.OUTPUT:
+        await_kernels()
     v, k = state_indices(at, w, S)
     if x.starts is not None or x.sequence_state is not None:
         return load_start(x, at, v, k, S)
