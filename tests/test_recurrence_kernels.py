@@ -233,7 +233,7 @@ def test_a_long_sequence_with_few_heads_is_cut_into_segments_whatever_the_batch(
 
 # Kernels of Hopper in Gluon: registers a thread, and bytes of stack as far as there are any.
 HOPPER_REGISTERS = {
-    "scores_forward_kernel": 255,
+    "scores_forward_kernel": 144,
     "channel_scores_kernel": 255,
     "channel_output_kernel": 128,
     "channel_inverse_kernel": 128,
@@ -242,6 +242,7 @@ HOPPER_REGISTERS = {
     "output_backward_kernel": 128,
     "join_kernel": 168,
 }
+SCORES_STACK = {"scores_forward_kernel": 32}  # bytes at most; of 128 channels with a decay per token 8
 # Bytes of stack, the most of all cases. Of the backward state pass 8 before its tiles were left by named barriers, at the same speed.
 HOPPER_STACK = {
     "channel_output_kernel": 40,
@@ -282,7 +283,7 @@ def assert_compile_on_hopper(found, stack, registers=None):
         assert not early or "griddepcontrol.wait" in made.ptx, launch.name
         if launch.kernel.is_gluon():
             assert registers is None or made.registers <= registers[launch.name], (launch.name, made.registers)
-            assert made.stack <= stack.get(launch.name, 0), (launch.name, made.stack)
+            assert made.stack <= (SCORES_STACK | stack).get(launch.name, 0), (launch.name, made.stack)
             assert not made.advice, (launch.name, made.advice)
             if launch.name in ("state_forward_kernel", "state_backward_kernel"):
                 left = reads_at_named_barriers(code_of(launch).asm["cubin"])

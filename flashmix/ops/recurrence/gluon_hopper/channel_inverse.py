@@ -5,14 +5,7 @@ from __future__ import annotations
 from flashmix.gpu.hopper import gl, gluon, stores_done
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import TILE
-from flashmix.ops.recurrence.gluon_hopper.scores import (
-    BLOCK_COLUMNS,
-    BLOCK_ROWS,
-    append,
-    diagonal_inverses,
-    store_inverse,
-    store_tile,
-)
+from flashmix.ops.recurrence.gluon_hopper.scores import BLOCK_COLUMNS, BLOCK_ROWS, append, store_inverse, store_tile
 
 
 @gluon.jit
@@ -39,8 +32,8 @@ def channel_inverse_kernel(before, A_d, S: gl.constexpr):
     """
     index = gl.program_id(0)
     PLACE: gl.constexpr = S.TILES // 2
-    blocks, first_t = load_blocks(before + index.to(gl.int64) * (S.TILES * 4096) + PLACE * 4096)  # [16, 16] each
+    A = load_blocks(before + index.to(gl.int64) * (S.TILES * 4096) + PLACE * 4096)  # [16, 16] each
     out = gl.allocate_shared_memory(A_d.dtype, [64, 64], TILE)
-    store_inverse(blocks, diagonal_inverses(blocks, first_t), out)
+    store_inverse(A, out, False)
     store_tile(A_d, index * (S.TILES * 64) + PLACE * 64, out)
     stores_done(0)

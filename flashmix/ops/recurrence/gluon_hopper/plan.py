@@ -110,7 +110,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay, early: 
         triton=own,
         BK=basic.BK,
         BV=basic.BV,
-        scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1),
+        scores=Kernel(scores_forward_kernel, decayed._replace(PER_HEAD=decay is Decay.HEAD), num_warps=1, maxnreg=144),
         state_output=_state(state_forward_kernel, output, True),
         state_output_keep=_state(state_forward_kernel, output._replace(KEEP=basic.CORRECTED), True),
         state_output_save=_state(state_forward_kernel, saved, True),

@@ -165,32 +165,49 @@ def store_row(out, i: gl.constexpr, b0, b1, b2, b3):
 
 
 @gluon.jit
-def decayed_blocks(kk, vectors):
-    """The blocks of A_ab, and the first step of the inverses of its diagonal blocks, transposed."""
+def decayed_block(kept, vectors, i: gl.constexpr, j: gl.constexpr):
+    """Block (i, j) of A_ab of products that are `kept`, not masked on the diagonal."""
+    kk = kept.index(i * (i + 1) // 2 + j).load(BLOCK)  # [16, 16]
+    G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+    G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+    beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+    E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
+    return 0.0 - kk * E
+
+
+@gluon.jit
+def decayed_diagonal(kept, vectors, i: gl.constexpr):
+    """Block (i, i) of A_ab, and the first step of its inverse, transposed."""
     row = gl.arange(0, 16, BLOCK_ROWS)[:, None]
     column = gl.arange(0, 16, BLOCK_COLUMNS)[None, :]
-    A = ()
-    first_t = ()
-    for i in gl.static_range(4):
-        G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
-        for j in gl.static_range(i + 1):
-            G_column = vectors.slice(j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
-            beta = vectors.slice(64 + j * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
-            E = ex2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0)) * beta[None, :]
-            a = 0.0 - kk[i * (i + 1) // 2 + j] * E
-            if i == j:
-                beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
-                a_t = (
-                    0.0
-                    - kk[i * (i + 1) // 2 + j]
-                    * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0))
-                    * beta_row[:, None]
-                )
-                unit = gl.where(row == column, 1.0, 0.0)
-                first_t = append(first_t, gl.where((row // 2 == column // 2) & (row < column), a_t, unit))
-                a = gl.where(row > column, a, 0.0)
-            A = append(A, a)
-    return A, first_t
+    kk = kept.index(i * (i + 1) // 2 + i).load(BLOCK)  # [16, 16]
+    G_row = vectors.slice(i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+    G_column = vectors.slice(i * 16, 16, dim=0).load(BLOCK_COLUMNS)  # [16]
+    beta_row = vectors.slice(64 + i * 16, 16, dim=0).load(BLOCK_ROWS)  # [16]
+    a_t = 0.0 - kk * ex2(gl.minimum(G_column[None, :] - G_row[:, None], 0.0)) * beta_row[:, None]
+    unit = gl.where(row == column, 1.0, 0.0)
+    first_t = gl.where((row // 2 == column // 2) & (row < column), a_t, unit)
+    return gl.where(row > column, decayed_block(kept, vectors, i, i), 0.0), first_t
+
+
+@gluon.jit
+def block_of_pairs(A, i: gl.constexpr, j: gl.constexpr, PRODUCTS: gl.constexpr):
+    """Block (i, j) of A_ab below the diagonal: made of what `decayed_block` takes, or one of the ten blocks that there are."""
+    first, second = A
+    if PRODUCTS:
+        return decayed_block(first, second, i, j)
+    else:
+        return first[i * (i + 1) // 2 + j]
+
+
+@gluon.jit
+def diagonal_of_pairs(A, i: gl.constexpr, PRODUCTS: gl.constexpr):
+    """The same of block (i, i), with the first step of its inverse, transposed."""
+    first, second = A
+    if PRODUCTS:
+        return decayed_diagonal(first, second, i)
+    else:
+        return first[i * (i + 1) // 2 + i], second[i]
 
 
 @gluon.jit
@@ -208,35 +225,41 @@ def diagonal_inverse(a, D_t):
 
 
 @gluon.jit
-def diagonal_inverses(A, first_t):
-    """The inverses of the four blocks on the diagonal, and the transposes of three."""
-    D0, D0_t = diagonal_inverse(A[0], first_t[0])
-    D1, D1_t = diagonal_inverse(A[2], first_t[1])
-    D2, D2_t = diagonal_inverse(A[5], first_t[2])
-    D3, _ = diagonal_inverse(A[9], first_t[3])
-    return D0, D1, D2, D3, D0_t, D1_t, D2_t
+def diagonal_inverses(A, PRODUCTS: gl.constexpr):
+    """The inverses of the four blocks on the diagonal, and their transposes."""
+    D, D_t = (), ()
+    for i in gl.static_range(4):
+        a, first_t = diagonal_of_pairs(A, i, PRODUCTS)
+        d, d_t = diagonal_inverse(a, first_t)
+        D, D_t = append(D, d), append(D_t, d_t)
+    return D, D_t
 
 
 @gluon.jit
-def store_inverse(A, diagonal, out):
-    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left."""
+def store_inverse(A, out, PRODUCTS: gl.constexpr):
+    """Stores T = (I - A)^-1, made of the inverses of 16 x 16 blocks, then of 32 x 32, then its lower left.
+
+    A block of `decayed_block` is made where a product wants it: all ten would be 80 registers, and fewer warps.
+    """
     zero = zero_block()
-    D0, D1, D2, D3, D0_t, D1_t, D2_t = diagonal
-    x_t = times(D0_t, A[1], zero)  # (A_10 D_0)^T
-    T10 = times(D1, x_t, zero)
-    T10_t = times(x_t, D1, zero)
-    x_t = times(D2_t, A[8], zero)  # (A_32 D_2)^T
-    T32 = times(D3, x_t, zero)
-    store_row(out, 0, D0, zero, zero, zero)
-    store_row(out, 1, T10, D1, zero, zero)
-    M20_t = times(D0_t, A[3], times(T10_t, A[4], zero))  # M = A[2:, :2] T[:2, :2]
-    M30_t = times(D0_t, A[6], times(T10_t, A[7], zero))
-    M21_t = times(D1_t, A[4], zero)
-    M31_t = times(D1_t, A[7], zero)
-    store_row(out, 2, times(D2, M20_t, zero), times(D2, M21_t, zero), D2, zero)
-    T30 = times(D3, M30_t, times(T32, M20_t, zero))
-    T31 = times(D3, M31_t, times(T32, M21_t, zero))
-    store_row(out, 3, T30, T31, T32, D3)
+    D, D_t = diagonal_inverses(A, PRODUCTS)
+    x_t = times(D_t[0], block_of_pairs(A, 1, 0, PRODUCTS), zero)  # (A_10 D_0)^T
+    T10 = times(D[1], x_t, zero)
+    T10_t = times(x_t, D[1], zero)
+    x_t = times(D_t[2], block_of_pairs(A, 3, 2, PRODUCTS), zero)  # (A_32 D_2)^T
+    T32 = times(D[3], x_t, zero)
+    store_row(out, 0, D[0], zero, zero, zero)
+    store_row(out, 1, T10, D[1], zero, zero)
+    a = block_of_pairs(A, 2, 1, PRODUCTS)
+    M20_t = times(D_t[0], block_of_pairs(A, 2, 0, PRODUCTS), times(T10_t, a, zero))  # M = A[2:, :2] T[:2, :2]
+    M21_t = times(D_t[1], a, zero)
+    a = block_of_pairs(A, 3, 1, PRODUCTS)
+    M30_t = times(D_t[0], block_of_pairs(A, 3, 0, PRODUCTS), times(T10_t, a, zero))
+    M31_t = times(D_t[1], a, zero)
+    store_row(out, 2, times(D[2], M20_t, zero), times(D[2], M21_t, zero), D[2], zero)
+    T30 = times(D[3], M30_t, times(T32, M20_t, zero))
+    T31 = times(D[3], M31_t, times(T32, M21_t, zero))
+    store_row(out, 3, T30, T31, T32, D[3])
 
 
 @gluon.jit
@@ -244,14 +267,6 @@ def keep_blocks(blocks, kept):
     """Puts blocks into shared memory, from where each thread reads its own elements again."""
     for n in gl.static_range(BLOCKS):
         kept.index(n).store(blocks[n])
-
-
-@gluon.jit
-def kept_blocks(kept):
-    found = ()
-    for n in gl.static_range(BLOCKS):
-        found = append(found, kept.index(n).load(BLOCK))  # [16, 16]
-    return found
 
 
 @gluon.jit
@@ -270,9 +285,8 @@ def inverses(k_d, T_d, x, at, S: gl.constexpr):
     kk = key_products(k_d, at, landed, k, S)
     out = gl.allocate_shared_memory(DT, [64, 64], TILE)
     vectors = gl.allocate_shared_memory(gl.float32, [128], VECTOR)
-    if S.GROUP > 1:
-        kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
-        keep_blocks(kk, kept)
+    kept = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, 16], KEPT)
+    keep_blocks(kk, kept)
     beta, decay = load_numbers(x, at, at.key_head * S.GROUP, S)  # [C]
     for r in range(S.GROUP):
         head = at.key_head * S.GROUP + r
@@ -283,11 +297,8 @@ def inverses(k_d, T_d, x, at, S: gl.constexpr):
         vectors.slice(64, 64, dim=0).store(beta)
         if S.GROUP > 1:
             beta, decay = load_numbers(x, at, gl.minimum(head + 1, S.HV - 1), S)  # of the next value head  # [C]
-            kk = kept_blocks(kept)
-        A, first_t = decayed_blocks(kk, vectors)
-        diagonal = diagonal_inverses(A, first_t)
         stores_done(0)
-        store_inverse(A, diagonal, out)
+        store_inverse((kept, vectors), out, True)
         store_tile(T_d, index * 64, out)
     stores_done(0)
     retire(landed)
