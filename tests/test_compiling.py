@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 from triton.compiler import code_generator
 
-from flashmix.gpu.compiling import in_turn
+from flashmix.gpu.compiling import functions_of, in_turn, length
 
 NAMES = """
 import sys
@@ -25,6 +28,33 @@ for kernel in kernels[:: int(sys.argv[1])]:
     name(kernel)
 print([kernel.cache_key for kernel in kernels])
 """
+
+
+SIZE = tl.constexpr(8)
+
+
+@triton.jit
+def inner(x: Any) -> Any:
+    return x + SIZE
+
+
+@triton.jit
+def middle(x: Any) -> Any:
+    return tl.sum(inner(x), 0)
+
+
+@triton.jit
+def outer(x: Any, out: Any) -> None:
+    at = tl.arange(0, 8)
+    tl.store(out, middle(tl.load(x + at)) + inner(1))
+
+
+def test_what_a_kernel_calls_comes_before_it() -> None:
+    """Once each, with the language's own functions; so a kernel is longer than what it calls."""
+    found = [function.fn.__name__ for function in functions_of(outer)]
+    assert found.count("inner") == 1 and found.index("inner") < found.index("middle") < found.index("outer")
+    assert "sum" in found and found[-1] == "outer"
+    assert length(outer) > length(middle) > length(inner) > 0
 
 
 def test_names_do_not_follow_from_what_was_compiled_before() -> None:
