@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -93,6 +94,7 @@ def test_front_ends_run_in_the_order_of_launches(monkeypatch: pytest.MonkeyPatch
 
 def test_a_front_end_that_fails_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
+        assert not gc.isenabled()
         raise ValueError("no front end")
 
     monkeypatch.setattr(code_generator, "ast_to_ttir", fails)
@@ -100,4 +102,4 @@ def test_a_front_end_that_fails_passes_its_turn_on(monkeypatch: pytest.MonkeyPat
     begin.set()
     with pytest.raises(ValueError, match="no front end"), in_turn(begin, end):
         code_generator.ast_to_ttir()
-    assert end.is_set()
+    assert end.is_set() and gc.isenabled()
