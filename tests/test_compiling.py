@@ -67,7 +67,7 @@ def test_names_do_not_follow_from_what_was_compiled_before() -> None:
     assert found[0] == found[1] and len(set(found[0].split(", "))) == 4
 
 
-def test_front_ends_run_in_the_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_front_ends_run_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever thread is first; one that has nothing to do, as its code lies in the cache, holds up nobody."""
     ran: list[int] = []
     monkeypatch.setattr(code_generator, "ast_to_ttir", ran.append)

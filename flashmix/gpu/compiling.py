@@ -20,12 +20,12 @@ class Turn(threading.local):
     events: tuple[threading.Event, threading.Event] | None = None
 
 
-_naming = threading.RLock()
+_naming = threading.Lock()
 _turn = Turn()
 
 
 def hash_triton() -> None:
-    """Finds the hash of Triton's own files, which is in all names: threads that ask for it at once would each read 400 MB."""
+    """Finds the hash of Triton's own files, which is in all names: threads that ask for it at once would each read all of them, 0.4 GB."""
     from triton.runtime.cache import triton_key
 
     triton_key()
@@ -49,7 +49,7 @@ def length(kernel: Any) -> int:
 
 
 def functions_of(kernel: Any) -> list[Any]:
-    """A kernel's functions, each behind those that it calls; the kernel is last."""
+    """What a kernel calls, each function behind those that it calls itself; the kernel is last."""
     found: dict[int, Any] = {}
     entered = set()
 

@@ -214,7 +214,7 @@ def compile_ahead(make: Callable[[], object] | None = None) -> None:
     pool = ThreadPoolExecutor(min(len(wanted), THREADS), "flashmix-compile")
     begin = threading.Event()
     begin.set()
-    # the longest first: the last one to be done, were it to wait for the front ends of all others
+    # the longest first: behind the front ends of all others it would be the last one to be done
     for (kernel, key), like in sorted(wanted.items(), key=lambda x: length(x[0][0].kernel), reverse=True):
         end = threading.Event()
         kernel._coming[key] = pool.submit(compiled, kernel, like, begin, end)

@@ -192,7 +192,7 @@ def decayed_diagonal(kept, vectors, i: gl.constexpr):
 
 @gluon.jit
 def block_of_pairs(A, i: gl.constexpr, j: gl.constexpr, PRODUCTS: gl.constexpr):
-    """Block (i, j) of A_ab below the diagonal: made of what `decayed_block` takes, or one of the ten blocks that there are."""
+    """Block (i, j) of A_ab below the diagonal: with PRODUCTS made of A, `(kept, vectors)`, else one of A's ten blocks."""
     first, second = A
     if PRODUCTS:
         return decayed_block(first, second, i, j)

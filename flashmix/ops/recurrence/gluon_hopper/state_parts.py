@@ -312,7 +312,7 @@ def load_start(x, at, v, k, S: gl.constexpr):
 @gluon.jit
 def load_state(x, at, w: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """S^T, [v, K], that a segment begins with: its own start, the sequence's state, 0, or of a map's M the identity."""
-    if S.EARLY and S.OUTPUT:
+    if S.EARLY and S.OUTPUT:  # that pass may have begun while segments are joined
         await_kernels()
     v, k = state_indices(at, w, S)
     if x.starts is not None or x.sequence_state is not None:
