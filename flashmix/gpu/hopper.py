@@ -29,10 +29,11 @@ from flashmix.gpu.tma import renamed
 
 __all__ = [
     "accumulator", "add_to_global", "allocate_barriers", "arrive", "arrive_at_group", "await_copies", "await_count", "await_kernels",
-    "await_readers", "begin_count", "begin_next", "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared", "count_up",
-    "counted", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "in_float32", "leave", "mma_v2", "opaque_zero",
-    "operand", "overlap", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release", "retire", "row_pieces",
-    "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty", "wait_full", "warpgroup_mma",
+    "await_readers", "begin_count", "begin_next", "close_copies", "coalesced", "copy_later", "copy_to_global", "copy_to_shared",
+    "count_up", "counted", "ex2", "expect", "expect_bytes", "fence_async_shared", "gl", "gluon", "halves", "in_float32", "joined",
+    "leave", "mma_v2", "opaque_zero", "operand", "overlap", "pin", "plain", "plus", "product", "products_done", "reinterpret", "release",
+    "retire", "row_pieces", "shared_rows", "signal", "stores_done", "sync_group", "take_turn", "thread_barrier", "wait_empty",
+    "wait_full", "warpgroup_mma",
 ]  # fmt: skip
 
 copy_to_shared = renamed(tma, "async_copy_global_to_shared", "async_load")  # 3.8
@@ -347,3 +348,22 @@ def product(a, b, LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexp
 @gluon.jit
 def plus(x, y):
     return x + y
+
+
+@gluon.jit
+def halves(x):
+    """The first and the second half of the columns of a tile in the layout `accumulator`; no number changes its register."""
+    ROWS: gl.constexpr = x.shape[0]
+    HALF: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
+    L: gl.constexpr = accumulator(HALF, ROWS)
+    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
+
+
+@gluon.jit
+def joined(a, b):
+    """The tile whose `halves` are a and b."""
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = 2 * a.shape[1]
+    x = gl.join(a, b).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(x, accumulator(COLUMNS, ROWS), assert_trivial=True)

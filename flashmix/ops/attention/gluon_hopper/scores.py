@@ -183,25 +183,6 @@ def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr)
 
 
 @gluon.jit
-def halves(x):
-    """The first and the second half of the columns of a tile in the layout `accumulator`; no number changes its register."""
-    ROWS: gl.constexpr = x.shape[0]
-    HALF: gl.constexpr = x.shape[1] // 2
-    a, b = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
-    L: gl.constexpr = accumulator(HALF, ROWS)
-    return gl.convert_layout(a, L, assert_trivial=True), gl.convert_layout(b, L, assert_trivial=True)
-
-
-@gluon.jit
-def joined(a, b):
-    """The tile whose `halves` are a and b."""
-    ROWS: gl.constexpr = a.shape[0]
-    COLUMNS: gl.constexpr = 2 * a.shape[1]
-    x = gl.join(a, b).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(x, accumulator(COLUMNS, ROWS), assert_trivial=True)
-
-
-@gluon.jit
 def row_sums(p):
     """The sums of each row over the columns that a thread has, `[64, 4]`; the four of a row are added at the end."""
     pieces = gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)

@@ -37,10 +37,14 @@ class HopperRun:
     def of(call: RecurrenceCall) -> HopperRun:
         return HopperRun(Run.of(ready(call)[0]))
 
-    def programs(self, kernel: Kernel, channels: int | None = None) -> int:
-        """Programs of a state pass in which each segment has one state, or a tile of so many `channels` in the place of its values."""
+    def launch(self, kernel: Kernel, n: HopperNumbers, *given: Any, channels: int | None = None) -> None:
+        """Launches a state pass in which each segment has one state, or a tile of so many `channels` in the place of its values."""
         each = (self.plan.BV if channels is None else channels) // 64 // kernel.spec.WARPGROUPS
-        return self.base.rows * self.segmented.segments * each
+        programs = self.base.rows * n.segments * each
+        if kernel.spec.STAYS:
+            n = n._replace(programs=programs)
+            programs = min(programs, gpu.target(self.call.device).multiprocessors)
+        kernel(programs, *given, n)
 
     def tokens(self, x: Tensor, width: int) -> Tiles:
         return descriptors.tokens(x, width, self.call.packed)
@@ -108,7 +112,7 @@ def write_maps(run: HopperRun, reads: ChunkReads, maps: Tensor, parts: tuple[Ten
     x = run.memory(None, None, None, maps, None, parts)
     kernel = run.plan.state_maps
     channels = run.plan.BV + (run.plan.BK if run.call.rule.corrected else 0)
-    kernel(run.programs(kernel, channels), *tiles, None, None, None, x, run.segmented)
+    run.launch(kernel, run.segmented, *tiles, None, None, None, x, channels=channels)
 
 
 def maps_joined(run: HopperRun, reads: ChunkReads, maps: Tensor, states: Tensor, turned: Sequence[Tensor]) -> Tensor:
@@ -151,13 +155,13 @@ def join(run: HopperRun, kernel: Kernel, given: tuple[Tensor, Tensor, Tensor], s
 def write_last_state(run: HopperRun, reads: ChunkReads, initial_state: Tensor | None, state: Tensor) -> None:
     """Writes the final states of sequences, and nothing else."""
     tiles, x = reads.without(run.tokens(run.call.v, 64)), run.memory(initial_state, None, state, None)
-    run.plan.state_maps(run.programs(run.plan.state_maps), *tiles, None, None, None, x, run.n)
+    run.launch(run.plan.state_maps, run.n, *tiles, None, None, None, x)
 
 
 def write_ends(run: HopperRun, reads: ChunkReads, do: Tensor, ends: Tensor) -> None:
     """Writes what each segment sends back from nothing."""
     tiles, x = reads.with_queries(run.tokens(do, 64)), run.memory(None, None, None, ends)
-    run.plan.state_ends(run.programs(run.plan.state_ends), *tiles, None, None, x, run.segmented)
+    run.launch(run.plan.state_ends, run.segmented, *tiles, None, None, x)
 
 
 def state_output(
@@ -170,7 +174,7 @@ def state_output(
     n = run.segmented if joined else run.n
     kernel = run.plan.state_output if saved.nu is None else run.plan.state_output_keep
     kernel = kernel if saved.states is None else run.plan.state_output_save
-    kernel(run.programs(kernel), *tiles, run.tokens(o, 64), *saved_tiles(run, saved), x, n)
+    run.launch(kernel, n, *tiles, run.tokens(o, 64), *saved_tiles(run, saved), x)
 
 
 def saved_tiles(run: HopperRun, saved: Saved) -> tuple[Tiles | None, Tiles | None]:
@@ -191,7 +195,7 @@ def save_states(
         kernel, tiles, nu = run.plan.state_save_given, reads._replace(T=None).without(nu), None
     else:
         kernel, tiles = run.plan.state_save, reads.without(run.tokens(run.call.v, 64))
-    kernel(run.programs(kernel), *tiles, None, states, nu, x, run.segmented if joined else run.n)
+    run.launch(kernel, run.segmented if joined else run.n, *tiles, None, states, nu, x)
 
 
 def gradients(
@@ -212,7 +216,7 @@ def gradients(
     n = run.segmented if joined else run.n
     x = run.memory(dstate, starts, found.get("initial_state"), None, counters)
     sent = descriptors.states(dstates, 64, run.plan.BK), run.tokens(found["v"], 64)
-    run.plan.state_backward(run.programs(run.plan.state_backward), *reads.with_queries(run.tokens(do, 64)), *sent, x, n)
+    run.launch(run.plan.state_backward, n, *reads.with_queries(run.tokens(do, 64)), *sent, x)
     if saved.states is None:
         kernel, nu, T = (run.plan.walk, call.v, reads.T) if saved.nu is None else (run.plan.walk_given, saved.nu, None)
         read = reads.q, reads.k, run.tokens(nu, 64), T, reads.vectors

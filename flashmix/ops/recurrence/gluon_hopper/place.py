@@ -33,6 +33,18 @@ def segment_of_program(x, n, MAPS: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
+def own_segments(n):
+    """How many segments fall to a program that stays, each of which would else have a program."""
+    return (n.programs - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def segment_of_turn(turn, x, n, MAPS: gl.constexpr, S: gl.constexpr):
+    """The segment that falls to this program, which stays, in a turn."""
+    return segment_of(gl.program_id(0) + turn * gl.num_programs(0), x, n, MAPS, S)
+
+
+@gluon.jit
 def segment_of(program, x, n, MAPS: gl.constexpr, S: gl.constexpr):
     """The segment of program number `program`. With MAPS there are two for each, N and M of (7.1), and each of these as often as it takes
     programs for all values; M has the keys in their place, which may take another number.

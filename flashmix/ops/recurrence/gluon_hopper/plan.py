@@ -102,6 +102,7 @@ def _cached(own: Plan, warpgroups: int, basic: HopperSpec, decay: Decay, early: 
     maps = state._replace(WARPGROUPS=1) if basic.BK != basic.BV else state  # N and M differ in their channels
     if warpgroups == 2 and basic.BK == basic.BV == 128:  # one program on a multiprocessor, with room for more stages
         maps = maps._replace(KEYS=3, VALUES=3) if channel else maps._replace(KEYS=4, VALUES=4, PAIRS=4)
+        maps = maps._replace(STAYS=True)
     decayed = basic._replace(DECAY=decay is not Decay.NONE, EARLY=early)
     stages = 1 if basic.CORRECTED else 2  # of dO and nu: without corrections there is room
     join = JoinSpec(basic.K, basic.V, BACK=False)

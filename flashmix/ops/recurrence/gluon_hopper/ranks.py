@@ -141,7 +141,7 @@ class HopperBackward:
             do, dS0 = self.run.base.of_tokens(self.do, first, stop), run.base.states()
             tiles = reads.with_queries(run.tokens(do, 64))
             memory = run.memory(dstate[first:stop], None, dS0, None)
-            run.plan.state_ends(run.programs(run.plan.state_ends), *tiles, None, None, memory, run.n)
+            run.launch(run.plan.state_ends, run.n, *tiles, None, None, memory)
             found |= each(dS0, first)
         return found
 

@@ -31,7 +31,15 @@ from flashmix.gpu.hopper import (
 )
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64, columns
-from flashmix.ops.recurrence.gluon_hopper.place import OUTSIDE, segment_of_program, vector
+from flashmix.ops.recurrence.gluon_hopper.place import (
+    OUTSIDE,
+    own_segments,
+    segment_of_program,
+    segment_of_turn,
+    vector,
+)
+from flashmix.ops.recurrence.gluon_hopper.state_maps import map_consumer
+from flashmix.ops.recurrence.gluon_hopper.state_pairs import query_pairs, query_pairs_tile
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
     COLUMN_FACTOR,
@@ -45,8 +53,6 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     producer,
     put_state,
     put_tokens,
-    query_pairs,
-    query_pairs_tile,
     state_tiles,
     store_end,
     store_result,
@@ -57,18 +63,19 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
 
 
 @gluon.jit
-def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
-    """The rows 64 w ... of S^T."""
+def forward_consumer(w: gl.constexpr, d, x, segment, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The rows 64 w ... of S^T of a `segment`: where it lies, and which use of the rings its first chunk is."""
+    at, first = segment
     o_d, s_d, nu_d = d
     DT: gl.constexpr = tiles.k.dtype
     BEFORE: gl.constexpr = S.OUTPUT + S.KEEP + 2 * S.SAVE - 1  # other copies that are begun between two of one kind
     SCARCE: gl.constexpr = S.MAKES and S.BK == 128
-    at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
     last = gl.zeros([64, 64], gl.float32, ACC_64)  # o of the chunk before, [v, C]
-    for n in range(at.count):
-        chunk = at.begin + n
+    for i in range(at.count):
+        n = first + i
+        chunk = at.begin + i
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         b = tiles.b.index(n % S.KEYS)  # [C, K]
         z = 0
@@ -81,7 +88,7 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
             state = state * total_decay(tiles.vectors, n, S.KEYS, S)[None, :]
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)  # before the products: ptxas does not see that it has landed, and would wait for them
-        t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
+        t = gl.where(i == 0, OUTSIDE, (chunk - 1) * 64)
         ks = product(left, k.permute((1, 0)), ACC_64, 64, 64)
         if S.OUTPUT:
             if SCARCE:
@@ -159,20 +166,21 @@ def forward_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.const
 
 
 @gluon.jit
-def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
-    """The rows 64 w ... of S^T without corrections."""
+def linear_consumer(w: gl.constexpr, d, x, segment, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The same without corrections."""
+    at, first = segment
     o_d, s_d, _ = d
     DT: gl.constexpr = tiles.k.dtype
     BEFORE: gl.constexpr = S.OUTPUT + S.SAVE - 1  # other copies that are begun between two of one kind
     SCARCE: gl.constexpr = S.MAKES and S.BK == 128
-    at = segment_of_program(x, numbers, MAPS, S)
     channel = at.channel + w * 64
     state = load_state(x, at, w, MAPS, S)  # [v, K]
     last = gl.zeros([64, 64], gl.float32, ACC_64)  # o of the chunk before, [v, C]
     BK: gl.constexpr = S.BK
     decay = gl.full([BK], 1.0, gl.float32, columns(BK))
-    for n in range(at.count):
-        chunk = at.begin + n
+    for i in range(at.count):
+        n = first + i
+        chunk = at.begin + i
         k = tiles.k.index(n % S.KEYS)  # [C, K]
         stage = (n % S.KEYS) * 4
         s16 = state.to(DT)
@@ -183,7 +191,7 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
             decay *= total
         left = gl.convert_layout(s16, LEFT_64)
         last16 = last.to(DT)
-        t = gl.where(n == 0, OUTSIDE, (chunk - 1) * 64)
+        t = gl.where(i == 0, OUTSIDE, (chunk - 1) * 64)
         if SCARCE:
             put_tokens(last16, o_d, at, t, channel, tiles.tokens.index(w), BEFORE, S)
         if S.OUTPUT:
@@ -234,12 +242,28 @@ def linear_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.conste
 
 
 @gluon.jit
-def state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
-    """The rows 64 w ... of S^T, by the rule."""
-    if S.CORRECTED:
-        forward_consumer(w, d, x, numbers, tiles, bars, MAPS, S)
+def segment_states(w: gl.constexpr, d, x, segment, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The rows 64 w ... of S^T of a segment, by the rule."""
+    if S.CORRECTED and MAPS and S.WARPGROUPS == 2:
+        map_consumer(w, x, segment, tiles, bars, S)
+    elif S.CORRECTED:
+        forward_consumer(w, d, x, segment, numbers, tiles, bars, MAPS, S)
     else:
-        linear_consumer(w, d, x, numbers, tiles, bars, MAPS, S)
+        linear_consumer(w, d, x, segment, numbers, tiles, bars, MAPS, S)
+
+
+@gluon.jit
+def state_consumer(w: gl.constexpr, d, x, numbers, tiles, bars, MAPS: gl.constexpr, S: gl.constexpr):
+    """The rows 64 w ... of S^T for each segment of the program."""
+    if S.STAYS:
+        first = gl.to_tensor(0)
+        for turn in range(own_segments(numbers)):
+            at = segment_of_turn(turn, x, numbers, MAPS, S)
+            segment_states(w, d, x, (at, first), numbers, tiles, bars, MAPS, S)
+            first += at.count
+    else:
+        at = segment_of_program(x, numbers, MAPS, S)
+        segment_states(w, d, x, (at, 0), numbers, tiles, bars, MAPS, S)
 
 
 @with_sound_ptxas

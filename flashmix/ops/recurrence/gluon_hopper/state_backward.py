@@ -26,6 +26,7 @@ from flashmix.gpu.hopper import (
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
+from flashmix.ops.recurrence.gluon_hopper.state_pairs import query_pairs, query_pairs_tile
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     ROW_FACTOR,
     inverse_tile,
@@ -37,8 +38,6 @@ from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     producer,
     put_state,
     put_tokens,
-    query_pairs,
-    query_pairs_tile,
     state_tiles,
     store_end,
     store_result,

@@ -4,8 +4,7 @@ The vectors of a chunk are `[4, 64]`: G to base 2, beta, 2^G, 2^(G_C - G), the l
 them). With a decay per channel (CHANNEL) keys come decayed, q, a = -k and b = beta k each for itself (1.6); what is left of the vectors
 is 2^(G_C) of each channel. They come with the keys: `query_pairs` then waits for no values, and runs ahead where keys have more stages.
 
-A_qb (3.1) comes from memory with CHANNEL alone. Else `query_pairs`, a warpgroup beside those of the states, makes it of the queries and
-keys that lie in shared memory for them: no kernel writes it and none reads it.
+A program has one segment or, if it STAYS, one after another: the next one's first tiles come while it ends with this one.
 """
 
 from __future__ import annotations
@@ -16,28 +15,23 @@ from flashmix.gpu.hopper import (
     await_readers,
     copy_to_global,
     copy_to_shared,
-    ex2,
     expect_bytes,
     fence_async_shared,
     gl,
     gluon,
     leave,
-    opaque_zero,
-    pin,
-    product,
-    products_done,
     reinterpret,
-    signal,
     stores_done,
-    wait_full,
 )
-from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32, TILE, VECTOR, columns, rows, sums
+from flashmix.ops.recurrence.gluon_hopper.layouts import TILE, VECTOR, columns, rows, sums
 from flashmix.ops.recurrence.gluon_hopper.place import (
     OUTSIDE,
     fetch_tile,
     fetch_tokens,
     kind_of_keys,
+    own_segments,
     segment_of_program,
+    segment_of_turn,
     store_tokens,
     vector,
 )
@@ -183,20 +177,23 @@ def fetch_values(d, at, t, row, n, tiles, full, MAPS: gl.constexpr, S: gl.conste
 
 
 @gluon.jit
-def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
-    """Fills the rings, forward or from the end; backward at least once, for consumers that begin a product before their loop."""
+def fill_rings(d, segment, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """Fills the rings with a `segment`, which begins with some use of theirs, forward or from the end; backward at least once, for
+    consumers that begin a product before their loop.
+    """
     q_d, k_d, v_d, A_d, vec_d = d
-    at = segment_of_program(x, numbers, MAPS, S)
+    at, first = segment
     TILES: gl.constexpr = 2 if S.CHANNEL and S.CORRECTED else 1  # of a chunk in memory
     FIRST: gl.constexpr = S.KEYS >= S.VALUES or S.KEYS == S.PAIRS  # the ring that is free first is filled first
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
-    for n in range(count):
+    for i in range(count):
+        n = first + i
         if BACK:
-            chunk = at.begin + count - 1 - n
+            chunk = at.begin + count - 1 - i
         else:
-            chunk = at.begin + n
+            chunk = at.begin + i
         t = chunk * 64
         row = (at.chunk0 + chunk) * S.HV + at.head
         if FIRST:
@@ -213,51 +210,17 @@ def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr,
 
 
 @gluon.jit
-def put_query_pairs(q, k, vectors, stage, made, scale):
-    """A_qb of a chunk (3.1) into a shared tile, [C, C], of its queries, keys and vectors."""
-    for half in gl.static_range(2):  # of the queries, the columns of the transposed tile: registers are scarce
-        A = product(k, q.slice(half * 32, 32, dim=0).permute((1, 0)), ACC_32, 64, 32)  # [C, C / 2]
-        G = vector(vectors, stage, ROWS_32)
-        beta = vector(vectors, stage + BETA, ROWS_32)
-        G_query = vectors.index(stage).slice(half * 32, 32, dim=0).load(COLUMNS_32)  # [C / 2]
-        A = products_done(0, deps=[A])
-        A = A * (ex2(gl.minimum(G_query[None, :] - G[:, None], 0.0)) * (beta * scale)[:, None])
-        z = opaque_zero()  # lest masks be made before the product is done, in words
-        key = gl.arange(0, 64, ROWS_32) + z
-        query = gl.arange(half * 32, half * 32 + 32, COLUMNS_32) + z
-        A = pin(gl.where(query[None, :] >= key[:, None], A, 0.0))  # in float32: masks of 16 bits are words too
-        made.slice(half * 32, 32, dim=0).permute((1, 0)).store(A.to(k.dtype))
-
-
-@gluon.jit
-def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
-    """The warpgroup for A_qb (3.1), a chunk ahead of those of the states; as often as `producer` fetches."""
-    at = segment_of_program(x, numbers, False, S)
-    count = at.count
-    if BACK:
-        count = gl.maximum(count, 1)
-    for n in range(count):
-        stage = (n % S.KEYS) * 4 + opaque_zero()  # lest addresses be hoisted into registers
-        q = tiles.q.index(n % S.KEYS)  # [C, K]
-        k = tiles.k.index(n % S.KEYS)  # [C, K]
-        made = tiles.made.index(n % 2)
-        wait_full(bars.k, n)
-        leave_made(n, S, WAITS=True)
-        put_query_pairs(q, k, tiles.vectors, stage, made, numbers.scale)
-        leave_keys(n, S)
-        fence_async_shared()
-        signal(bars.made, n)
-
-
-@gluon.jit
-def query_pairs_tile(tiles, n, S: gl.constexpr):
-    """A_qb of tile n, [C, C]."""
-    if S.MAKES:
-        return tiles.made.index(n % 2)
-    elif S.READS == 2:
-        return tiles.A.index(n % S.PAIRS).slice(0, 64, dim=0)
+def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
+    """Fills the rings for each segment of the program."""
+    if S.STAYS:
+        first = gl.to_tensor(0)
+        for turn in range(own_segments(numbers)):
+            at = segment_of_turn(turn, x, numbers, MAPS, S)
+            fill_rings(d, (at, first), numbers, tiles, bars, BACK, MAPS, S)
+            first += at.count
     else:
-        return tiles.A.index(n % S.PAIRS)
+        at = segment_of_program(x, numbers, MAPS, S)
+        fill_rings(d, (at, 0), numbers, tiles, bars, BACK, MAPS, S)
 
 
 @gluon.jit

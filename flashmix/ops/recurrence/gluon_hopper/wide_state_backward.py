@@ -25,12 +25,12 @@ from flashmix.gpu.hopper import (
 from flashmix.gpu.ptxas import with_sound_ptxas
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_64, COLUMNS_64, LEFT_64
 from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
+from flashmix.ops.recurrence.gluon_hopper.state_pairs import put_query_pairs
 from flashmix.ops.recurrence.gluon_hopper.state_parts import (
     BETA,
     COLUMN_FACTOR,
     ROW_FACTOR,
     load_state,
-    put_query_pairs,
     put_tokens,
     store_end,
     store_result,
