@@ -19,7 +19,7 @@ from flashmix.gpu.hopper import (
     wait_full,
 )
 from flashmix.ops.recurrence.gluon_hopper.layouts import ACC_32, COLUMNS_32, ROWS_32
-from flashmix.ops.recurrence.gluon_hopper.place import own_segments, segment_of_program, segment_of_turn, vector
+from flashmix.ops.recurrence.gluon_hopper.place import segment_of_program, vector
 from flashmix.ops.recurrence.gluon_hopper.state_parts import BETA, leave_keys, leave_made
 
 
@@ -41,14 +41,13 @@ def put_query_pairs(q, k, vectors, stage, made, scale):
 
 
 @gluon.jit
-def segment_pairs(segment, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
-    """A_qb of a `segment`, as often as `fill_rings` fetches."""
-    at, first = segment
+def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
+    """The warpgroup for A_qb (3.1), a chunk ahead of those of the states; as often as `producer` fetches."""
+    at = segment_of_program(x, numbers, False, S)
     count = at.count
     if BACK:
         count = gl.maximum(count, 1)
-    for i in range(count):
-        n = first + i
+    for n in range(count):
         stage = (n % S.KEYS) * 4 + opaque_zero()  # lest addresses be hoisted into registers
         q = tiles.q.index(n % S.KEYS)  # [C, K]
         k = tiles.k.index(n % S.KEYS)  # [C, K]
@@ -59,20 +58,6 @@ def segment_pairs(segment, numbers, tiles, bars, BACK: gl.constexpr, S: gl.const
         leave_keys(n, S)
         fence_async_shared()
         signal(bars.made, n)
-
-
-@gluon.jit
-def query_pairs(x, numbers, tiles, bars, BACK: gl.constexpr, S: gl.constexpr):
-    """The warpgroup for A_qb (3.1), a chunk ahead of those of the states."""
-    if S.STAYS:
-        first = gl.to_tensor(0)
-        for turn in range(own_segments(numbers)):
-            at = segment_of_turn(turn, x, numbers, False, S)
-            segment_pairs((at, first), numbers, tiles, bars, BACK, S)
-            first += at.count
-    else:
-        at = segment_of_program(x, numbers, False, S)
-        segment_pairs((at, 0), numbers, tiles, bars, BACK, S)
 
 
 @gluon.jit

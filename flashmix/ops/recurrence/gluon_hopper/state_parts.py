@@ -213,6 +213,7 @@ def fill_rings(d, segment, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.co
 def producer(d, x, numbers, tiles, bars, BACK: gl.constexpr, MAPS: gl.constexpr, S: gl.constexpr):
     """Fills the rings for each segment of the program."""
     if S.STAYS:
+        gl.static_assert(not (BACK or S.MAKES), "`query_pairs` has one segment, and backward an empty one has a chunk")
         first = gl.to_tensor(0)
         for turn in range(own_segments(numbers)):
             at = segment_of_turn(turn, x, numbers, MAPS, S)

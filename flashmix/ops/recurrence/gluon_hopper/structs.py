@@ -39,7 +39,9 @@ class HopperSpec(NamedTuple):
     NUS: int = 2  # of that of nu
     SHARED: int = 1  # value heads that share a key head, where each has gradients of keys of its own (then GROUP is 1)
     EARLY: bool = False  # of a call in segments: kernels overlap (`hopper.overlap`)
-    STAYS: bool = False  # a state pass has a program for each multiprocessor, which takes one segment after another
+    STAYS: bool = (
+        False  # a state pass without A_qb has a program for each multiprocessor, which takes one segment after another
+    )
     HEADS: tuple[int, ...] = ()  # of DPLR: heads of q, a, k and b (GROUP is 1)
     TILES: int = 2  # of pairs of a chunk in memory: A_qb and T, of DPLR A_qk, A_qb, T and A_ak
 
