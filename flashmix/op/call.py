@@ -79,7 +79,8 @@ class Call:
     def but(self, **changes: Any) -> Any:
         """The call with other values of some fields, as `dataclasses.replace` makes it, at less cost to the host."""
         if torch.compiler.is_compiling():  # which traces no `__dict__` on Python 3.11.2, nor from 3.13 on
-            return dataclasses.replace(self, **changes)
+            call: Any = self
+            return dataclasses.replace(call, **changes)
         values = {**self.__dict__, **changes}
         values.pop("of_kind", None)
         return self.make(values)
