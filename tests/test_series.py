@@ -144,6 +144,29 @@ def test_tensors_that_begin_on_no_16_bytes_are_noted_once_for_each_remainder(lau
     assert calls == 1 + 3
 
 
+def test_a_thread_has_a_context_before_a_tensor_map_is_made(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first backward of a process runs on a thread that has none, where the driver makes no tensor map."""
+    ready: list[int] = []
+    found: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ready.append(threading.get_ident()))
+
+    def fill(*facts: Any) -> tuple[Any, ...]:
+        found.append(threading.get_ident() in ready)
+        return facts
+
+    monkeypatch.setattr(tma.triton.runtime.driver.active.utils, "fill_tma_descriptor", fill)
+    made, given = Kernel(kernel, None), [tensors() for _ in range(3)]
+    launch_all(made, *given[0])
+    thread = threading.Thread(target=lambda: [launch_all(made, *x) for x in given[1:]])
+    thread.start()
+    thread.join()
+    assert len(found) >= 3 and all(found)
+    assert len(ready) == len(set(ready))  # asked once a thread
+
+
 def test_memory_of_nobody_is_not_kept(launched: list[Any]) -> None:
     """A tensor that the call does not name may be gone at the next one."""
     made, ready, calls = Kernel(kernel, None), LaunchSeries(), []

@@ -1,5 +1,8 @@
 """Tensors that TMA moves, as the launcher hands them to kernels."""
 
+import threading
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -67,6 +70,32 @@ def test_more_tensors_than_maps_are_kept():
     y = torch.zeros_like(x)
     for a, b in zip(x, y, strict=True):
         kernel(1, *[Tiles(t, (ROWS, COLUMNS), (COLUMNS, 1), (ROWS, COLUMNS)) for t in (a, b)])
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_thread_without_a_context_launches(captured):
+    """As autograd's thread in the first backward of a process."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("TMA is of Hopper and later")
+    kernel = Kernel(kernels()[0], None)
+    x = torch.randn(2, ROWS, COLUMNS, device="cuda")
+    y = torch.zeros_like(x)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def launch(i):
+        with torch.cuda.stream(stream):
+            kernel(1, *[Tiles(t[i], (ROWS, COLUMNS), (COLUMNS, 1), (ROWS, COLUMNS)) for t in (x, y)])
+
+    torch.cuda.synchronize()
+    launch(0)  # compiles
+    thread = threading.Thread(target=launch, args=(1,))
+    with torch.cuda.graph(graph, stream=stream) if captured else nullcontext():
+        thread.start()
+        thread.join()
+    if captured:
+        graph.replay()
+    torch.cuda.synchronize()
     assert torch.equal(x, y)
 
 

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 
 from flashmix.gpu.ahead import gathering, running
 from flashmix.gpu.compiling import hash_triton, in_turn, length, name
-from flashmix.gpu.tma import Maps, Tiles, without_descriptors
+from flashmix.gpu.tma import Maps, Tiles, make_context_current, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 DIRECT = (3, 6) <= RELEASE <= (3, 9)  # the releases whose launcher this file knows
@@ -155,6 +155,8 @@ class Code:
         metadata = made.launch_metadata((grid,), stream, *structs) if hooked() else None
         hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if hooked() else (None, None)
         values = [x.described(self.gluon) if type(x) is Tiles else x for x in values]
+        if self.maps is not None:
+            make_context_current()  # Triton's launcher makes tensor maps before it sees to that
         made.run(grid, 1, 1, stream, made.function, made.packed_metadata, metadata, *hooks, *values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KEPT = 1024  # descriptors a kernel keeps; 128 bytes each
+
+
+class Thread(threading.local):
+    """Whether the GPU's context is known to be current on this thread."""
+
+    has_context = False
+
+
+_thread = Thread()
+
+
+def make_context_current() -> None:
+    """Makes the context of the current GPU current on this thread: without one the driver makes no tensor map.
+
+    torch leaves that to the first of its own calls that needs one, which on autograd's thread of a new process can come after ours.
+    """
+    if not _thread.has_context and torch.cuda.is_initialized():
+        torch.cuda.mem_get_info()  # needs a context, and a stream that is captured allows it
+        _thread.has_context = True
 
 
 def renamed(owner: Any, before: str, now: str) -> Any:
@@ -100,6 +120,7 @@ class Maps:
         if found is None:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
+            make_context_current()
             found = self._fill(address, *self._facts[number], shape, strides, 0), *shape, *strides
             self._kept[key] = found
         return found
