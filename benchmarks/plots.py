@@ -418,7 +418,7 @@ class Plot:
         return ", ".join(f"benchmarks/results/{file}" for file in self.files)
 
 
-HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-27_recurrence_flashqla_nu_h200.json")
+HOPPER = ("2026-11-22_recurrence_hopper_all_h200.json", "2026-11-29_recurrence_peers_h200.json")
 ATTENTION = tuple(
     f"2026-11-28_attention_{name}_h200.json"
     for name in ("hopper_all", "fa4_later", "fa4_drawn", "fa4_first_max", "last")
@@ -439,7 +439,7 @@ PLOTS = {
     "gated_deltanet": Plot(
         gated_deltanet,
         (*HOPPER, RULES[2]),
-        "Medians with a cold L2 cache, the host's time hidden. Gluon and FlashQLA 0.1.3: in turns in one run of 2026-11-27; Triton: "
+        "Medians with a cold L2 cache, the host's time hidden. Gluon and FlashQLA 0.1.3: in turns in one run of 2026-11-29; Triton: "
         "2026-11-22; flash-linear-attention 0.6.0 (with tilelang, the host's time included): 2026-11-21. The bound is the larger of "
         "necessary bytes / 4.28 TB/s and operations / 790 TFLOP/s.",
     ),
