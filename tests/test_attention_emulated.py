@@ -52,6 +52,7 @@ FAST = (
         "gates over several tiles, window", **SMALL | {"tokens": 700}, dim=128, decay=True, gate=0.01, window=(300, 0)
     ),
     Case("gates, more keys, first row's at a tile's end", **SMALL | {"tokens": 257}, tokens_k=512, dim=96, decay=True),
+    Case("gates, keys of less than a tile", **SMALL, tokens_k=60, dim=66, decay=True),
     Case("slopes, dims 64", **SMALL | {"tokens": 410}, dim=64, alibi=True),
 )
 # The cases of all implementations, with head dims that these kernels take.

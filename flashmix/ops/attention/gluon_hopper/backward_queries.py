@@ -108,7 +108,7 @@ def row_probabilities(s, level, rows, keys, i, n, S: gl.constexpr):
                 decay_k = expanded(load_decay(rows.gates, at, keys.tokens, True), 0)  # [1, BN]
             y = biased(y, rows.position, at[None, :], rows.slope, rows.decay, decay_k, S) - level[:, None]
         else:
-            way = way_of_tile(rows, start, gates_at_end(rows, start, S), S)
+            way = way_of_tile(rows, start, gates_at_end(rows, start, keys.tokens, S), S)
             y = y + bias_of_tile(rows, start, S) - (level - rows.bias - way)[:, None]
     elif S.ALIBI:
         y = biased(y, rows.position, at[None, :], rows.slope, rows.decay, (0.0, 0.0), S) - level[:, None]

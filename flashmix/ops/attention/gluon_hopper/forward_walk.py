@@ -158,13 +158,14 @@ def attend(state, span, keys, rows, reads, group, n, KIND: gl.constexpr, S: gl.c
     dtype: gl.constexpr = rings.v.tiles[0].dtype
     gates = (0.0, 0.0)
     if KIND == WHOLE:
-        gates = gates_at_end(rows, first_key(keys, gl.minimum(begin, keys.count - 1), S), S)
+        gates = gates_at_end(rows, first_key(keys, gl.minimum(begin, keys.count - 1), S), keys.tokens, S)
     for i in range(begin, end):
         bias = m
         if KIND == WHOLE:
             start = first_key(keys, i, S)
             bias = (bias_of_tile(rows, start, S), way_of_tile(rows, start, gates, S))
-            gates = gates_at_end(rows, first_key(keys, gl.minimum(i + 1, keys.count - 1), S), S)  # a tile ahead
+            ahead = first_key(keys, gl.minimum(i + 1, keys.count - 1), S)
+            gates = gates_at_end(rows, ahead, keys.tokens, S)
         # s = q k^T;  a = a + p v of the tile before
         use = keys.base + i
         await_turn(group, S)

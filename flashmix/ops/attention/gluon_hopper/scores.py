@@ -122,11 +122,13 @@ def bias_of_tile(rows, start, S: gl.constexpr):
 
 
 @gluon.jit
-def gates_at_end(rows, start, S: gl.constexpr):
-    """Both parts of G at a tile's end."""
+def gates_at_end(rows, start, tokens_k, S: gl.constexpr):
+    """Both parts of G at the end of the tile of keys from `start`; 0 if it is not whole."""
     if S.DECAY:
         high, low = rows.gates
-        return gl.load(high + start + (S.BN - 1)), gl.load(low + start + (S.BN - 1))  # []
+        end = start + (S.BN - 1)
+        inside = end < tokens_k
+        return gl.load(high + end, mask=inside, other=0.0), gl.load(low + end, mask=inside, other=0.0)  # []
     else:
         return 0.0, 0.0
 
