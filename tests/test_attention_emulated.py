@@ -77,6 +77,10 @@ BACKWARD = {
     Case("window, dims 100 and 150", **SMALL | {"tokens": 400, "heads_q": 2}, dim=100, dim_v=150, window=(90, 0)): KEYS,
     Case("two ways, packed, dims 128", **OF_8 | {"tokens": 340}, dim=128, lengths=(270, 0, 5, 65)): ONCE,
     Case("two ways, stay, dims 64", **OF_8 | {"tokens": 400}, dim=64, sink=True): STAY,
+    Case("two ways, stay, softcap, dims 64", **OF_8 | {"tokens": 400}, dim=64, softcap=3.0): STAY,
+    Case(
+        "softcap, dims 60, not causal", **SMALL | {"tokens": 390, "heads_q": 2}, dim=60, causal=False, softcap=3.0
+    ): ONCE,
     Case("two ways, stay, dims 96 and 72", **OF_8 | {"batch": 2}, dim=96, dim_v=72): STAY,
     Case("two ways, stay, packed, dims 96", **OF_8 | {"tokens": 340}, dim=96, lengths=(270, 0, 5, 65)): STAY,
     Case("two ways, stay, packed, grouped, dims 64", **OF_8 | {"heads": 1}, dim=64, lengths=(200, 31, 0)): STAY,

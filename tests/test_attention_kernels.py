@@ -35,21 +35,22 @@ from flashmix.ops.attention_cache import KVCache, attention_with_cache
 
 BF16 = torch.bfloat16
 T = 300
-FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": lambda: {"causal": True},
-    "window": lambda: {"window": (20, 5), "dropout_p": 0.1},
-    "softcap": lambda: {"causal": True, "softcap": 9.0, "sink": torch.empty(2)},
-    "alibi": lambda: {"causal": True, "alibi_slopes": torch.empty(2)},
-    "decay": lambda: {"causal": True, "log_decay": torch.empty(1, T, 2)},
-    "packed": lambda: {"causal": True, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32)},
-    "ranges": lambda: {"causal": True, "key_starts": torch.tensor([3]), "key_lengths": torch.tensor([200])},
-    "everything": lambda: {
+# By the number of query heads.
+FEATURES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda heads: {"causal": True},
+    "window": lambda heads: {"window": (20, 5), "dropout_p": 0.1},
+    "softcap": lambda heads: {"causal": True, "softcap": 9.0, "sink": torch.empty(heads)},
+    "alibi": lambda heads: {"causal": True, "alibi_slopes": torch.empty(heads)},
+    "decay": lambda heads: {"causal": True, "log_decay": torch.empty(1, T, heads)},
+    "packed": lambda heads: {"causal": True, "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32)},
+    "ranges": lambda heads: {"causal": True, "key_starts": torch.tensor([3]), "key_lengths": torch.tensor([200])},
+    "everything": lambda heads: {
         "window": (20, 0),
         "causal": True,
         "softcap": 9.0,
-        "sink": torch.empty(2),
-        "alibi_slopes": torch.empty(2),
-        "log_decay": torch.empty(1, T, 2),
+        "sink": torch.empty(heads),
+        "alibi_slopes": torch.empty(heads),
+        "log_decay": torch.empty(1, T, heads),
         "dropout_p": 0.1,
         "cu_seqlens": torch.tensor([0, 7, T], dtype=torch.int32),
     },
@@ -69,7 +70,7 @@ def call(
     def run() -> None:
         shapes = ((heads * group, dim), (heads, dim), (heads, dim_v))
         leaves = [torch.zeros(1, T, *shape, dtype=dtype, requires_grad=gradient) for shape in shapes]
-        options = FEATURES[feature]()
+        options = FEATURES[feature](heads * group)
         if impl == "gluon":
             options.pop("dropout_p", None)
         o, _ = softmax_attention(*leaves, **options, impl=impl)
@@ -213,6 +214,7 @@ BACKWARD = (
     (64, "packed"),
     (128, "window"),
     (64, "window"),
+    (64, "softcap"),
     *((dim, "plain") for dim in (80, 96, 128, 192)),
     (128, "packed"),
     (192, "packed"),

@@ -14,7 +14,6 @@ from flashmix.ops.attention.gluon_hopper.backward_host import attention_backward
 from flashmix.ops.attention.gluon_hopper.forward_host import attention_forward, memory_of, row_statistics
 
 MOST_CHANNELS_SLOPES = 128  # in backward, with slopes alone: up to these Triton's is faster
-MOST_CHANNELS_CAPPED = 64  # in backward, up to which Triton's is faster with one
 MOST_CHANNELS_SOFTCAP = 192  # in backward: shared memory has no room for its derivative above
 
 
@@ -23,8 +22,6 @@ def backward_supports(call: AttentionCall) -> str | None:
     channels = max(call.q.shape[3], call.v.shape[3])
     if call.alibi_slopes is not None and call.log_decay is None and channels <= MOST_CHANNELS_SLOPES:
         return f"Triton's is faster with slopes alone up to {MOST_CHANNELS_SLOPES} channels"
-    if call.softcap is not None and channels <= MOST_CHANNELS_CAPPED:
-        return f"Triton's is faster with a softcap up to {MOST_CHANNELS_CAPPED} channels"
     if call.softcap is not None and channels > MOST_CHANNELS_SOFTCAP:
         return f"its backward takes a softcap at head dims up to {MOST_CHANNELS_SOFTCAP}"
     return None

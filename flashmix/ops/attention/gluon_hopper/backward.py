@@ -53,7 +53,7 @@ from flashmix.ops.attention.gluon_hopper.backward_walk import (
     way_of,
     whole_steps,
 )
-from flashmix.ops.attention.gluon_hopper.scores import EITHER, WHOLE
+from flashmix.ops.attention.gluon_hopper.scores import EDGE, EITHER, WHOLE
 from flashmix.ops.attention.gluon_hopper.table import REGISTERS
 from flashmix.ops.attention.gluon_hopper.tiles import (
     accumulate,
@@ -110,12 +110,13 @@ def piece_of_d_q(piece: gl.constexpr, d_s, k, i, S: gl.constexpr):
 
 
 @gluon.constexpr_function
-def apart(first, second, causal):
-    """Whether steps whose queries see all keys have a loop of their own, without masks: with 128 channels, and causal ones with 64.
+def apart(first, second, masked):
+    """Whether steps whose queries see all keys have a loop of their own, without masks: with 128 channels, and causal calls of 64 or those
+    with a softcap (`masked`).
 
-    One loop for both spills what masks need. Full calls of 64 channels and heads in two parts spill more in two loops.
+    One loop for both spills what masks need. Other calls of 64 channels and heads in two parts spill more in two loops.
     """
-    return first == 128 or (causal and second == 0)
+    return first == 128 or (masked and second == 0)
 
 
 @gluon.constexpr_function
@@ -125,9 +126,10 @@ def holds_k(second, causal):
 
 
 @gluon.constexpr_function
-def holds_v(first, second, causal):
-    """Whether roles hold v in registers: causal calls of up to 80 channels, full ones of 65 to 96. Others have no room for it."""
-    return first == 64 and (second < 32 if causal else second > 0)
+def holds_v(first, second, causal, capped):
+    """Whether roles hold v in registers: causal calls of up to 80 channels, full ones of 65 to 96. Others have no room for it, nor have
+    those of up to 64 that are `capped`."""
+    return first == 64 and (second < 32 if causal else second > 0) and not (capped and second == 0)
 
 
 @gluon.constexpr_function
@@ -174,13 +176,12 @@ def walk_steps(group: gl.constexpr, state, span, walk, rings, n, KIND: gl.conste
         level = rings.level.index(stage).load(gl.SliceLayout(0, L))  # [BM]
         p, squashed = key_probabilities(s, level, key, (at, at.head, block * S.BM), steps, None, n, KIND, S)
         p_t = as_operand(p, dtype, V)
-        d_p = products_done(0, [d_p])
-        # dS = P (dP - delta)
-        delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
-        d_s = p * (d_p - delta[None, :])
         if S.SOFTCAP:
-            d_s = d_s * (1.0 - squashed * squashed)
-        d_s = d_s.to(dtype)
+            p = p * (1.0 - squashed * squashed)
+        d_p = products_done(0, [d_p])
+        # dS = P (dP - delta), with a softcap P (1 - tanh^2) (dP - delta)
+        delta = rings.delta.index(stage).load(gl.SliceLayout(0, L))  # [BM]
+        d_s = (p * (d_p - delta[None, :])).to(dtype)
         d_s_t = as_operand(d_s, dtype, QK)
         rings.d_s.index(use % 2 * ROLES + group).store(d_s)
         # dV += P^T dO: now, so that ptxas lays the exponentials beside dS
@@ -235,13 +236,14 @@ def walk_keys(group: gl.constexpr, work, at, steps, turn, base, rings, n, S: gl.
         left_k = in_registers(k, S.BM, QK)
     if holds_half_v(QK.FIRST, S.CAUSAL or S.PACKED or S.SOFTCAP):
         left_v = half_in_registers(v, S.BM)
-    if holds_v(QK.FIRST, QK.SECOND, S.CAUSAL):
+    if holds_v(QK.FIRST, QK.SECOND, S.CAUSAL, S.SOFTCAP):
         left_v = in_registers(v, S.BM, V)
     state, walk = (d_k, d_v, steps.first), (at, steps, base, left_k, left_v)
-    if apart(QK.FIRST, QK.SECOND, S.CAUSAL):
+    if apart(QK.FIRST, QK.SECOND, S.CAUSAL or S.SOFTCAP):
+        MASKED: gl.constexpr = EDGE if S.SOFTCAP else EITHER
         begin, whole, end = whole_steps(at.head, steps, S)
         while begin < steps.all:  # masked ones, whole ones, and once more masked ones
-            state = walk_steps(group, state, (begin, whole), walk, rings, n, EITHER, S)
+            state = walk_steps(group, state, (begin, whole), walk, rings, n, MASKED, S)
             state = walk_steps(group, state, (whole, end), walk, rings, n, WHOLE, S)
             begin, whole, end = end, steps.all, steps.all
     else:

@@ -35,6 +35,13 @@ def quarter_first(channels, featured, running):
 
 
 @gluon.constexpr_function
+def masked_raw(channels, scaled, capped, biased):
+    """Whether masks come before the factor of all scores, so that one instruction takes it and the maximum: where that is their scale, or
+    with up to 64 channels their softcap. With more channels a softcap is slower so."""
+    return (scaled or (capped and channels <= 64)) and not biased
+
+
+@gluon.constexpr_function
 def in_words(channels, biased, first_max, left):
     """Whether loops carry p in words (`as_words`): where there are several, with gates, slopes (`biased`) or, counted from the first
     maximum, with a left window, and up to 64 channels. One loop of more is slower."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from flashmix.gpu.hopper import accumulator, gl, gluon, opaque_zero, row_pieces
+from flashmix.ops.attention.gluon_hopper.forward_choices import masked_raw
 from flashmix.ops.attention.gluon_hopper.forward_copies import first_key, number_of
 from flashmix.ops.attention.triton_gpu.forward import bias_of_way
 from flashmix.ops.attention.triton_gpu.scores import biased, expanded, tanh, visible
@@ -151,18 +152,22 @@ def raised(m, largest, S: gl.constexpr):
 def exponents(s, m, rows, keys, i, bias, n, KIND: gl.constexpr, S: gl.constexpr):
     """log2 of P of `q k^T` of the `i`-th tile of keys, `[64, BN]`, and what it is counted from: m if that stays, else the running maximum
     with it."""
-    RAW: gl.constexpr = S.SCALED and not (S.DECAY or S.ALIBI)
+    V: gl.constexpr = S.V
+    RAW: gl.constexpr = masked_raw(V.ALL, S.SCALED, S.SOFTCAP, S.DECAY or S.ALIBI)
     start = first_key(keys, i, S)
     number = number_of(keys, i, S)
     edge = (number < keys.begin) | (number >= keys.end)
     key = (start + gl.arange(0, S.BN, gl.SliceLayout(0, accumulator(S.BN))))[None, :]
     if RAW:
+        factor = n.scale
+        if S.SOFTCAP:
+            s, factor = tanh(s * n.scale, S), n.softcap
         if hidden(edge, KIND):
             s = keys_seen(s, rows.position, start, keys.tokens, n, S)
         top = m
         if not keeps_m(KIND):
-            top = raised(m, gl.max(s, 1) * n.scale, S)
-        return s * n.scale - top[:, None], top
+            top = raised(m, gl.max(s, 1) * factor, S)
+        return s * factor - top[:, None], top
     else:
         y, _ = scaled(s, n, S)
         way = 0.0
