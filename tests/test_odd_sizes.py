@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flashmix
 from flashmix.ops.recurrence.native.binding import missing
+from flashmix.ops.scaled_rows import scaled_rows
 
 Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 Draw = Callable[[int], tuple[dict[str, Tensor], Run]]
@@ -136,3 +137,18 @@ def test_strides_of_gates_change_no_bit_of_the_slstm() -> None:
     strided = torch.randn(4, 1, 26, 2, 44).mT[..., ::2, :].transpose(2, 3)  # [4, 1, 22, 2, 26]
     y, _ = flashmix.slstm(*strided, impl="portable")
     assert torch.equal(y, flashmix.slstm(*strided.contiguous(), impl="portable")[0])
+
+
+def test_strides_of_rows_change_no_bit_of_the_gradient_of_their_factors() -> None:
+    """Nor do rows behind them: sums over channels have one order, where torch's own has another for the last of many."""
+    x = torch.randn(5, 15, 1, 21).permute(0, 3, 2, 1)  # [5, 21, 1, 15]
+    factor, flow = torch.randn(5, 21, 1), torch.randn(5, 21, 1, 15)
+
+    def gradient(x: Tensor, tokens: int) -> Tensor:
+        leaf = factor[:, :tokens].clone().requires_grad_()
+        y = scaled_rows(x[:, :tokens], leaf, "portable")
+        return torch.autograd.grad(y, leaf, flow[:, :tokens])[0]
+
+    wanted = gradient(x, 21)
+    assert torch.equal(wanted, gradient(x.contiguous(), 21))
+    assert torch.equal(wanted[:, :19], gradient(x, 19))

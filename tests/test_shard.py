@@ -170,8 +170,9 @@ def test_a_compiled_decoder_ends_its_graphs_at_the_ops_over_ranks_alone() -> Non
     for reasons in (plain, *nested_breaks):
         assert reasons and all("over_ranks" in reason or "exchanged" in reason for reason in reasons), reasons
     # Four ops are called over ranks. Each is counted once in every Python frame around it (eight of the convolution, which grew by those of
-    # `recomputed` and of the decoder's blocks), and once where `over_ranks` reaches `exchanged`.
-    assert sum(plain.values()) <= 39, plain
+    # `recomputed` and of the decoder's blocks; attention's and the recurrence's have one more, which asks for the kind of a call), and once
+    # where `over_ranks` reaches `exchanged`.
+    assert sum(plain.values()) <= 41, plain
     assert all(sum(reasons.values()) <= 10 for reasons in nested_breaks), nested_breaks
 
 

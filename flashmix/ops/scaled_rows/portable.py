@@ -29,5 +29,6 @@ def backward(call: ScaledCall, kept: Outputs, grads: Sequence[Tensor | None], wa
     if "x" in wanted:
         found["x"] = (dy * factor.to(dtype).unsqueeze(-1)).to(x.dtype)
     if "factor" in wanted:
-        found["factor"] = (x.to(dtype) * dy).sum(-1).to(factor.dtype)
+        products = (x.to(dtype) * dy).contiguous()  # so that sums have one order however x lies in memory
+        found["factor"] = products.sum(-1).to(factor.dtype)
     return found
