@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from compilers.ptxas_descriptors import lost_descriptors
 from flashmix.gpu import device as gpu
 from flashmix.gpu.arch import SHARED_MEMORY_KIB
 from flashmix.gpu.launch import RELEASE
+from flashmix.gpu.passes import left_out, without_llvm_passes
 from flashmix.gpu.ptxas import sound_ptxas
 
 # LLVM (Triton 3.6) made of `tid << 31`, one of two shifts packed into one number, a product in 64 bits, which drops nothing: addresses
@@ -44,6 +45,7 @@ class Launch:
     capability: tuple[int, int]
     key: str  # equal for launches that compile to the same code
     grid: tuple[int, ...]
+    llvm_passes: bool = True
 
     @property
     def name(self) -> str:
@@ -107,7 +109,7 @@ def recording(capability: tuple[int, int]) -> Iterator[list[Launch]]:
         grid = tuple(grid(bound) if callable(grid) else grid)
         assert all(size > 0 for size in grid) and all(size <= 65535 for size in grid[1:]), (self.fn.__name__, grid)
         if key not in found:
-            found[key] = Launch(self, args, tuple(kwargs.items()), capability, key, grid)
+            found[key] = Launch(self, args, tuple(kwargs.items()), capability, key, grid, not left_out())
             launches.append(found[key])
 
     with (
@@ -174,7 +176,8 @@ def code_of(launch: Launch) -> Any:
     bound, specialization, options = _binder(launch.kernel, launch.capability)(*launch.args, **kwargs)
     options, signature, constexprs, attrs = launch.kernel._pack_args(backend, kwargs, bound, specialization, options)
     source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    return triton.compile(source(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
+    with nullcontext() if launch.llvm_passes else without_llvm_passes():
+        return triton.compile(source(launch.kernel, signature, constexprs, attrs), target=gpu, options=options.__dict__)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

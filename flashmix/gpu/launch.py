@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.nn import Parameter
 
 from flashmix.gpu.ahead import gathering, running
 from flashmix.gpu.compiling import hash_triton, in_turn, length, name
+from flashmix.gpu.passes import without_llvm_passes
 from flashmix.gpu.tma import Maps, Tiles, make_context_current, without_descriptors
 
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -53,14 +54,15 @@ class Address:
 
 
 class Kernel:
-    """A kernel with its spec and launch options (`num_warps`, `num_stages`, `maxnreg`): call it with a grid and its structs.
+    """A kernel with its spec and launch options (`num_warps`, `num_stages`, `maxnreg`): call it with a grid and its structs. `llvm_passes`:
+    see `flashmix/gpu/passes.py`.
 
     There is one compiled code for each kind of arguments: dtypes, which tensors are None, which are aligned, which integers need 64 bits,
     and what Triton specialises strides for.
     """
 
-    def __init__(self, kernel: Any, spec: Any, **options: Any) -> None:
-        self.kernel, self.spec = kernel, spec
+    def __init__(self, kernel: Any, spec: Any, *, llvm_passes: bool = True, **options: Any) -> None:
+        self.kernel, self.spec, self.llvm_passes = kernel, spec, llvm_passes
         # Triton's default until 3.9, which warns where it is not given
         self.options = {"enable_fp_fusion": True, **options}
         parameters = getattr(kernel, "params", ())  # the interpreter specialises nothing and has none
@@ -124,7 +126,8 @@ class Kernel:
     def _compile(self, like: Sequence[Any]) -> Code | None:
         """The code, loaded, with its launcher, for which Triton calls a C compiler; any thread may ask for it."""
         name(self.kernel)
-        made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
+        with nullcontext() if self.llvm_passes else without_llvm_passes():
+            made = self.kernel.run(*like, self.spec, grid=(1,), warmup=True, **self.options)
         return None if made is None else Code(made, self.kernel.is_gluon())
 
 

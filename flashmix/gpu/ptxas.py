@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 Kernel = TypeVar("Kernel")
@@ -68,6 +69,7 @@ def _ask_this_thread() -> None:
 
 
 def _as_for_blackwell(theirs: Callable[[int], Any]) -> Callable[[int], Any]:
+    @wraps(theirs)
     def chosen(arch: int = 80) -> Any:
         return theirs(max(arch, BLACKWELL) if _compiling.depth else arch)
 

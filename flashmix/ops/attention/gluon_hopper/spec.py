@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashmix.gpu.tma import Tiles
 from flashmix.ops.attention.call import AttentionCall
-from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS, REGISTERS, config_for
+from flashmix.ops.attention.gluon_hopper.table import HEADS_OF_BOTH_WAYS, REGISTERS, config_for, takes_llvm_passes
 from flashmix.ops.attention.triton_gpu.spec import AttentionSpec, Channels, spec_of, steps_of
 from flashmix.ops.attention.triton_gpu.table import parts
 
@@ -51,7 +51,8 @@ def hopper_spec(call: AttentionCall, phase: str) -> tuple[AttentionSpec, dict[st
             FIRST_MAX=first_max,
             HEADROOM=HEADROOM[call.dtype] if first_max else 0,
         )
-    return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0]}
+    passes = takes_llvm_passes(phase, max(spec.QK.ALL, spec.V.ALL), biased or spec.SOFTCAP)
+    return spec, {"num_warps": warps, "maxnreg": REGISTERS[config.warps // 4][0], "llvm_passes": passes}
 
 
 def _together(dim_qk: int, dim_v: int) -> tuple[Channels, Channels]:

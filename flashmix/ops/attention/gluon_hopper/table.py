@@ -40,3 +40,12 @@ def config_for(phase: str, dim_qk: int, dim_v: int, biased: bool) -> AttentionCo
     """The table's row for these head dims; `biased`: with ALiBi or a forget gate."""
     table = BIASED[phase] if biased and phase in BIASED else PHASES[phase]
     return next(row for (most_qk, most_v), row in table.items() if dim_qk <= most_qk and dim_v <= most_v)
+
+
+def takes_llvm_passes(phase: str, channels: int, featured: bool) -> bool:
+    """Whether a kernel has LLVM's passes (`flashmix/gpu/passes.py`): all but forwards of up to 64 channels and, above 192, the two passes
+    backward, which spill with them. `featured` ones, with gates, slopes or a softcap, are slower without them or were not timed.
+    """
+    if featured:
+        return True
+    return channels > 64 if phase == "forward" else phase not in ("queries", "wide") or channels <= 192

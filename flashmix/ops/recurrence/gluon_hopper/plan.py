@@ -142,7 +142,7 @@ def _later(kernel: Any, spec: HopperSpec, registers: int) -> Kernel:
 def _first(kernel: Kernel) -> Kernel:
     """The same kernel as the first of a call, behind kernels that may not wait for those before them as ours do."""
     options = {name: value for name, value in kernel.options.items() if name != "launch_pdl"}
-    return Kernel(kernel.kernel, kernel.spec, **options)
+    return Kernel(kernel.kernel, kernel.spec, llvm_passes=kernel.llvm_passes, **options)
 
 
 def _state(kernel: Any, spec: HopperSpec, queries: bool) -> Kernel:

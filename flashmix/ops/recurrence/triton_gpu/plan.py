@@ -175,7 +175,7 @@ def _in_turn(kernel: Any, spec: ChunkSpec, tile: Tile) -> InTurn:
     return InTurn(tuple([_kernel(kernel, spec._replace(LONG=long), tile) for long in ((1, 2) if spec.LONG else (0,))]))
 
 
-def _kernel(kernel: Any, spec: ChunkSpec, tile: Tile, **options: int) -> Kernel:
+def _kernel(kernel: Any, spec: ChunkSpec, tile: Tile, **options: Any) -> Kernel:
     """A kernel with its tile and launch options."""
     if tile.registers is not None:
         options["maxnreg"] = tile.registers
