@@ -156,9 +156,22 @@ def assert_loads_again(kernel: Any, grid: int, structs: tuple[Any, ...]) -> None
     assert made is not None and made.direct is not None and made.direct[1][0] == made.made.function is not None
 
 
+def assert_leaves_passes_out(kernel: Any, grid: int, structs: tuple[Any, ...]) -> None:
+    """A kernel that wants none of LLVM's passes is compiled without, and kept under another name."""
+    found = []
+    for llvm_passes in (True, False):
+        kernel.device_caches.clear()  # the same kernel and spec are never wanted both ways
+        made = Kernel(kernel, Spec(256), llvm_passes=llvm_passes)(grid, *structs)
+        assert made is not None
+        found.append(made.made)
+    assert found[0].hash != found[1].hash and found[0].asm["llir"] != found[1].asm["llir"], kernel.fn.__name__
+
+
 def main() -> None:
     without_a_gpu()
     assert_loads_again(*calls(tensors(0))[0])
+    for call in calls(tensors(0))[0], calls(tensors(0))[3]:
+        assert_leaves_passes_out(*call)
     spec, seen = Spec(64), 0
     first, second = tensors(0), tensors(16)
     moved = calls(second)
