@@ -15,13 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 KEPT = 1024  # descriptors a kernel keeps; 128 bytes each
 
 
-class Thread(threading.local):
+class ThreadContext(threading.local):
     """Whether the GPU's context is known to be current on this thread."""
 
     has_context = False
 
 
-_thread = Thread()
+_thread = ThreadContext()
 
 
 def make_context_current() -> None:
