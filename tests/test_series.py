@@ -150,6 +150,9 @@ def test_a_thread_has_a_context_before_a_tensor_map_is_made(
     """The first backward of a process runs on a thread that has none, where the driver makes no tensor map."""
     ready: list[int] = []
     found: list[bool] = []
+    monkeypatch.setattr(
+        tma, "_thread", tma.ThreadContext()
+    )  # nothing is known of the threads of other tests, nor they of these
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ready.append(threading.get_ident()))
 

@@ -1,4 +1,5 @@
-"""Names of compiled code that every process finds again, and turns of front ends, which Triton's compiler leaves to its callers.
+"""Names of compiled code that every process finds again, and turns of front ends, which Triton's compiler leaves to its callers; what
+changes a function of that compiler.
 
 Importing this module imports no triton.
 """
@@ -10,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,16 @@ class Turn(threading.local):
 
 _naming = threading.Lock()
 _turn = Turn()
+
+
+def replace(module: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts what `by` makes of a function of Triton in its place, once for each `by`."""
+    theirs = getattr(module, name)
+    done = getattr(theirs, "replaced_by", ())
+    if by not in done:
+        ours = wraps(theirs)(by(theirs))
+        ours.replaced_by = (*done, by)  # type: ignore[attr-defined]
+        setattr(module, name, ours)
 
 
 def hash_triton() -> None:
@@ -83,8 +95,7 @@ def in_turn(begin: threading.Event, end: threading.Event) -> Iterator[None]:
     """
     from triton.compiler import code_generator
 
-    if not hasattr(code_generator.ast_to_ttir, "of_triton"):
-        code_generator.ast_to_ttir = _waiting(code_generator.ast_to_ttir)
+    replace(code_generator, "ast_to_ttir", _waiting)
     _turn.events = begin, end
     try:
         yield
@@ -110,5 +121,4 @@ def _waiting(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 gc.enable()
             end.set()
 
-    front_end.of_triton = theirs  # type: ignore[attr-defined]
     return front_end

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
+
+from flashmix.gpu.compiling import replace
 
 
 class LeftOut(threading.local):
@@ -51,16 +52,8 @@ def _ask_this_thread() -> bool:
     known = all(hasattr(module, name) for module, name, _ in changes)
     if known:
         for module, name, by in changes:
-            _replace(module, name, by)
+            replace(module, name, by)
     return known
-
-
-def _replace(module: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    theirs = getattr(module, name)
-    if not hasattr(theirs, "knows_passes"):
-        ours = by(theirs)
-        ours.knows_passes = True  # type: ignore[attr-defined]
-        setattr(module, name, ours)
 
 
 def _unless_left_out(theirs: Callable[..., None]) -> Callable[..., None]:
@@ -72,7 +65,6 @@ def _unless_left_out(theirs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _and_passes(theirs: Callable[..., str]) -> Callable[..., str]:
-    @wraps(theirs)
     def version(*given: Any, **named: Any) -> str:
         return theirs(*given, **named) + (" without LLVM's passes" if left_out() else "")
 

@@ -12,8 +12,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, TypeVar
+
+from flashmix.gpu.compiling import replace
 
 Kernel = TypeVar("Kernel")
 SOUND = (12, 9)
@@ -63,17 +64,13 @@ def _ask_this_thread() -> None:
     from triton.backends.nvidia import compiler
 
     for name in ("get_ptxas", "get_ptxas_version"):  # the version is part of the name that compiled code is kept under
-        theirs = getattr(compiler, name)
-        if not hasattr(theirs, "of_triton"):
-            setattr(compiler, name, _as_for_blackwell(theirs))
+        replace(compiler, name, _as_for_blackwell)
 
 
 def _as_for_blackwell(theirs: Callable[[int], Any]) -> Callable[[int], Any]:
-    @wraps(theirs)
     def chosen(arch: int = 80) -> Any:
         return theirs(max(arch, BLACKWELL) if _compiling.depth else arch)
 
-    chosen.of_triton = theirs  # type: ignore[attr-defined]
     return chosen
 
 
